@@ -1,4 +1,4 @@
-"""Requests of an evaluation: answers, conversations with environments, and log-likelihoods, sent, stored and scored."""
+"""Requests of an evaluation, sent, stored and scored: answers, conversations with environments, log-likelihoods."""
 
 import asyncio
 import itertools
@@ -19,12 +19,12 @@ from nemo_ext.evaluation.store import Key, Sample, Store, digest_of
 from nemo_ext.job.seeds import digest
 
 _AHEAD = 64
-"""Samples in flight beyond the client's limit of concurrent requests, which are being scored."""
+"""Number of samples in flight beyond the client's limit on concurrent requests; these are being scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Request for one problem with one prompt and in one mode; its samples differ by the seed alone.
+    """Request for one problem with one prompt and in one mode; its samples differ only in their seeds.
 
     Attributes:
         benchmark: the benchmark.
@@ -47,14 +47,14 @@ class Question:
         object.__setattr__(self, "asked", digest_of(self.benchmark.kind, self.shown, self.body))
 
     def key(self, sample: int) -> Key:
-        """Key of the sample with a number."""
+        """Return the key of the sample with this number."""
         return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
 
 
 def questions(
     benchmark: Benchmark, problems: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """Questions of a benchmark: every problem with every prompt and in every mode.
+    """Yield a benchmark's questions: every problem with every prompt and in every mode.
 
     Args:
         benchmark: the benchmark.
@@ -91,16 +91,16 @@ def questions(
 
 @dataclass(kw_only=True)
 class Asking:
-    """Sends the requests of an evaluation, and stores and scores the answers.
+    """Sender of an evaluation's requests; stores and scores the answers.
 
     Attributes:
         client: client of the endpoint, already entered with `async with`.
-        likelihoods: log-likelihoods from the same endpoint.
+        likelihoods: measures log-likelihoods at the same endpoint.
         store: store of the answers and scores.
-        scorers: scorers by benchmark; answers to other benchmarks are stored without a score.
-        seed: seed of all answers.
-        count_reasoning: counts the tokens of a reasoning trace if the endpoint does not report them; None if unknown.
-        seen: callback for each finished sample, with whether it was requested now.
+        scorers: mapping from benchmark to scorer; answers to other benchmarks are stored without a score.
+        seed: seed for all answers.
+        count_reasoning: function that counts a reasoning trace's tokens if the endpoint does not; None if unavailable.
+        seen: callback for each finished sample; its second argument is whether the sample was requested now.
     """
 
     client: Client
@@ -115,10 +115,10 @@ class Asking:
         """Request and score samples.
 
         Args:
-            work: questions with the number of the sample, and its answer if the store already has it.
+            work: tuples of a question, a sample number, and the sample if the store already has it, otherwise None.
 
         Raises:
-            ValueError: the endpoint refuses the key.
+            ValueError: the endpoint rejects the API key.
             EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         running: set[asyncio.Task[None]] = set()
@@ -226,7 +226,7 @@ class Asking:
         )
 
     def _reasoning(self, answer: Answer) -> int | None:
-        """Tokens of the reasoning trace, reported by the endpoint or counted."""
+        """Return the reasoning trace's number of tokens, as reported by the endpoint or counted; None if unknown."""
         details: Any = answer.body
         for name in ("usage", "completion_tokens_details", "reasoning_tokens"):
             details = details.get(name) if isinstance(details, Mapping) else None

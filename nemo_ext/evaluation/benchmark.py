@@ -1,4 +1,4 @@
-"""Benchmarks and suites, one YAML file each: from hydra_conf/benchmark and hydra_conf/suite, or from a user's path."""
+"""Benchmarks and suites, one YAML file each, in hydra_conf/benchmark and hydra_conf/suite or at a user's path."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -21,12 +21,12 @@ PLAIN = "default"
 
 
 def _named(value: object) -> object:
-    """Mapping of prompts by name; a bare string becomes the default prompt."""
+    """Turn a bare string into a mapping that has it as the default prompt."""
     return {PLAIN: value} if isinstance(value, str) else value
 
 
 def _words(value: object) -> object:
-    """Modes by name, with the booleans that YAML reads from unquoted `on` and `off` turned back into names."""
+    """Turn the booleans that YAML makes of unquoted mode names `on` and `off` back into names."""
     if not isinstance(value, Mapping):
         return value
     return {
@@ -39,7 +39,7 @@ class Mode:
     """Variant of a benchmark's requests, such as reasoning on or off.
 
     Attributes:
-        system: system message; None for none.
+        system: system message; None if there is none.
         body: additional fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}.
         max_tokens: maximum tokens per answer; None takes the benchmark's.
     """
@@ -53,46 +53,46 @@ class Mode:
 class Benchmark:
     """Definition of a benchmark: its data, prompts, sampling and scoring.
 
-    Expressions and templates are sandboxed Jinja. They see a row's columns, `row` (the whole row) and `file` (the path
-    of the row's file relative to the data root). An expression yields a value, such as a number or list; a template
-    yields text.
+    Expressions and templates are sandboxed Jinja. Their variables are the row's columns, `row` (the whole row) and
+    `file` (the path of the row's file relative to the data root). An expression yields a value, such as a number or a
+    list; a template yields a string.
 
     Attributes:
         name: name in tables and in the store.
         about: measured ability, in a few words.
         kind: `generate`, answers that an environment verifies; `choice`, log-likelihoods of choices; `bits`, bits per
             byte of texts; `harness`, a task of lm-evaluation-harness.
-        source: where to get the data, shown when it is missing.
+        source: where to get the data; shown when it is missing.
         data: files or globs relative to evaluate.data_root; empty for a generated benchmark.
-        tasks: files of RL tasks (docs/rl/tasks.md) to use instead of data; only tasks of `environment` are taken.
+        tasks: files of RL tasks (docs/rl/tasks.md) to use instead of data; only tasks for `environment` are used.
         generator: generator to use instead of data: a name from `nemo_ext.rl.tasks` or
             `nemo_ext.evaluation.generators`.
         settings: arguments of the generator.
         count: number of generated problems.
-        where: expression that selects rows; None takes all.
-        id: expression for a unique row id; None takes a hash of the row.
-        domain: expression for the row's group, such as a subject; None for none.
-        prompt: templates of the user message by name; several measure prompt sensitivity. For `choice` the context,
-            for `bits` the text.
+        where: expression that selects rows; None selects all.
+        id: expression for a unique row id; if None, a hash of the row is the id.
+        domain: expression for the row's group, such as a subject; None if there are no groups.
+        prompt: mapping from name to template of the user message; with several, prompt sensitivity is measured. For
+            `choice` it is the context, for `bits` the text.
         messages: expression for a whole conversation, instead of prompt.
         complete: whether the model continues the prompt as plain text, without a chat template, as for base models.
-        modes: variants of the requests, by name.
+        modes: mapping from name to variant of the requests.
         environment: name of the verifier (`nemo_ext.rl.environments`).
-        environment_settings: settings of the verifier.
-        reference: expressions for the verifier's reference, by key.
+        environment_settings: the verifier's settings.
+        reference: mapping from the keys of the verifier's reference to expressions.
         tools: expression for the declared tools.
         choices: for `choice`, expression for the list of choices, each as it follows the context.
         gold: for `choice`, expression for the index of the correct choice, from 0.
         shots: number of few-shot examples before the question.
-        shots_data: files with the examples; empty takes other rows of the data.
-        shot: template of an example; None takes the prompt and the correct choice.
-        samples: answers per problem.
+        shots_data: files with the examples; if empty, other rows of the data are used.
+        shot: template of an example; if None, the prompt and the correct choice.
+        samples: number of answers per problem.
         sampling: temperature, top_p and extra fields of the requests.
         max_tokens: maximum tokens per answer.
-        metric: headline metric: `avg`, mean over samples; `pass`, pass@k; `maj`, majority vote over k.
+        metric: headline metric: `avg`, mean over samples; `pass`, pass@k; `maj`, majority vote over k samples.
         k: number of samples for pass@k and majority votes; None takes all.
         weight: weight in a suite's grand mean; 0 excludes the benchmark.
-        higher_is_better: False for bits per byte and for rates of harm.
+        higher_is_better: False for bits per byte and for harm rates.
         task: for `harness`, name of the task, whose file is in evaluate.harness_tasks.
     """
 
@@ -164,12 +164,12 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Suite:
-    """Benchmarks that are evaluated together.
+    """Set of benchmarks that are evaluated together.
 
     Attributes:
         name: name of the suite.
         about: purpose of the suite.
-        source: paper, table and page.
+        source: paper, table and page that the suite follows.
         benchmarks: names of benchmarks, or mappings with `name` and keys that override the benchmark's.
     """
 
@@ -180,12 +180,12 @@ class Suite:
 
 
 def names(kind: Literal["benchmark", "suite", "published"]) -> list[str]:
-    """Names of the installed benchmarks, suites or tables of published values."""
+    """Return the names of the installed benchmarks, suites or tables of published values."""
     return list(config_files(kind))
 
 
 def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> dict[str, Any]:
-    """Content of one of the package's files by name, or of a user's file by a path that ends in .yaml.
+    """Read a YAML file: an installed one given by name, or a user's given by a path that ends in .yaml or .yml.
 
     Raises:
         ValueError: the file does not exist, or does not hold a mapping.
@@ -209,12 +209,12 @@ def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> di
 
 
 def read_benchmark(given: str | Mapping[str, Any]) -> Benchmark:
-    """Benchmark by its name or path, or by a mapping with `name` and keys that override the benchmark's.
+    """Read a benchmark given by name or path, or by a mapping with `name` and keys that override the benchmark's.
 
     A benchmark file with `like: NAME` inherits the keys of another benchmark.
 
     Raises:
-        ValueError: a key is invalid; the message has the benchmark, the key, its value and the expected values.
+        ValueError: a key is invalid; the message names the benchmark, the key, its value and the expected values.
     """
     own = {"name": given} if isinstance(given, str) else dict(given)
     if "name" not in own:
@@ -235,10 +235,10 @@ def _with_likes(name: str, before: tuple[str, ...]) -> dict[str, Any]:
 
 
 def read_suite(name: str) -> tuple[Suite, list[Benchmark]]:
-    """Suite by its name or path, and its benchmarks.
+    """Read a suite given by name or path, and its benchmarks.
 
     Raises:
-        ValueError: see `read_benchmark`; or two benchmarks share a name.
+        ValueError: a key of the suite or of a benchmark is invalid, or two benchmarks share a name.
     """
     suite = checked(Suite, read_yaml("suite", name), where=f"suite {name}")
     benchmarks = [read_benchmark(entry) for entry in suite.benchmarks]

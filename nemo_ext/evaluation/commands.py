@@ -1,4 +1,4 @@
-"""`nemo-ext evaluate`, `compare`, `rollouts` and `merge_sweep`."""
+"""The commands `nemo-ext evaluate`, `compare`, `rollouts` and `merge_sweep`: evaluate models and compare results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_ext.rl.commands import ENVIRONMENTS
 from nemo_ext.serving.commands import SERVED, asking, on_one_node, size_of_one
 
 ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge": "nemo_ext.rl.judge:JudgeSettings"})}
-"""Settings classes of a config section `evaluate`."""
+"""Settings classes of the config section `evaluate`."""
 
 
 def _figures(run_dir: Path) -> Figures:

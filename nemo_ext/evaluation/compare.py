@@ -1,6 +1,6 @@
-"""Comparison of runs of `evaluate` with paired tests. No torch.
+"""Comparison of runs of `evaluate` with paired tests. Does not import torch.
 
-Differences are paired by problem, over the requests that both runs have in common, with the scores in their stores.
+Differences are paired by problem, over the requests that both runs have in common, using the scores in their stores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,15 +42,15 @@ class CompareSettings:
     """Settings of `nemo-ext compare`.
 
     Attributes:
-        runs: run directories of `evaluate`, or a mapping from names to them.
-        baseline: name or path of the run that others are compared with; None takes the first.
+        runs: run directories of `evaluate`, or a mapping from names to run directories.
+        baseline: name or path of the run with which the others are compared; None takes the first.
         paper: names of tables in `hydra_conf/published`, or paths to such files.
-        checkpoints: runs of the last checkpoints of one training, to estimate the noise between checkpoints.
+        checkpoints: evaluations of a training run's last checkpoints, to estimate the noise between checkpoints.
         benchmarks: benchmarks to compare; empty for all.
         output: folder for the comparison.
         level: coverage of intervals; a difference is reported if its p-value is below 1 - level.
-        draws: number of bootstrap resamples and of permutations.
-        seed: seed of both.
+        draws: number of bootstrap resamples, and of permutations.
+        seed: seed for the resamples and the permutations.
     """
 
     runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_as_tuple)]
@@ -71,14 +71,14 @@ class Pair:
     Attributes:
         benchmark: name of the benchmark.
         a, b: names of the two runs or modes; `difference` is b - a.
-        before, after: headline metric of a and b on the shared problems.
-        difference: paired difference; None without shared problems.
-        p: p-value, adjusted for the number of benchmarks compared.
+        before, after: headline metric of a and of b on the shared problems.
+        difference: paired difference; None if there are no shared problems.
+        p: p-value; `adjusted` adjusts it for the number of benchmarks compared.
         words: verdict: `better`, `worse`, `no difference shown` or `not compared`.
-        tokens: mean tokens of a and b on the shared problems; None where not counted.
-        cut: share of truncated answers of a and b on the shared problems.
-        note: exclusions and their reasons; "" for none.
-        apart: differences by problem, [P], for grand means; not written to compare.json.
+        tokens: mean tokens per answer of a and of b on the shared problems; None if not counted.
+        cut: share of truncated answers of a and of b on the shared problems.
+        note: exclusions and their reasons; "" if there are none.
+        apart: difference on each problem, [P], for grand means; not written to compare.json.
     """
 
     benchmark: str
@@ -95,12 +95,12 @@ class Pair:
     apart: Floats | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Fields for compare.json: all but the differences by problem."""
+        """Return the fields for compare.json: all but the differences on each problem."""
         return {key: value for key, value in asdict(self).items() if key != "apart"}
 
 
 def compare_runs(a: Run, b: Run, benchmark: str, settings: CompareSettings) -> Pair:
-    """Compare two runs on a benchmark in its first mode, over the problems and prompts that both have in common."""
+    """Compare two runs on a benchmark, in their first common mode, over the problems and prompts that both have."""
     names: Any = {"benchmark": benchmark, "a": a.name, "b": b.name}
     absent = [run.name for run in (a, b) if benchmark not in run.benchmarks]
     if absent:
@@ -187,7 +187,10 @@ def _words(mean: float, p: float, level: float, *, low: bool) -> str:
 
 
 def adjusted(pairs: Sequence[Pair], entries: Mapping[str, Mapping[str, Any]], level: float) -> list[Pair]:
-    """The pairs with p-values adjusted for their number (Holm), and the verdicts that follow from them."""
+    """Adjust the pairs' p-values for the number of pairs (Holm), and update their verdicts accordingly.
+
+    `entries` maps benchmarks to their entries in results.json; `level` is that of `CompareSettings`.
+    """
     p_values = iter(statistics.holm([pair.difference.p for pair in pairs if pair.difference is not None]))
     updated = []
     for pair in pairs:
@@ -203,9 +206,14 @@ def adjusted(pairs: Sequence[Pair], entries: Mapping[str, Mapping[str, Any]], le
 def grand_pair(
     pairs: Sequence[Pair], entries: Mapping[str, Mapping[str, Any]], settings: CompareSettings
 ) -> Pair | None:
-    """Comparison of two runs by their grand mean over shared benchmarks; None for fewer than two benchmarks.
+    """Compare two runs by their grand mean over shared benchmarks; return None for fewer than two benchmarks.
 
-    The permutation test flips signs by problem, each with its weight in the grand mean.
+    The permutation test flips the sign of each problem's difference, weighted as in the grand mean.
+
+    Args:
+        pairs: comparisons of the two runs on each benchmark.
+        entries: mapping from benchmark to its entry in results.json.
+        settings: settings of the comparison.
     """
     used = [pair for pair in pairs if pair.apart is not None and counts(entries[pair.benchmark])]
     if len(used) < 2:
@@ -246,9 +254,9 @@ def grand_pair(
 
 
 def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
-    """Comparisons of a run's modes on the same problems, such as reasoning off and on, with adjusted p-values.
+    """Compare a run's modes, such as reasoning off and on, on the same problems, with adjusted p-values.
 
-    A mode named in `OFF` comes first in a pair, as in Domyn-Small's Table 9; otherwise the headline's mode does.
+    A mode named in `OFF` comes first in each pair, as in Domyn-Small's Table 9; otherwise the headline's mode does.
     """
     pairs = []
     for benchmark, entry in run.benchmarks.items():
@@ -267,7 +275,11 @@ def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
 
 
 def noise(arms: Sequence[Run], checkpoints: Sequence[Run]) -> dict[str, statistics.SignalNoise]:
-    """Signal and noise by benchmark: differences between runs, and between the last checkpoints of one training."""
+    """Map each benchmark to its signal (differences between `arms`) and noise (differences between `checkpoints`).
+
+    `checkpoints` are evaluations of a training run's last checkpoints. Benchmarks with fewer than two results on either
+    side are left out.
+    """
     by_benchmark = {}
     for name in names_of(arms):
         ends, last = (
@@ -285,11 +297,11 @@ class Comparison:
 
     Attributes:
         runs: the runs, the baseline first.
-        checkpoints: number of runs of checkpoints that the noise is estimated from.
-        pairs: run -> its comparisons with the baseline, the grand mean last.
-        modes: run -> comparisons of its modes.
-        noise: benchmark -> its signal and noise.
-        papers: contents of the files of published values.
+        checkpoints: number of checkpoints from which the noise is estimated.
+        pairs: mapping from run to its comparisons with the baseline, the grand mean last.
+        modes: mapping from run to the comparisons of its modes.
+        noise: mapping from benchmark to its signal and noise.
+        papers: contents of the files with published values.
         level: coverage of intervals.
     """
 
@@ -341,7 +353,7 @@ def compared(settings: CompareSettings) -> Comparison:
 
 
 def _named(runs: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Runs by the shortest ends of their paths that tell them apart."""
+    """Map names to run directories; unnamed runs are named by the shortest ends of their paths that tell them apart."""
     if isinstance(runs, Mapping):
         return dict(runs)
     for depth in range(1, 64):
@@ -361,10 +373,10 @@ def _baseline(runs: Sequence[Run], wanted: str | None) -> Run:
 
 
 def published(name: str) -> Mapping[str, Any]:
-    """Table of published values by its name or path.
+    """Read a table of published values, given by name or path.
 
     Raises:
-        ValueError: the table does not exist, or a value is not a number with its place in the paper.
+        ValueError: the table does not exist, or a value is not a number with its location in the paper.
     """
     table = read_yaml("published", name)
     try:

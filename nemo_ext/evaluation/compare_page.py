@@ -1,4 +1,4 @@
-"""Job `nemo-ext compare`: tables, pictures and files of a comparison. No torch."""
+"""The `nemo-ext compare` job: writes a comparison's tables, plots and files. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,11 +20,11 @@ from nemo_ext.job.settings import checked
 
 JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 _NOT_PRINTED = ("Further measures", "Answers")
-"""Titles of the tables that are in compare.md only."""
+"""Titles of the tables that are written to compare.md but not printed."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job: compare, write the files and print the tables.
+    """Run the job: compare the runs, write the files and print the tables.
 
     Raises:
         ValueError: a setting, a run or a paper is invalid.
@@ -34,7 +34,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def write(settings: CompareSettings) -> Comparison:
-    """Compare runs and write all files of the comparison into its folder.
+    """Compare runs, write all files of the comparison into its folder, and return the comparison.
 
     Raises:
         ValueError: a run or a paper is invalid.
@@ -51,7 +51,7 @@ def write(settings: CompareSettings) -> Comparison:
 
 
 def as_json(comparison: Comparison, points: Mapping[str, Sequence[Point]]) -> dict[str, Any]:
-    """All numbers of a comparison, for compare.json."""
+    """Return all numbers of a comparison, for compare.json; `points` maps benchmarks to the points of their plots."""
     return {
         "level": comparison.level,
         "baseline": comparison.runs[0].name,
@@ -65,7 +65,7 @@ def as_json(comparison: Comparison, points: Mapping[str, Sequence[Point]]) -> di
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    """Excerpt of results.json without figures by domain."""
+    """Return an excerpt of a run's results.json, without the figures for each domain."""
     entries = {name: {k: v for k, v in entry.items() if k != "domains"} for name, entry in run.benchmarks.items()}
     return {key: run.results.get(key) for key in ("model", "endpoint", "seed", "nemo_ext", "mean")} | {
         "benchmarks": entries
@@ -73,7 +73,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def tables(comparison: Comparison) -> list[Table[str]]:
-    """Tables of a comparison, without empty ones."""
+    """Return the comparison's non-empty tables."""
     all_of_them = [
         _side_by_side(comparison),
         *(_against(comparison, name) for name in comparison.pairs),
@@ -102,7 +102,7 @@ def _side_by_side(comparison: Comparison) -> Table[str]:
 
 
 def _cell(entry: Mapping[str, Any] | None) -> str:
-    """Accuracy, its interval and the share of truncated answers."""
+    """Format accuracy, interval and share of truncated answers; "-" if there is no result."""
     if not entry or entry.get("accuracy") is None:
         return "-"
     truncated = entry.get("truncated")
@@ -120,7 +120,7 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 
 
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
-    """A score in percent, or bits per byte."""
+    """Format a score in percent, or in bits per byte if that is the entry's metric."""
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
 
 
@@ -136,7 +136,7 @@ AGAINST = (
     *("benchmark", "before", "after", "difference", "kept", "tokens", "cut off"),
     *("p", "adjusted p", "problems", "verdict"),
 )
-"""Columns of a table of paired comparisons."""
+"""Column headings of a table of paired comparisons."""
 
 
 def _against(comparison: Comparison, name: str) -> Table[str]:
@@ -156,7 +156,7 @@ def _against(comparison: Comparison, name: str) -> Table[str]:
 
 
 def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
-    """Cells of a paired comparison, for the columns `AGAINST`."""
+    """Return the cells of a paired comparison for the columns `AGAINST`; `entry` is the benchmark's in results.json."""
     difference = pair.difference
     if difference is None or pair.before is None or pair.after is None:
         return [pair.benchmark, *["-"] * 9, pair.words]
@@ -202,7 +202,7 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
 
 
 def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> str:
-    """Published value with its unit and a reference to its place in the paper."""
+    """Format a published value with its unit and the number of its place in the paper; "-" if there is none."""
     if value is None:
         return "-"
     unit, number = str(value.get("unit", "percent")), float(value["value"])
@@ -284,7 +284,7 @@ def _excluded(comparison: Comparison) -> Table[str]:
 
 
 def page(comparison: Comparison, points: Mapping[str, Sequence[Point]]) -> Report:
-    """Contents of compare.md."""
+    """Create the contents of compare.md."""
     runs = [[run.name, str(run.results.get("model") or "-"), str(run.folder)] for run in comparison.runs]
     report = Report(f"Comparison with {comparison.runs[0].name}").table("", ("run", "model", "folder"), runs)
     plot_accuracies(report, comparison.runs)

@@ -1,6 +1,6 @@
 """Functions and filters for the Jinja templates and expressions of benchmarks.
 
-All are pure functions: they access no files or network, and execute no code from the data.
+All are pure functions: they access neither files nor the network, and execute no code from the data.
 """
 
 import base64
@@ -20,39 +20,39 @@ _PICKLED_TEXT = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
 
 
 def records(**columns: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows from columns of equal length: records(id=[1, 2], kwargs=[a, b])."""
+    """Convert columns of equal length to a list of rows: records(id=[1, 2], kwargs=[a, b])."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def mixed(right: str, wrong: Sequence[str]) -> list[str]:
-    """The choices with the correct one inserted at a position derived from a hash of all their texts."""
+    """Insert the correct choice among the wrong ones, at a position derived from a hash of all choices."""
     place = int(digest_of(right, list(wrong)), 16) % (len(wrong) + 1)
     return [*wrong[:place], right, *wrong[place:]]
 
 
 def lettered(choices: Sequence[Any], form: str = "{}. {}") -> str:
-    """One line per choice, labelled with a letter; `form` has a `{}` for the letter and one for the choice."""
+    """Format the choices as lines labelled with letters; `form` has a `{}` for the letter and one for the choice."""
     before, between, after = form.split("{}")  # not `format`, which would read attributes
     return "\n".join(f"{before}{letter(place)}{between}{choice}{after}" for place, choice in enumerate(choices))
 
 
 def letter(place: int) -> str:
-    """Letter of a choice by its index, from 0."""
+    """Return the letter of the choice with this index, from 0."""
     return string.ascii_uppercase[int(place)]
 
 
 def letters(choices: Sequence[Any]) -> list[str]:
-    """Letters of the choices, each with a leading space."""
+    """Return the letters of the choices, each with a leading space."""
     return [f" {letter}" for letter in string.ascii_uppercase[: len(choices)]]
 
 
 def spaced(texts: Sequence[Any]) -> list[str]:
-    """The texts, each with a leading space."""
+    """Return the values as strings, each with a leading space."""
     return [f" {text}" for text in texts]
 
 
 def unbracketed(text: str) -> str:
-    """HellaSwag text without markers such as [header], cleaned as in lm-evaluation-harness."""
+    """Remove markers such as [header] from a HellaSwag text, as lm-evaluation-harness does."""
     text, kept, begin = text.strip().replace(" [title]", ". "), [], 0
     while (opened := text.find("[", begin)) >= 0 and (closed := text.find("]", opened)) >= 0:
         kept.append(text[begin:opened])
@@ -61,10 +61,10 @@ def unbracketed(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""Content of the last \boxed{} in a solution.
+    r"""Return the content of the last \boxed{} in a solution.
 
     Raises:
-        ValueError: the text has none.
+        ValueError: the solution has none.
     """
     content = last_boxed(text)
     if content is None:
@@ -73,10 +73,12 @@ def boxed(text: str) -> str:
 
 
 def packed_tests(text: str) -> list[dict[str, Any]]:
-    """Private tests of LiveCodeBench: JSON, or a pickled JSON string in zlib and base64. The pickle is never executed.
+    """Decode LiveCodeBench's private tests: JSON, or a pickled JSON string in zlib and base64.
+
+    The pickle is only parsed, never executed.
 
     Raises:
-        ValueError: the text is in neither format.
+        ValueError: the string is in neither format.
     """
     if text.lstrip().startswith("["):
         return list(read_json(text))
@@ -92,7 +94,7 @@ def packed_tests(text: str) -> list[dict[str, Any]]:
 
 
 def code_tests(tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """LiveCodeBench's tests {input, output, testtype} in the format of the environment `code`."""
+    """Convert LiveCodeBench's tests {input, output, testtype} to the format of the environment `code`."""
     return [
         {"args": [read_json(line) for line in test["input"].split("\n")], "expected": read_json(test["output"])}
         if test["testtype"] == "functional"
@@ -102,7 +104,10 @@ def code_tests(tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Functions of the Berkeley Function-Calling Leaderboard as OpenAI tools: JSON Schema types, no dots in names."""
+    """Convert functions of the Berkeley Function-Calling Leaderboard to OpenAI tools.
+
+    Types are renamed to those of JSON Schema, and dots in function names are replaced with underscores.
+    """
     none = {"type": "object", "properties": {}}
     return [
         {
@@ -118,7 +123,7 @@ def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _typed(schema: Any) -> Any:
-    """A schema with the type names of JSON Schema; a property may itself be named `type`."""
+    """Rename a schema's types to those of JSON Schema; a property may itself be named `type`."""
     if not isinstance(schema, Mapping):
         return schema
     converted = dict(schema)
@@ -135,7 +140,7 @@ def _typed(schema: Any) -> Any:
 
 
 def bfcl_calls(truth: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Ground truth of the leaderboard in the format of `accepted` of the environment `tool_calls`."""
+    """Convert the leaderboard's ground truth to the format of `accepted` in the environment `tool_calls`."""
     return [
         {"name": name.replace(".", "_"), "arguments": dict(values)} for call in truth for name, values in call.items()
     ]

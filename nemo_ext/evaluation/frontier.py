@@ -1,4 +1,4 @@
-"""Accuracy versus generated tokens: points with intervals, the Pareto front, and pictures. No torch."""
+"""Accuracy versus generated tokens: points with intervals, the Pareto front and plots. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ MARKERS = "osD^vPX*"
 BARS: Any = {"capsize": 2.5, "elinewidth": 1}
 GRAND = "grand mean"
 PANELS = 12
-"""Maximum number of panels in a picture."""
+"""Maximum number of panels in a plot."""
 ROWS = 40
-"""Maximum number of benchmarks in the picture of accuracies."""
+"""Maximum number of benchmarks in the plot of accuracies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Accuracy and tokens of a run in one mode.
+    """Accuracy and generated tokens of a run in one mode.
 
     Attributes:
-        run, mode: names.
-        accuracy, tokens: means over problems, weighted as in the grand mean if over several benchmarks.
-        accuracy_interval, tokens_interval: confidence intervals; None for a single problem.
+        run, mode: names of the run and the mode.
+        accuracy, tokens: means over problems; over several benchmarks, weighted as in the grand mean.
+        accuracy_interval, tokens_interval: confidence intervals; None if there is a single problem.
         front: whether the point is on the Pareto front.
     """
 
@@ -45,10 +45,10 @@ class Point:
 
 
 def frontiers(runs: Sequence[Run], settings: CompareSettings) -> dict[str, list[Point]]:
-    """Points by benchmark, preceded by the grand mean over the benchmarks that all runs have.
+    """Map each benchmark to its points; first comes the grand mean, if all runs share at least two benchmarks.
 
-    Each mode of a run is a point. The grand mean has the modes that all these benchmarks share, or each benchmark's
-    first mode if they share none. Tokens get the same weights as accuracies (Domyn-Small, section 5.2 and Table 7).
+    Each mode of a run is a point. The grand mean has the modes that the shared benchmarks have in common, or if there
+    are none, uses each benchmark's first mode. Tokens are weighted like accuracies (Domyn-Small, section 5.2, Table 7).
     """
     entries = entries_of(runs)
     values: dict[str, dict[tuple[str, str], Values]] = {}
@@ -81,7 +81,7 @@ def frontiers(runs: Sequence[Run], settings: CompareSettings) -> dict[str, list[
 
 
 def _with_tokens(values: Values) -> Values:
-    """Values of the problems whose tokens are known."""
+    """Keep only the values of problems whose tokens are known."""
     known = ~np.isnan(values.tokens)
     return values.at([name for name, use in zip(values.problems, known, strict=True) if use])
 
@@ -96,7 +96,7 @@ def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float
 
 
 def _front(points: Iterable[Point]) -> list[Point]:
-    """The points, marked with whether they are on the Pareto front."""
+    """Mark each point with whether it is on the Pareto front."""
     points = list(points)
     front = on_front([(point.accuracy, -point.tokens) for point in points])
     return [replace(point, front=on) for point, on in zip(points, front, strict=True)]
@@ -113,7 +113,7 @@ def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
 def plot_frontiers(
     report: Report, points: Mapping[str, Sequence[Point]], papers: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Plot accuracy versus tokens, with a panel for the grand mean and for each benchmark, if there are any points.
+    """Plot accuracy versus tokens if there are any points, with a panel for the grand mean and for each benchmark.
 
     Published values that have tokens are shown as letters and are not part of the front.
     """
@@ -157,7 +157,7 @@ def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str]
 
 
 def _published(axes: "Axes", name: str, papers: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the models of papers as letters, which the legend explains."""
+    """Plot the papers' models as letters, which the legend explains."""
     models = [(model, entry["values"]) for paper in papers for model, entry in paper["models"].items()]
     lettered = [model for model, values in models if any(value.get("tokens") for value in values.values())]
     for model, values in models:

@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness over an endpoint, with every answer in the store.
+"""Tasks of lm-evaluation-harness, run through an endpoint, with every answer in the store.
 
-lm-evaluation-harness makes the requests and scores the answers; requests are sent, retried and stored by this package.
+lm-evaluation-harness makes the requests and scores the answers; this package sends, retries and stores the requests.
 With `repeats`, every answer has its own seed and is scored separately; lm-evaluation-harness scores only the first.
 Task files are treated as data: nothing is downloaded, and their Python code runs only if it is trusted.
 """
@@ -43,7 +43,7 @@ _BITS = "bits_per_byte"
 
 
 class Failed(Exception):
-    """A task cannot be evaluated; the message has the reason."""
+    """Raised if a task cannot be evaluated; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class Ran:
 
     Attributes:
         plans: questions and scoring of the evaluated benchmarks, for `results`.
-        metrics: benchmark -> metric -> value over all documents, aggregated by lm-evaluation-harness; metrics are named
-            `TASK/METRIC` if the benchmark has several tasks.
-        missing: benchmark -> why it could not be evaluated.
+        metrics: mapping from benchmark to metric to value over all documents, aggregated by lm-evaluation-harness;
+            metrics are named `TASK/METRIC` if the benchmark has several tasks.
+        missing: mapping from each benchmark that could not be evaluated to the reason.
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -72,15 +72,16 @@ async def run(
     seed: int = 1234,
     trust_code: bool = False,
 ) -> Ran:
-    """Evaluate tasks, groups or tags by name (`Benchmark.task`); answers that the store has are not requested again.
+    """Evaluate tasks, groups or tags, named by `Benchmark.task`; answers in the store are not requested again.
 
     Args:
-        benchmarks: benchmarks to evaluate; their setting `headline` names the headline metric (default: the first).
+        benchmarks: benchmarks to evaluate; their setting `headline` names the headline metric (by default bits per
+            byte for rolling log-likelihoods if available, otherwise the task's first metric).
         folder: folder with the task files.
-        likelihoods: log-likelihoods from the endpoint; answers come from its client.
+        likelihoods: measures log-likelihoods at the endpoint; answers are requested through its client.
         store: store of the answers and scores.
-        limit: maximum number of documents per task, taken from the beginning.
-        seed: seed of answers and of the choice of few-shot examples.
+        limit: maximum number of documents per task, taken from the beginning; None for all.
+        seed: seed for the answers and the choice of few-shot examples.
         trust_code: whether Python code named in task files may run.
 
     Raises:
@@ -119,7 +120,7 @@ async def run(
 
 
 class _Asking(Asking):
-    """Truncates prompts that are too long from the left, as lm-evaluation-harness does."""
+    """Sender of requests that truncates overlong prompts from the left, as lm-evaluation-harness does."""
 
     async def _request(self, question: Question, number: int) -> Sample:
         return await (super()._request(question, number) if question.body else self._measure(question, number))
@@ -140,8 +141,8 @@ class EndpointModel(LM):
 
     Args:
         benchmark: the benchmark being evaluated.
-        ask: sends questions, each with the number of its answer, and returns when all answers are in `stored`.
-        stored: answers by key and hash of the request.
+        ask: function that sends questions, each with a sample number, and returns once all answers are in `stored`.
+        stored: mapping from (key, request hash) to answer.
         several: whether the benchmark has several tasks.
     """
 
@@ -156,24 +157,27 @@ class EndpointModel(LM):
         super().__init__()
         self.benchmark, self.ask, self.stored, self.several = benchmark, ask, stored, several
         self.first = 0
-        """Number of the sample that answers the first repeat of a request."""
+        """Sample number of the answer to the first repeat of each request."""
         self.questions: dict[tuple[str, int], Question] = {}
-        """First question on each document of a task."""
+        """Mapping from (task, document) to the first question about the document."""
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return the log-likelihood of each continuation in nats, and whether it is the greedy one."""
         return self._answers(requests, lambda sample, place: (sample.logprobs[place], sample.greedy[place]))
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        """Log-likelihood of whole texts."""
+        """Return the log-likelihood of each whole text in nats."""
         return self._answers(requests, lambda sample, place: sample.logprobs[place])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """Generated answers."""
+        """Return the generated answers, in the order of the requests."""
         return self._answers(requests, lambda sample, place: sample.answer)
 
     def _answers(self, requests: Sequence[Any], value: Callable[[Sample, int], Any]) -> list[Any]:
-        """Values of requests in their order; a request with repeats occurs once per repeat."""
+        """Return the requests' values, in order; `value` extracts one from a sample and the request's place in it.
+
+        A request with repeats occurs once per repeat.
+        """
         numbers: Counter[int] = Counter()
         groups: dict[tuple[str, int, int, int], list[Any]] = defaultdict(list)
         order = []
@@ -213,7 +217,7 @@ class EndpointModel(LM):
 
 
 def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a request for an answer."""
+    """Convert a task's generation_kwargs to request fields."""
     settings = dict(normalize_gen_kwargs(generation_kwargs, _MOST_TOKENS))
     until = settings.pop("until", None) or []
     body = {"max_tokens": settings.pop("max_gen_toks"), "stop": [until] if isinstance(until, str) else list(until)}
@@ -239,7 +243,7 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
 
 
 def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran: Ran, **settings: Any) -> None:
-    """Requests and scores the answers of all tasks of a benchmark."""
+    """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`."""
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())
     usual = _BITS if first.OUTPUT_TYPE == "loglikelihood_rolling" and _BITS in known else known[0]
@@ -301,7 +305,7 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
 
 
 def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Metrics of one document that are aggregated by a mean over documents."""
+    """Return a document's metrics that are averaged over documents, with `ending` appended to their names."""
     numbers: dict[str, float] = {}
     for metric in row["metrics"]:
         value, how = row[metric], getattr(task.aggregation().get(metric), "__name__", "")
@@ -314,11 +318,11 @@ def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, f
 
 
 class _Function(str):
-    """Name of a function that a task file refers to (`!function`)."""
+    """Name of a function to which a task file refers (`!function`)."""
 
 
 def _reasons(content: Any) -> Iterator[str]:
-    """Reasons why a task file could run code, load unsafe files or download."""
+    """Yield the reasons why a task file could run code, load unsafe files or download data."""
     if isinstance(content, _Function):
         yield f"names the function {content}"
     pairs = content.items() if isinstance(content, dict) else enumerate(content if isinstance(content, list) else ())
@@ -335,7 +339,7 @@ def _reasons(content: Any) -> Iterator[str]:
 
 
 def _data(path: Path, **settings: Any) -> dict[str, Any]:
-    """Content of a task file and its includes, checked to be safe."""
+    """Load a task file with its includes, and check that it is safe."""
     content = load_yaml(path, **settings)
     if why := next(_reasons(content), ""):
         raise Failed(f"{path}: {why}: set trust_remote_code=true to allow it")
@@ -344,7 +348,7 @@ def _data(path: Path, **settings: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _offline(trust_code: bool) -> Iterator[None]:
-    """Context without downloads and progress bars, in which untrusted task files are loaded as data."""
+    """Disable downloads and progress bars while the context is open, and load untrusted task files as data."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters |= lm_eval.utils.env.filters
     changes = {

@@ -1,4 +1,4 @@
-"""Logs for `inspect view` (https://inspect.aisi.org.uk) with all samples of a store."""
+"""Logs for `inspect view` (https://inspect.aisi.org.uk), with all samples in a store."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ _ELSEWHERE = ("key", "answer", "reasoning", "tool_calls", "turns", "seconds", "p
 def write(
     results: Mapping[str, Any], store: Store, folder: Path, *, asked: Mapping[tuple[str, ...], str]
 ) -> list[Path]:
-    """Write one log per benchmark, prompt and mode, replacing earlier ones.
+    """Write one log per benchmark, prompt and mode, replacing earlier ones; return their paths.
 
     Samples without an answer are logged as errors, and samples without a score have no score in the log.
 
@@ -32,7 +32,7 @@ def write(
         results: content of results.json.
         store: store of the answers and scores.
         folder: folder for the logs.
-        asked: hash of the current request by benchmark, problem, prompt and mode.
+        asked: mapping from (benchmark, problem, prompt, mode) to the current request's hash; other samples are ignored.
 
     Raises:
         ValueError: Inspect is not installed.
@@ -122,7 +122,7 @@ def _sample(sample: Sample, score: Score | None, shown: Any, model: str) -> dict
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI message in Inspect's format."""
+    """Convert an OpenAI message to Inspect's format."""
     content, role = message.get("content") or "", message.get("role")
     if not isinstance(content, str):
         content = "".join(str(part.get("text", "")) for part in content)

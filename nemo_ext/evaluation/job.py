@@ -1,4 +1,4 @@
-"""Job `nemo-ext evaluate`: run benchmarks, score the answers and report the results (docs/evaluation.md)."""
+"""The `nemo-ext evaluate` job: runs benchmarks, scores the answers and reports the results (docs/evaluation.md)."""
 
 import asyncio
 import functools
@@ -41,13 +41,13 @@ _A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Benchmarks ready to run; a context manager that closes their scorers.
+    """Benchmarks that are ready to run; as a context manager, it closes their scorers.
 
     Attributes:
-        plans: questions of each benchmark.
-        scorers: scorers by benchmark.
-        harness: tasks of lm-evaluation-harness.
-        missing: benchmarks that cannot be run -> why.
+        plans: questions and scoring of each benchmark.
+        scorers: mapping from benchmark to scorer.
+        harness: benchmarks of kind `harness`, which lm-evaluation-harness runs.
+        missing: mapping from each benchmark that cannot be run to the reason.
     """
 
     plans: Sequence[Plan]
@@ -77,10 +77,10 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """Run benchmarks with a job's config and return the content of results.json; exits if the endpoint is gone.
+    """Run benchmarks with a job's config and return the content of results.json; exit if the endpoint is gone.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: no benchmark can be run, or the store belongs to another model.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     share, run_dir = _share(config), Path(settings.run_dir).expanduser()
@@ -113,7 +113,7 @@ def check(config: Mapping[str, Any]) -> None:
     """Validate a config as the job does before its first request.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, or no benchmark can be run.
     """
     settings = read(config).evaluate
     with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)):
@@ -133,7 +133,7 @@ def evaluate(
         pages: whether to write report.md and report.html too.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, no benchmark can be run, or the store belongs to another model.
         EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
     with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)) as prepared:
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def chosen(settings: EvaluateSettings) -> list[Benchmark]:
-    """Benchmarks of the suites and tasks in the settings, with the settings applied to them.
+    """Return the benchmarks of the suites and tasks in the settings, with `samples` from the settings applied.
 
     Raises:
         ValueError: a suite, benchmark or mode is unknown, or two suites define one benchmark differently.
@@ -214,7 +214,7 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
 
 
 def read(config: Mapping[str, Any]) -> Settings:
-    """Settings of an evaluation from a config, checked.
+    """Read and check an evaluation's settings from a config.
 
     Raises:
         ValueError: a setting is invalid, or the model cannot be served.
@@ -230,7 +230,7 @@ def read(config: Mapping[str, Any]) -> Settings:
 
 
 def _share(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Number of this worker and number of workers that divide the samples; None if this one takes all."""
+    """Return this worker's index and the number of workers that share the samples; None if it takes them all."""
     serving = config["serving"]
     if serving["replica"] is None or config["endpoint"] is not None:
         return None
@@ -317,7 +317,7 @@ async def _evaluate(
 
 
 async def _reach(scorer: Scorer, prepared: Prepared) -> None:
-    """Report a judge that cannot be reached: answers are requested now, and scored when the command is run again."""
+    """Report a judge that cannot be reached; answers are requested now and scored when the command is run again."""
     try:
         await scorer.reach()
     except ValueError as error:
@@ -337,7 +337,7 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
 def _work(
     plans: Sequence[Plan], store: Store, settings: EvaluateSettings, share: tuple[int, int] | None
 ) -> tuple[Iterator[tuple[Question, int, Sample | None]], int, int]:
-    """Samples to request or to score, the number of samples of this worker, and how many of them are finished."""
+    """Return the samples to request or to score, this worker's number of samples, and how many of them are finished."""
     current = {question.key(0)[:4]: (question, plan.verifier) for plan in plans for question in plan.questions}
     scores = {name: score.reference for name, score in store.scores().items() if score.score is not None}
     settled: set[Key] = set()
@@ -378,7 +378,7 @@ def _mine(key: Key, share: tuple[int, int] | None) -> bool:
 
 @contextmanager
 def _progress(total: int, finished: int) -> Iterator[Callable[[Sample, bool], None]]:
-    """Progress bar; yields the callback for finished samples."""
+    """Show a progress bar; yields the callback to call on each finished sample."""
     failed: Counter[str] = Counter()
 
     def detail() -> str:
@@ -396,7 +396,7 @@ def _progress(total: int, finished: int) -> Iterator[Callable[[Sample, bool], No
 
 
 def _counter(tokenizer: Path | None) -> Callable[[str], int] | None:
-    """Function that counts the tokens of a text; None without a tokenizer.json."""
+    """Return a function that counts the tokens of a string; None if there is no tokenizer.json."""
     if tokenizer is None or not (tokenizer / "tokenizer.json").exists():
         return None
     from tokenizers import Tokenizer

@@ -2,8 +2,8 @@
 
 Source: lm_eval/api/model.py (`TemplateLM._encode_pair`), lm_eval/models/huggingface.py, lm_eval/utils.py
 (`get_rolling_token_windows`), version 0.4.13. There is one difference: an endpoint accepts prompts of at most
-max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens, of which the last
-is only predicted. Only longer texts differ; they match `hf` with max_length=max_model_len - 2.
+max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens, the last of which
+is only predicted. This affects only texts that are longer; they match `hf` with max_length=max_model_len - 2.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _ANY = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Log-likelihood of a text.
+    """Log-likelihood of a text, or the reason why there is none.
 
     Attributes:
         logprob: log-likelihood in nats; NaN if it could not be measured.
@@ -43,15 +43,15 @@ class Scored:
 
 
 class Likelihoods:
-    """Measures log-likelihoods at an endpoint, through `/v1/completions` with `echo`.
+    """Measurement of log-likelihoods at an endpoint, through `/v1/completions` with `echo`.
 
-    Without a tokenizer, texts are sent as strings: texts that are too long fail, and texts without a context can be
-    measured only if the endpoint prepends a token.
+    Without a tokenizer, texts are sent as strings: overlong texts fail, and texts without a context can be measured
+    only if the endpoint prepends a token.
 
     Args:
         client: client of the endpoint, already entered with `async with`.
         tokenizer: Hugging Face folder with the model's tokenizer; None if unknown.
-        max_length: maximum number of tokens of the model; None queries the endpoint.
+        max_length: the model's maximum number of tokens; if None, the endpoint is asked for it.
 
     Raises:
         ValueError: the folder has no readable tokenizer.
@@ -65,10 +65,10 @@ class Likelihoods:
         self._least = 0
 
     async def continuations(self, context: str, choices: Sequence[str]) -> list[Scored]:
-        """Log-likelihood of each choice as the continuation of the context.
+        """Measure the log-likelihood of each choice as a continuation of the context.
 
         Raises:
-            ValueError: the endpoint refuses the key.
+            ValueError: the endpoint rejects the API key.
             EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         before = context.rstrip()
@@ -95,13 +95,14 @@ class Likelihoods:
         )
 
     async def rolling(self, text: str) -> Scored:
-        """Log-likelihood of a whole text, in non-overlapping windows of the model's length.
+        """Measure the log-likelihood of a whole text, in windows of the model's length; each token is measured once.
 
         If the tokenizer adds a BOS token, that token is measured too, after another BOS token, as in
         lm-evaluation-harness.
 
         Raises:
-            ValueError, EndpointGone: see `continuations`.
+            ValueError: the endpoint rejects the API key.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if not text:
             return Scored(logprob=0.0, greedy=True)
@@ -119,7 +120,7 @@ class Likelihoods:
         )
 
     async def length(self) -> int | None:
-        """Maximum number of tokens of the model, from `max_length` or the endpoint; None if unknown."""
+        """Return the model's maximum number of tokens, from `max_length` or the endpoint; None if unknown."""
         async with self._looking:
             if not self._looked and self.client.max_length is None:
                 await self.client.check()
@@ -127,7 +128,10 @@ class Likelihoods:
         return self._length or self.client.max_length
 
     async def _pair(self, pair: tuple[list[int], list[int]], most: int, text: str) -> Scored:
-        """Log-likelihood of the second element of a pair of token ids, given the first."""
+        """Measure the log-likelihood of a pair's second token ids, given its first ones.
+
+        At most the last `most` ids are sent; `text` is named in messages, and its bytes are counted.
+        """
         before, after = pair
         if not after:
             return Scored(problem=f"{_short(text)} adds no token to its context")
@@ -138,9 +142,9 @@ class Likelihoods:
         return await self._measured((before + after)[-most:], len(after), text)
 
     async def _measured(self, prompt: str | list[int], last: int | None, text: str, *, known: int = 0) -> Scored:
-        """Log-likelihood of a prompt's last `last` tokens, or of all after the first `known` ones if `last` is None.
+        """Measure the log-likelihood of a prompt's last `last` tokens or, if None, of all after the first `known` ones.
 
-        If `known` is 0 too, all tokens of a text are measured, which requires that the endpoint prepends a token.
+        If `known` is 0 too, the whole prompt is measured, which requires that the endpoint prepends a token.
         """
         answer = await self._echoed(prompt)
         if answer.problem:
@@ -192,7 +196,7 @@ class Likelihoods:
 
 
 class Tokens:
-    """Tokenization that matches lm-evaluation-harness's `hf` back end.
+    """Tokenisation that matches lm-evaluation-harness's `hf` back end.
 
     Args:
         folder: Hugging Face folder with the tokenizer.
@@ -225,14 +229,14 @@ class Tokens:
         self._prefix_text: str = self.tokenizer.decode([self.prefix])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's special tokens unless the text already starts with BOS."""
+        """Return a text's token ids, with the tokenizer's special tokens unless the text already starts with BOS."""
         special = special and not text.startswith(self._prefix_text)
         # Not add_special_tokens=True: the tokenizer's default applies.
         more = {} if special else {"add_special_tokens": False}
         return list(self.tokenizer.encode(text, **more))
 
     def pair(self, before: str, after: str) -> tuple[list[int], list[int]]:
-        """Token ids of a context and of its continuation; an empty context becomes the BOS token."""
+        """Return the token ids of a context and of its continuation; an empty context becomes the BOS token."""
         context = self.encode(before) if before else []
         if context:
             return context, self.encode(before + after)[len(context) :]
@@ -240,7 +244,7 @@ class Tokens:
         return (ids[:1], ids[1:]) if ids[:1] == [self.prefix] else ([self.prefix], ids)
 
     def windows(self, text: str, most: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Windows of at most `most` ids over a text: pairs of context ids and the ids to measure."""
+        """Yield windows of at most `most` token ids over a text, each as (context ids, ids to measure)."""
         ids = self.encode(text)
         step = most - 1
         yield [self.prefix], ids[:step]
@@ -251,7 +255,7 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """Whether a token may be the first token of the text; partial characters count, leading spaces do not."""
+    """Whether a token may be the text's first token; it may end within a character, and leading spaces are ignored."""
     if not isinstance(text, str) or not token:
         return False
     if token.startswith("bytes:"):  # a partial character

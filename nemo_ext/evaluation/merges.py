@@ -1,4 +1,4 @@
-"""Job `nemo-ext merge_sweep`: average checkpoints with several weights, evaluate each average and choose one.
+"""The `nemo-ext merge_sweep` job: averages checkpoints with several weights, evaluates each average and chooses one.
 
 merges/NAME        an average; a Hugging Face folder with weight 1 is used in place
 evaluations/NAME   its run of `nemo-ext evaluate`
@@ -39,14 +39,14 @@ _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepSettings:
-    """Settings of the section `sweep`.
+    """Settings in the `sweep` section.
 
     Attributes:
-        points: values t of (1 - t) a + t b, for two checkpoints.
+        points: values of t in (1 - t) a + t b, for two checkpoints a and b.
         mixtures: further averages, each a list with one weight per checkpoint.
         iterations, shard_gigabytes, check_finite, verify: as in `nemo-ext merge`.
-        objectives: objective -> benchmarks that it is the mean of; empty makes each benchmark an objective.
-        at_least: minimum values of objectives, from 0 to 1, for the chosen average.
+        objectives: mapping from objective to the benchmarks it averages; if empty, each benchmark is an objective.
+        at_least: mapping from objective to its minimum value, from 0 to 1, that the chosen average must reach.
     """
 
     points: Sequence[float] = ()
@@ -59,10 +59,10 @@ class SweepSettings:
     at_least: Annotated[Mapping[str, float], REPLACED] = field(default_factory=dict)
 
     def weights(self, count: int) -> dict[str, list[float]]:
-        """Weights of each average of `count` checkpoints, by the average's name.
+        """Map the name of each average of `count` checkpoints to its weights.
 
         Raises:
-            ValueError: a number of weights is not `count`, two averages are the same, or there are fewer than two.
+            ValueError: an average does not have `count` weights, two are the same, or there are fewer than two.
         """
         if self.points and count != 2:
             raise ValueError(f"sweep.points requires two checkpoints, but from has {count}: use sweep.mixtures")
@@ -86,11 +86,11 @@ class Candidate:
         name: name of the average.
         weights: weights of the checkpoints.
         model: folder of the averaged checkpoint.
-        objectives: value of each objective; larger is better.
-        intervals: confidence interval of each objective that is a single benchmark; None for others.
-        metrics: metric of each objective that is minimised, whose value is negated.
-        front: whether it is on the Pareto front.
-        admitted: whether it reaches the minimum values of `sweep.at_least`.
+        objectives: mapping from objective to value; larger is better.
+        intervals: mapping from objective to its confidence interval; None unless the objective is a single benchmark.
+        metrics: mapping from each objective that is minimised, and therefore negated, to its metric.
+        front: whether the average is on the Pareto front.
+        admitted: whether it reaches the minimum values in `sweep.at_least`.
         chosen: whether it is the chosen average.
     """
 
@@ -106,7 +106,7 @@ class Candidate:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it, and further points add to the existing averages.
+    """Run the job; the same command resumes it, and if points are added, existing averages are kept.
 
     Raises:
         ValueError: a setting is invalid, a checkpoint cannot be read, or no average reaches the minimum values.
@@ -138,14 +138,17 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
-    """Validate a config as the job does before its first average; checkpoints that do not exist yet are not checked.
+    """Validate a config as the job does before it computes its first average.
+
+    Checkpoints that do not exist yet are not checked.
 
     Args:
         config: the composed config.
-        megatron: whether to open Megatron checkpoints, which requires torch; False if an earlier job still writes them.
+        megatron: whether to open Megatron checkpoints, which requires torch; False if an earlier job has yet to write
+            them.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, a benchmark cannot be run, or a checkpoint cannot be read.
     """
     sweep, sources, settings = _checked(config)
     run_dir = Path(str(config["run_dir"])).expanduser()
@@ -166,19 +169,19 @@ def _checked(config: Mapping[str, Any]) -> tuple[SweepSettings, list[Path], Eval
 
 
 def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[str, Any]:
-    """Config of `nemo-ext evaluate` for one model."""
+    """Return the config with which `nemo-ext evaluate` evaluates one model."""
     own = {key: config[key] for key in _OF_MODEL}
     return {**own, "served": model, "endpoint": None, "key_variable": None, "run_dir": str(run_dir)}
 
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
-    """Plan of an average; all averages are planned before the first is computed, so that errors show early."""
+    """Plan an average; all averages are planned before the first is computed, so that errors show up early."""
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))
 
 
 def _evaluated(config: Mapping[str, Any], model: Path, run_dir: Path) -> Mapping[str, Any]:
-    """Content of results.json of an average, evaluated unless a run with the same settings has finished."""
+    """Evaluate an average, unless a run with the same settings has finished; return the content of its results.json."""
     record = run_dir / OWN / _EVALUATED
     made_of = {"evaluate": config["evaluate"], "model": str(model)}
     if record.exists() and json.loads(record.read_text()) == json.loads(json.dumps(made_of)):
@@ -221,13 +224,14 @@ def _check_benchmarks(sweep: SweepSettings, settings: EvaluateSettings) -> None:
 def objectives(
     results: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, Sequence[float] | None], dict[str, str]]:
-    """Values of the objectives, their confidence intervals, and the metrics of objectives that are minimised.
+    """Compute the objectives' values and confidence intervals, and the metrics of those that are minimised.
 
-    Larger values are better: objectives to minimise are negated.
+    Larger values are better: objectives that are minimised are negated. Each result is keyed by objective.
 
     Args:
         results: content of results.json.
-        groups: objective -> benchmarks that it is the mean of; empty makes each benchmark of a grand mean an objective.
+        groups: mapping from objective to the benchmarks it averages; if empty, each benchmark that counts in a grand
+            mean is an objective.
 
     Raises:
         ValueError: a benchmark was not evaluated.
@@ -255,9 +259,9 @@ def objectives(
 
 
 def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
-    """Mark the Pareto front, and choose the candidate on it with the highest mean that reaches the minimum values.
+    """Mark the Pareto front, and choose from it the candidate with the highest mean that reaches the minimum values.
 
-    The mean is over objectives, with equal weights; among equal means the first candidate is chosen.
+    The mean is over objectives, with equal weights; among equal means, the first candidate is chosen.
 
     Raises:
         ValueError: no candidate on the front reaches the minimum values.

@@ -1,7 +1,7 @@
 """report.html: tables, accuracy versus tokens, and all samples, in one self-contained file.
 
 Answers are embedded in compressed blocks, which the browser unpacks when they are viewed. All external content is
-base64-encoded data and shown as text; the page's Content-Security-Policy allows no other scripts and no requests.
+base64-encoded data that is shown as text; the page's Content-Security-Policy allows no other scripts and no requests.
 """
 
 import base64
@@ -23,9 +23,9 @@ from nemo_ext.job.files import complete_file
 PAGE = "report.html"
 VERDICTS = ("right", "partly right", "wrong", "measured", "unscored", "failed")
 SAMPLES, BYTES = 400_000, 1 << 30
-"""Maximum number of samples and maximum bytes of answers in a page; beyond them, a subset is chosen by hash."""
+"""Maximum number of samples and of bytes of answers in a page; beyond either, a subset of samples is chosen by hash."""
 TEXT = 100_000
-"""Maximum characters of a text in the page; longer texts are cut in the middle."""
+"""Maximum number of characters per string in the page; longer strings are shortened in the middle."""
 _BLOCK_SAMPLES, _BLOCK_BYTES = 500, 1 << 22
 
 
@@ -38,8 +38,8 @@ def write(
         results: content of results.json.
         store: store of the answers and scores.
         run_dir: the run directory.
-        asked: hash of the current request by (benchmark, problem, prompt, mode); None shows all samples in the store
-            of the benchmarks in `results`.
+        asked: mapping from (benchmark, problem, prompt, mode) to the current request's hash; other samples are left
+            out. If None, all stored samples of the benchmarks in `results` are shown.
 
     Returns:
         Path of report.html.
@@ -74,7 +74,7 @@ def write(
 
 
 class _Index:
-    """Columns of the list of samples, for display and filters; names are stored as indices into lists of names."""
+    """Columns of the page's list of samples, for display and filters; names are stored as indices into lists."""
 
     def __init__(self, results: Mapping[str, Any]) -> None:
         self.entries = results.get("benchmarks", {})
@@ -88,7 +88,7 @@ class _Index:
         self.omitted = 0
 
     def add(self, sample: Sample, score: Score | None) -> None:
-        """Append a sample."""
+        """Append a sample with its score; None if it has none."""
         for name, known in self.names.items():
             value = getattr(sample.key, name)
             self.numbers[name].append(known.setdefault(value, len(known)))
@@ -99,7 +99,7 @@ class _Index:
         self.numbers["truncated"].append(int(sample.finish_reason == "length"))
 
     def columns(self) -> dict[str, Any]:
-        """The index in the page's format."""
+        """Return the index in the page's format."""
         names = {name: list(known) for name, known in self.names.items()}
         note = ""
         if self.omitted:
@@ -109,7 +109,7 @@ class _Index:
 
 
 def verdict(sample: Sample, score: Score | None, entry: Mapping[str, Any]) -> str:
-    """Verdict on a sample, one of `VERDICTS`; if lower is better, a score of 0 is right."""
+    """Return the verdict on a sample, one of `VERDICTS`; on benchmarks where lower is better, a score of 0 is right."""
     if sample.problem:
         return "failed"
     if score is None or score.score is None:
@@ -140,7 +140,7 @@ def _samples(
 
 
 def _place(key: Key) -> float:
-    """Pseudo-random number in [0, 1), derived from the key."""
+    """Return a pseudo-random number in [0, 1), derived from the key."""
     return zlib.crc32(orjson.dumps([*key])) / (1 << 32)
 
 
@@ -169,7 +169,7 @@ def _line(sample: Sample, score: Score | None) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """A JSON value with long texts shortened in the middle."""
+    """Shorten the long strings of a JSON value in the middle."""
     if isinstance(value, str) and len(value) > TEXT:
         middle = f"\n… {len(value) - TEXT:,} characters are omitted here; store/ has them …\n"
         return value[: TEXT // 2] + middle + value[-(TEXT // 2) :]
@@ -196,7 +196,7 @@ def _summary(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _points(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Points of the plot: mean tokens per answer, accuracy in percent, interval."""
+    """Yield the points of the plot: mean tokens per answer (x), accuracy in percent (y), and its interval."""
     for name, entry in results.get("benchmarks", {}).items():
         if measured(entry["metric"]):
             continue
@@ -220,13 +220,13 @@ def _points(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _data(value: Any, attribute: str) -> bytes:
-    """Script element with data as gzip-compressed JSON in base64."""
+    """Return a script element that holds a value as gzip-compressed JSON in base64."""
     packed = gzip.compress(orjson.dumps(value), compresslevel=5, mtime=0)
     return b'<script type="application/octet-stream" %b>%b</script>\n' % (attribute.encode(), base64.b64encode(packed))
 
 
 def _template(title: str) -> tuple[str, str]:
-    """The page before and after its data, with a Content-Security-Policy that allows only its own script and style."""
+    """Return the page before and after its data; its Content-Security-Policy allows only its own script and style."""
     page = files("nemo_ext.evaluation").joinpath("page.html").read_text(encoding="utf-8")
     hashes = {}
     for tag in ("style", "script"):

@@ -1,4 +1,4 @@
-"""Multi-turn conversations of a model with an environment's tools, and optionally with a simulated user."""
+"""Multi-turn conversations in which a model uses an environment's tools and may talk to a simulated user."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ class Play:
 
     Attributes:
         turns: messages after the initial ones.
-        answers: answers of the model; the last has a problem if a failed request ended the conversation.
-        verdict: verdict on the environment's final state; None after a failed request.
+        answers: the model's answers; the last one has a problem if a failed request ended the conversation.
+        verdict: verdict on the environment's final state; None if a request failed.
     """
 
     turns: Messages
@@ -36,9 +36,9 @@ class Playing:
 
     Attributes:
         episodes: episodes of the environment.
-        answer: function from the messages so far and the number of the turn to the model's answer.
-        user: function from the turns so far to the user's next message, or None to end the conversation; by default the
-            user says only the messages of the task.
+        answer: function that returns the model's answer, given all messages so far and the turn's index from 0.
+        user: function that, given the turns so far, returns the user's next message, or None to end the conversation;
+            without such a function, the user says only what is in the task.
     """
 
     episodes: Episodes
@@ -46,7 +46,7 @@ class Playing:
     user: Callable[[Messages], Awaitable[str | None]] | None = None
 
     async def play(self, task: Task, messages: Messages) -> Play:
-        """Play a task from its initial messages to the end."""
+        """Hold the conversation on a task, from its initial messages to the end."""
         episode = self.episodes.begun(Episode(task=task, thinking_opened=False))
         turns: list[Mapping[str, Any]] = []
         answers: list[Answer] = []
@@ -71,7 +71,7 @@ class Playing:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    """A model's answer as an OpenAI message."""
+    """Convert a model's answer to an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

@@ -1,4 +1,4 @@
-"""Problems of a benchmark: prompts and references, made from rows of its files or of a generator."""
+"""Problems of a benchmark: prompts and references, made from rows that its files or a generator provide."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from nemo_ext.rl.tasks import GENERATORS, generate
 
 
 class Missing(ValueError):
-    """A benchmark's data files do not exist."""
+    """Raised if a benchmark's data files do not exist."""
 
 
 class Row(dict[str, Any]):
-    """Columns of a row, and the path of its file relative to the data root."""
+    """A row's columns, and in `file` the path of its file relative to the data root."""
 
     file = ""
 
@@ -35,14 +35,14 @@ class Problem:
 
     Attributes:
         id: identifier, independent of the row's position in the data.
-        domain: group such as a subject; "" for none.
-        prompts: prompts by name: text or messages.
+        domain: group, such as a subject; "" if there is none.
+        prompts: mapping from name to prompt: a string or messages.
         reference: reference that the verifier compares answers with.
-        environment: name of the verifier; "" where log-likelihoods are measured.
+        environment: name of the verifier; "" if log-likelihoods are measured.
         tools: declared tools.
         choices: continuations of the prompt to compare.
         gold: index of the correct choice, from 0.
-        thinking: reasoning mode that the problem requires, for models with modes; None for none.
+        thinking: reasoning mode (true for on) that the problem requires of models with modes; None if it requires none.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Problem:
     thinking: bool | None = None
 
     def task(self, prompt: str) -> Task:
-        """The problem with one of its prompts, as an RL task."""
+        """Return the problem with the prompt of this name as an RL task."""
         content = self.prompts[prompt]
         messages = (Message(role="user", content=content),) if isinstance(content, str) else tuple(content)
         return Task(
@@ -70,17 +70,19 @@ class Problem:
 
 
 def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | None = None) -> list[Problem]:
-    """Problems of a benchmark in the order of hashes of their ids, so that a larger limit extends a smaller one.
+    """Return a benchmark's problems; a larger limit adds problems to those of a smaller one.
+
+    Problems from files are ordered by the hashes of their ids, generated ones by their numbers.
 
     Args:
         benchmark: the benchmark; not of the kind `harness`.
         data_root: folder with the benchmarks' data.
-        seed: seed of generated problems.
-        limit: maximum number of problems.
+        seed: seed for generated problems.
+        limit: maximum number of problems; None for no limit.
 
     Raises:
         Missing: the data files do not exist.
-        ValueError: a row is invalid; the message has the file, the row and the reason.
+        ValueError: a row is invalid; the message names the file, the row and the reason.
     """
     settings: dict[str, Any] = dict(benchmark.settings)
     if taken := {"count", "seed"} & settings.keys():
@@ -120,7 +122,7 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
     """Check that every problem has a reference that the verifier accepts, or a valid index of the correct choice.
 
     Raises:
-        ValueError: a problem is invalid; the message has its id and the reason.
+        ValueError: a problem is invalid; the message names its id and the reason.
     """
     for problem in found:
         try:
@@ -226,7 +228,7 @@ def _problem(
 def _shots(
     benchmark: Benchmark, data_root: Path, named: Mapping[str, tuple[str, Row, str]]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Candidate few-shot rows by domain: rows of `shots_data` in file order, or of the data in the order of hashes."""
+    """Map domains to candidate few-shot rows: rows of `shots_data` in file order, or of the data in hash order."""
     if benchmark.shots_data:
         rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]
     else:
@@ -265,14 +267,18 @@ def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
 
 
 def _selected(benchmark: Benchmark, located: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Rows that satisfy the benchmark's `where`, each with its location."""
+    """Yield the rows that satisfy the benchmark's `where`, each with its location."""
     for where, row in located:
         if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where):
             yield where, row
 
 
 def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Rows, each with its location for messages, from the first pattern that matches files."""
+    """Yield the rows of the files that match the first pattern with matches, each with its location for messages.
+
+    Raises:
+        Missing: no pattern matches.
+    """
     for pattern in patterns:
         paths = sorted(path for path in data_root.glob(pattern) if not path.name.startswith("."))
         if not paths:
@@ -305,7 +311,7 @@ _TEMPLATES = Templates(FUNCTIONS, FILTERS)
 
 
 def _names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of templates: the columns, the whole row as `row`, and the row's `file`."""
+    """Return the variables of templates: the columns, `row` (the whole row) and `file` (the path of its file)."""
     return {"row": row, "file": getattr(row, "file", ""), **row}
 
 

@@ -1,4 +1,4 @@
-"""Reports of an evaluation: tables, report.md with a plot, and a summary for the terminal."""
+"""Report of an evaluation: tables, report.md with a plot, and a summary for the terminal."""
 
 import itertools
 import re
@@ -32,29 +32,29 @@ class Cell:
 
 
 def text(value: object) -> Cell:
-    """Cell with text."""
+    """Create a cell with a value as text; empty text is shown as a dash."""
     return Cell(str(value) or NONE, str(value))
 
 
 def number(value: float | None) -> Cell:
-    """Cell with a count, or with a mean of counts to at least three digits."""
+    """Create a cell with a count or a mean of counts; fractional values below 100 are shown with one decimal."""
     if value is None:
         return Cell(NONE, None)
     return Cell(f"{value:,.1f}" if value < 100 and value != int(value) else f"{value:,.0f}", value)
 
 
 def share(value: float | None, digits: int = 1) -> Cell:
-    """Cell with a fraction in percent."""
+    """Create a cell with a fraction shown in percent."""
     return Cell(NONE if value is None else f"{value:.{digits}%}", value)
 
 
 def measured(metric: str) -> bool:
-    """Whether a metric is measured rather than a fraction of correct answers: bits per byte and perplexities."""
+    """Whether a metric is a measured quantity (bits per byte, perplexity) rather than a fraction of correct answers."""
     return BITS in metric or "perplexity" in metric
 
 
 def figure(value: float | None, interval: Sequence[float] | None = None, *, metric: str = "") -> Cell:
-    """Cell with an accuracy in percent, or a measured value, and its interval."""
+    """Create a cell with an accuracy in percent, or with a value that is `measured`, and its interval."""
     if value is None:
         return Cell(NONE, None)
     plain = measured(metric) or abs(value) > 1
@@ -63,17 +63,17 @@ def figure(value: float | None, interval: Sequence[float] | None = None, *, metr
 
 
 def name_of(name: str, entry: Mapping[str, Any]) -> str:
-    """Name of a benchmark, with an arrow if lower is better."""
+    """Return a benchmark's name, with an arrow if lower is better."""
     return name if entry.get("higher_is_better", True) else f"{name} ↓"
 
 
 def tables(results: Mapping[str, Any]) -> list[Table[Cell]]:
-    """Tables of results.json: the benchmarks, followed by further tables that have rows."""
+    """Return the tables of results.json: the benchmarks, then the further tables that have rows."""
     return [_benchmarks(results), *(table for table in _parts(results) if table.rows)]
 
 
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts about the evaluation for the head of a report: pairs of name and text."""
+    """Return facts about the evaluation for the head of a report, as pairs of name and text."""
     mean, limit = results.get("mean"), results.get("limit")
     rows = [
         ("endpoint", str(results.get("endpoint") or "")),
@@ -90,7 +90,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """Summary for the terminal: a row per benchmark, the grand mean, and benchmarks that were not evaluated."""
+    """Return a summary for the terminal: a row per benchmark, the grand mean, and benchmarks without results."""
     table = _benchmarks(results)
     columns = [place for place, name in enumerate(table.heading) if name not in ("wanted", "reasoning tokens")]
     rows = [[line[place] for place in columns] for line in ([*map(text, table.heading)], *table.rows)]
@@ -109,7 +109,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def write(results: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write report.md and its plot from the content of results.json into a run directory; returns the report's path."""
+    """Write report.md and its plot into a run directory, from the content of results.json; return report.md's path."""
     report = Report(_escaped(str(results["model"]))).facts((name, _escaped(value)) for name, value in facts(results))
     (run_dir / PICTURE).unlink(missing_ok=True)
     for place, table in enumerate(tables(results)):
@@ -144,7 +144,7 @@ def _benchmarks(results: Mapping[str, Any]) -> Table[Cell]:
 
 
 def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
-    """Tables by mode, prompt and domain, of further metrics, and of missing scores and benchmarks."""
+    """Yield the tables for modes, prompts, domains, further metrics, and missing scores and benchmarks."""
     entries = results.get("benchmarks", {}).items()
     for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
         rows = [
@@ -190,7 +190,7 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
 
 
 def _escaped(text: str) -> str:
-    """Arbitrary text, escaped for Markdown."""
+    """Escape arbitrary text for Markdown."""
     return re.sub(r"([\\`*<>\[\]~&$])", r"\\\1", text)
 
 

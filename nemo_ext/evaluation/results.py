@@ -1,4 +1,4 @@
-"""Results of an evaluation: the content of results.json, computed from the store."""
+"""Results of an evaluation: computes the content of results.json from the store."""
 
 import gc
 from collections import Counter
@@ -36,12 +36,12 @@ class Plan:
 
     @property
     def wanted(self) -> int:
-        """Number of requested samples."""
+        """Number of requested samples over all questions."""
         return len(self.questions) * self.benchmark.samples
 
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
-    """Sections `benchmarks` and `mean` of results.json.
+    """Compute the sections `benchmarks` and `mean` of results.json.
 
     Args:
         store: store of the answers and scores.
@@ -99,7 +99,7 @@ def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict
 
 
 class _Groups(NamedTuple):
-    """Samples in groups: group number, score and parsed answer of each sample."""
+    """Samples in groups: each sample's group number, score and extracted answer."""
 
     numbers: np.ndarray
     scores: np.ndarray
@@ -124,7 +124,7 @@ def _majority(groups: _Groups, k: int) -> np.ndarray:
 
 
 class _Table:
-    """Scored samples of one benchmark, collected in rows and evaluated in columns."""
+    """Scored samples of one benchmark, collected row by row and evaluated as columns."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -133,13 +133,16 @@ class _Table:
         self.rows: list[tuple[Any, ...]] = []
 
     def add(self, question: int, key: Key, score: Any, sample: Any) -> None:
-        """Append a scored sample."""
+        """Append a scored sample; `question` is the index of its question in the plan."""
         tokens = sample.completion_tokens, sample.reasoning_tokens
         cut, traced = sample.finish_reason == "length", bool(sample.reasoning_tokens)
         self.rows.append((question, key.sample, score.score, *tokens, cut, traced, score.found, score.more))
 
     def result(self, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Entry of the benchmark in results.json, and its headline metric by problem."""
+        """Return the benchmark's entry in results.json, and the headline metric of each problem, [P].
+
+        The latter is None for a benchmark of kind `bits`, or if no sample is scored.
+        """
         benchmark, questions = self.plan.benchmark, self.plan.questions
         names = sorted({question.problem.id for question in questions})
         numbers = {name: number for number, name in enumerate(names)}
@@ -186,7 +189,10 @@ class _Table:
         return entry, means
 
     def _figures(self, rows: np.ndarray, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Accuracy with its interval, tokens and share of truncated answers, over selected samples."""
+        """Return figures over selected samples, such as accuracy and its interval, and each problem's metric, [P].
+
+        The latter is None for a benchmark of kind `bits`, or if no sample is selected.
+        """
         if not rows.any():
             return {
                 **dict.fromkeys(("accuracy", "interval", "tokens", "reasoning_tokens", "truncated", *_REASONED)),
@@ -215,7 +221,7 @@ class _Table:
         }, None if sizes is not None else values
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
-        """Headline metric of each problem `[problems]`; for bits, nats and bytes `[problems, 2]`."""
+        """Return the headline metric of each problem, `[problems]`; for bits, nats and bytes, `[problems, 2]`."""
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         if self.plan.benchmark.kind == "bits":
             more = [numbers for numbers, selected in zip(self._more, rows, strict=True) if selected]
@@ -228,7 +234,7 @@ class _Table:
         return self._of_groups(rows, partial(_pass if metric == "pass" else _majority, k=k))
 
     def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
-        """Mean over prompts of a figure computed from the samples of one problem and prompt `[problems]`."""
+        """Compute a figure for each problem and prompt, and return its means over prompts, `[problems]`."""
         _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         pairs, groups = np.unique(np.stack([problems, prompts], -1), axis=0, return_inverse=True)
@@ -243,7 +249,7 @@ class _Table:
             return sums / counts
 
     def _metrics(self, rows: np.ndarray) -> tuple[str, dict[str, float]]:
-        """Name of the headline metric, and the values of all metrics."""
+        """Return the name of the headline metric, and a mapping from metric to value."""
         benchmark = self.plan.benchmark
         k = benchmark.k or benchmark.samples
         if benchmark.kind == "bits":
@@ -280,7 +286,7 @@ class _Table:
         return name, metrics
 
     def _sensitivity(self, prompts: Sequence[np.ndarray], draws: int, seed: int) -> dict[str, Any] | None:
-        """Standard deviation over prompts, on the problems that all prompts have."""
+        """Return the standard deviation over prompts on the problems that all share; None if it cannot be computed."""
         problems = [set(self._problems[rows]) for rows in prompts]
         shared = sorted(set.intersection(*problems))
         if not shared or self.plan.benchmark.kind == "bits":
@@ -305,7 +311,7 @@ class _Table:
 
 
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
-    """Confidence interval of a mean over problems; Wilson's if all values are 0 or all are 1."""
+    """Return a mean's confidence interval over problems: Wilson's if all values are 0 or all are 1, else bootstrap."""
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
     return statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)
@@ -316,5 +322,5 @@ def _pair(interval: Any) -> list[float] | None:
 
 
 def _short(reason: str) -> str:
-    """A reason without details that differ between samples."""
+    """Strip a reason of the details that differ between samples."""
     return reason.partition(":")[0] if reason.startswith("HTTP") else reason[:80]

@@ -1,4 +1,4 @@
-"""Job `nemo-ext rollouts`: verified rollouts on RL tasks, for `nemo-ext curriculum` (docs/data/curriculum.md)."""
+"""The `nemo-ext rollouts` job: samples and verifies rollouts on RL tasks, for curricula (docs/data/curriculum.md)."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,14 +24,14 @@ ROLLOUTS = "rollouts.jsonl"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutSettings:
-    """Settings of the section `rollouts`.
+    """Settings in the `rollouts` section.
 
     Attributes:
         tasks: task files (docs/rl/tasks.md).
-        samples: rollouts per task.
-        temperature, top_p, extra: sampling, as in `Sampling`.
+        samples: number of rollouts per task.
+        temperature, top_p, extra: sampling parameters, as in `Sampling`.
         max_tokens: maximum tokens per response.
-        environments: settings of environments by name.
+        environments: mapping from environment to its settings.
     """
 
     tasks: Places
@@ -43,7 +43,7 @@ class RolloutSettings:
     environments: Annotated[Mapping[str, Mapping[str, JsonValue]], REPLACED] = field(default_factory=dict)
 
     def benchmarks(self) -> list[Benchmark]:
-        """One benchmark per environment of the tasks.
+        """Return one benchmark per environment that the tasks use.
 
         Raises:
             ValueError: a task file cannot be read, or there are settings for an environment that no task has.
@@ -93,7 +93,7 @@ def check(config: Mapping[str, Any]) -> None:
     """Validate a config as the job does before its first request; task files that do not exist yet are not checked.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, or a task file cannot be read.
     """
     section = checked(RolloutSettings, config["rollouts"], where="rollouts")
     if all(Path(path).expanduser().exists() for path in section.tasks):
@@ -107,7 +107,7 @@ def _checked(config: Mapping[str, Any]) -> tuple[Settings, list[Benchmark]]:
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Lines of rollouts.jsonl: scored answers in the format that `nemo-ext curriculum` reads."""
+    """Yield the lines of rollouts.jsonl: scored answers in the format that `nemo-ext curriculum` reads."""
     for sample, score in scored(run_dir, verifiers):
         more = {"reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
         response = {"content": sample.answer} | {key: value for key, value in more.items() if value}
@@ -124,11 +124,11 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
 
 
 def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:
-    """Scored answers that a run's results are computed from, each with its score.
+    """Yield the answers from which a run's results are computed, each with its score.
 
     Args:
-        run_dir: folder of the run.
-        verifiers: digest of each benchmark's verifier, from results.json.
+        run_dir: the run directory.
+        verifiers: mapping from benchmark to its verifier's digest, from results.json.
     """
     store = Store(run_dir / STORE)
     wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}

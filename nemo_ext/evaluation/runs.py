@@ -1,6 +1,6 @@
-"""Runs of `evaluate` as read for comparisons: results.json and the scored samples of the store. No torch.
+"""Runs of `evaluate`, read for comparisons: results.json and the store's scored samples. Does not import torch.
 
-results.json has the verifiers and headline metrics; values by problem are recomputed from the store.
+results.json has the verifiers and headline metrics; the values of each problem are recomputed from the store.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from nemo_ext.job import statistics
 from nemo_ext.job.statistics import Floats
 
 Name = tuple[str, str]
-"""Prompt and problem."""
+"""Name of the prompt, and id of the problem."""
 _Sample = tuple[int, float, str | None, float, bool, tuple[float, float]]
 
 
@@ -28,8 +28,8 @@ class Answers:
     Attributes:
         asked: hash of the request.
         reference: hash of the reference.
-        samples: tuples of number, score, answer for majority votes, tokens (NaN where not counted), whether truncated,
-            and (nats, bytes).
+        samples: tuples of sample number, score, answer for majority votes, number of tokens (NaN if not counted),
+            whether truncated, and (nats, bytes).
     """
 
     asked: str
@@ -45,7 +45,7 @@ class Run:
         name: name in tables.
         folder: run directory.
         results: content of results.json.
-        answers: benchmark -> mode -> (prompt, problem) -> scored samples.
+        answers: mapping from benchmark to mode to (prompt, problem) to scored samples.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Run:
 
     @property
     def benchmarks(self) -> Mapping[str, Mapping[str, Any]]:
-        """Entries of results.json by benchmark."""
+        """Mapping from benchmark to its entry in results.json."""
         return self.results["benchmarks"]
 
     def modes(self, benchmark: str) -> list[str]:
-        """Modes with scored samples; the mode of the headline comes first."""
+        """Return the modes that have scored samples; the headline's mode comes first."""
         scored = self.answers.get(benchmark, {})
         named = [mode for mode in self.benchmarks[benchmark].get("modes") or () if mode in scored]
         return named or sorted(scored)
@@ -67,15 +67,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Values:
-    """Headline metric by problem.
+    """Headline metric of each problem.
 
     Attributes:
         problems: ids of the problems, sorted.
         values: headline metric of each problem, [P].
-        weights: weight of each problem, [P]: bytes for bits per byte; None for equal weights.
-        tokens: mean tokens per answer, [P]; NaN where not counted.
+        weights: weight of each problem, [P]: its bytes for bits per byte; None for equal weights.
+        tokens: mean tokens per answer, [P]; NaN if not counted.
         cut: share of truncated answers, [P].
-        samples: maximum number of samples of a problem.
+        samples: maximum number of samples per problem.
         short: number of problems excluded because they have fewer samples than the metric requires.
     """
 
@@ -89,11 +89,11 @@ class Values:
 
     @property
     def mean(self) -> float:
-        """Weighted mean over problems."""
+        """Weighted mean of the headline metric over problems."""
         return float(np.average(self.values, weights=self.weights))
 
     def at(self, problems: Sequence[str]) -> "Values":
-        """The values of selected problems."""
+        """Return the values of the given problems only, in their order."""
         place = {name: number for number, name in enumerate(self.problems)}
         rows = np.array([place[name] for name in problems], dtype=np.int64)
         weights = None if self.weights is None else self.weights[rows]
@@ -106,8 +106,8 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
     """Read a run of `evaluate` with its scored samples.
 
     Args:
-        folder: its run directory.
-        name: its name in tables.
+        folder: the run directory.
+        name: the run's name in tables.
         only: benchmarks to read; empty for all.
 
     Raises:
@@ -153,16 +153,16 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
 
 
 def _samples(entry: Mapping[str, Any]) -> float:
-    """Number of samples per problem in the results, from the name of a metric such as avg@8; infinite if unknown."""
+    """Return the number of samples per problem, from a metric name such as avg@8; infinity if unknown."""
     found = [int(name[4:]) for name in (*(entry.get("metrics") or ()), entry.get("metric", "")) if name[:4] == "avg@"]
     return max(found, default=np.inf)
 
 
 def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
-    """Headline metric of each problem, over its prompts and samples.
+    """Compute the headline metric of each problem, over its prompts and samples.
 
     Args:
-        answers: scored samples by (prompt, problem).
+        answers: mapping from (prompt, problem) to scored samples.
         metric: headline metric, such as avg@8, pass@8, maj@8 or bits_per_byte; other names mean the average score.
     """
     by_problem: dict[str, list[_Sample]] = defaultdict(list)
@@ -198,7 +198,7 @@ def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
 
 
 def _over_prompts(kind: str, prompts: Sequence[Sequence[_Sample]], k: int) -> float:
-    """Mean over prompts of one problem's pass@k or maj@k; NaN if no prompt has k samples."""
+    """Average one problem's pass@k or maj@k over prompts; return NaN if no prompt has k samples."""
     scores = [[sample[1] for sample in samples] for samples in prompts]
     if kind == "maj":
         values = statistics.maj_at([[sample[2] for sample in samples] for samples in prompts], scores, k)
@@ -210,20 +210,20 @@ def _over_prompts(kind: str, prompts: Sequence[Sequence[_Sample]], k: int) -> fl
 
 
 def benchmark_is_low(entry: Mapping[str, Any]) -> bool:
-    """Whether lower values of a benchmark are better."""
+    """Whether lower values are better on a benchmark, given its entry in results.json."""
     return entry.get("metric") == BITS or not entry.get("higher_is_better", True)
 
 
 def counts(entry: Mapping[str, Any]) -> bool:
-    """Whether a benchmark is part of a grand mean."""
+    """Whether a benchmark counts in a grand mean: it has a weight, and higher values are better."""
     return float(entry.get("weight", 1)) > 0 and not benchmark_is_low(entry)
 
 
 def names_of(runs: Iterable[Run]) -> list[str]:
-    """Names of all benchmarks of the runs, in the order of the runs."""
+    """Return the names of the benchmarks in any of the runs, in the order of the runs."""
     return list(dict.fromkeys(name for run in runs for name in run.benchmarks))
 
 
 def entries_of(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
-    """Entry in results.json of each benchmark, from the first run that has it."""
+    """Map each benchmark to its entry in results.json, taken from the first run that has it."""
     return {name: entry for run in reversed(runs) for name, entry in run.benchmarks.items()}

@@ -1,4 +1,4 @@
-"""Scores of samples: verdicts of verifiers, or accuracies and bits per byte from log-likelihoods."""
+"""Scores of samples: verifiers' verdicts, or accuracies and bits per byte computed from log-likelihoods."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def said(
     tokens: int | None = None,
     finished: bool = True,
 ) -> Answered:
-    """Parse an answer into reasoning, text and tool calls; reasoning left in the text is separated too."""
+    """Parse an answer into reasoning, text and tool calls; if `reasoning` is None, it is split off from the text."""
     calls: list[ToolCall] = []
     unreadable = {}
     for number, call in enumerate(tool_calls):
@@ -51,15 +51,15 @@ def said(
 
 
 class Scorer:
-    """Scorer of the samples of one benchmark.
+    """Scorer of one benchmark's samples.
 
     Args:
         benchmark: the benchmark.
-        environment: name of the verifier; None where log-likelihoods are measured.
-        judge: settings of the judge, for a verifier that requires one.
+        environment: name of the verifier; None if log-likelihoods are measured.
+        judge: settings of the judge, for a verifier that uses one; None if there is no judge.
 
     Raises:
-        ValueError: a required judge is missing, or a setting of the verifier is unknown.
+        ValueError: a required judge is missing, or a verifier setting is unknown.
     """
 
     def __init__(self, benchmark: Benchmark, environment: str | None, judge: Mapping[str, Any] | None) -> None:
@@ -131,7 +131,7 @@ class Scorer:
         return await self.episodes.close(turn)
 
     async def reach(self) -> None:
-        """Check that the verifier's judge can be reached; raises ValueError otherwise."""
+        """Check that the verifier's judge, if any, can be reached; raise ValueError otherwise."""
         if self.episodes is not None and self.episodes.environment.reach is not None:
             await self.episodes.environment.reach()
 
@@ -142,10 +142,10 @@ class Scorer:
 
 
 def _choice(problem: Problem, sample: Sample) -> dict[str, float]:
-    """Accuracies as in lm-evaluation-harness, and bits per byte of the correct choice.
+    """Compute accuracies as in lm-evaluation-harness, and bits per byte of the correct choice.
 
-    `acc_norm` normalises by the number of characters of a choice, without one leading space. For a single choice, both
-    accuracies are 1 if it is the greedy continuation.
+    `acc_norm` divides log-likelihoods by the choice's number of characters, without one leading space. If there is a
+    single choice, both accuracies are 1 if it is the greedy continuation.
     """
     logprobs = sample.logprobs
     bits = -logprobs[problem.gold] / math.log(2) / max(1, sample.sizes[problem.gold])

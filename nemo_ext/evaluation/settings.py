@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext evaluate`, and of evaluations during training."""
+"""Settings of `nemo-ext evaluate` and of evaluations during training."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -13,21 +13,21 @@ from nemo_ext.serving.settings import AskingSettings
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluateSettings:
-    """Settings of the section `evaluate`.
+    """Settings in the `evaluate` section.
 
     Attributes:
-        suite: suites by name or path; empty to run only `tasks`.
-        benchmarks: benchmarks of the suites to run; empty for all.
-        limit: maximum number of problems per benchmark; the subset is fixed, and a larger one contains it.
-        samples: answers per problem; None takes each benchmark's.
+        suite: names or paths of suites; empty to run only `tasks`.
+        benchmarks: the suites' benchmarks to run; empty for all.
+        limit: maximum number of problems per benchmark; the subset is fixed, and larger subsets contain smaller ones.
+        samples: number of answers per problem; None takes each benchmark's own.
         modes: modes to run; empty for all that a benchmark has.
         data_root: folder with the benchmarks' data.
-        tasks: tasks of lm-evaluation-harness to run in addition to the suites, by name.
-        harness_tasks: folder with the task files.
+        tasks: names of lm-evaluation-harness tasks to run in addition to the suites.
+        harness_tasks: folder with the files of lm-evaluation-harness tasks.
         judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`), for benchmarks that require one.
-        seed: seed of answers and of generated problems.
+        seed: seed for answers and generated problems.
         draws: number of bootstrap resamples.
-        retry: whether to repeat requests that the endpoint refused (HTTP 4xx) in earlier runs.
+        retry: whether to repeat requests that the endpoint rejected (HTTP 4xx) in earlier runs.
         inspect: whether to write logs for `inspect view` too.
         client: retries, timeouts and rate limits of requests to the endpoint.
     """
@@ -54,7 +54,7 @@ class Settings(AskingSettings):
 
     Attributes:
         run_dir: folder for the store and the results.
-        evaluate: which benchmarks to run, and request settings.
+        evaluate: benchmarks to run, and request settings.
     """
 
     run_dir: Place

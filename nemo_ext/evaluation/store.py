@@ -1,11 +1,11 @@
 """Append-only store of a model's answers and scores.
 
     answers-WORKER.jsonl    one `Sample` per line
-    scores-WORKER.jsonl     one `Score` per line; the last score for a sample and digest is valid
+    scores-WORKER.jsonl     one `Score` per line; the last score for a sample and digest counts
     prompts-WORKER.jsonl    {hash, prompt} of each distinct request
 
-A sample's key is (benchmark, problem, prompt, mode, sample). If several workers answer the same key and request, the
-first answer is valid. A last line truncated by a kill is ignored.
+A sample's key is (benchmark, problem, prompt, mode, sample). If several workers answer the same request for the same
+key, the first answer counts. A last line left incomplete by a killed worker is ignored.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 RESULTS, ASKED, STORE = "results.json", "asked.json", "store"
-"""Files in a run directory: results, hashes of their requests by benchmark, and the store."""
+"""Names in a run directory: the results, the hashes of their requests for each benchmark, and the store's folder."""
 BITS = "bits_per_byte"
-"""Name of the metric bits per byte."""
+"""Name of the metric for bits per byte."""
 
 
 class Key(NamedTuple):
@@ -41,18 +41,18 @@ class Sample:
 
     Attributes:
         key: identity of the sample.
-        asked: hash of the request without its seed; answers to other requests are ignored.
+        asked: hash of the request without its seed; samples of outdated requests are ignored.
         seed: seed of the request.
-        answer: text after the reasoning; "" for none.
+        answer: text after the reasoning; "" if there is none.
         reasoning: reasoning trace; None if the endpoint does not return it separately.
         tool_calls: tool calls in OpenAI's format.
         turns: messages of a conversation with tools, after the initial ones.
         finish_reason: finish reason; `length` for a truncated answer.
-        prompt_tokens, completion_tokens, reasoning_tokens: numbers of tokens; None where not counted.
-        seconds: duration of the request.
-        logprobs: log-likelihoods of the choices or of the text in nats; empty for answers.
-        sizes: UTF-8 bytes of the choices or of the text.
-        greedy: whether each choice or text is the greedy continuation; empty for answers.
+        prompt_tokens, completion_tokens, reasoning_tokens: numbers of tokens; None if not counted.
+        seconds: duration of the request in seconds.
+        logprobs: log-likelihood of each choice, or of the text, in nats; empty for answers.
+        sizes: number of UTF-8 bytes of each choice, or of the text.
+        greedy: whether each choice, or the text, is the greedy continuation; empty for answers.
         problem: why there is no answer; "" if there is one.
     """
 
@@ -85,7 +85,7 @@ class Score:
         reference: hash of the reference.
         score: from 0 to 1, or bits per byte; None if it could not be computed, for example because a judge is down.
         why: why the score is not 1; "" if it is.
-        found: extracted answer that was compared, for majority votes; None if none was found.
+        found: extracted answer that was compared, used in majority votes; None if none was found.
         more: further metrics, such as {acc_norm: 1.0, bits_per_byte: 0.9}.
     """
 
@@ -100,7 +100,7 @@ class Score:
 
 
 def digest_of(*parts: Any) -> str:
-    """Hash of JSON values, as 16 hexadecimal digits."""
+    """Return a hash of JSON values, as 16 hexadecimal digits."""
     try:
         text = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS, default=str)
     except TypeError:  # integers over 64 bits, lone surrogates
@@ -109,7 +109,7 @@ def digest_of(*parts: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that orjson can write: lone surrogates are replaced, and integers over 64 bits become strings."""
+    """Make a value writable by orjson: replace lone surrogates, and turn integers that exceed 64 bits into strings."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, Mapping):
@@ -123,7 +123,7 @@ class Store:
     """Answers and scores of one model in a folder.
 
     Args:
-        folder: the folder; created at the first write.
+        folder: the folder; it is created at the first write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class Store:
         self._prompts: set[str] | None = None
 
     def answers(self) -> Iterator[Sample]:
-        """The first answer to each key and request; failures (`Sample.problem`) only where there is no answer."""
+        """Yield the first answer for each key and request; a failure (`Sample.problem`) only if there is no answer."""
         failed: dict[tuple[Key, str], Sample] = {}
         seen: set[tuple[Key, str]] = set()
         for line in self._lines("answers"):
@@ -150,7 +150,7 @@ class Store:
         yield from (sample for name, sample in failed.items() if name not in seen)
 
     def scores(self) -> dict[tuple[Key, str, str], Score]:
-        """Latest score by key, request and digest."""
+        """Return the latest score for each (key, request hash, digest)."""
         scores = {}
         for line in self._lines("scores"):
             line["key"] = Key._make(line["key"])
@@ -159,7 +159,7 @@ class Store:
         return scores
 
     def prompts(self) -> dict[str, Any]:
-        """Requests by hash."""
+        """Return a mapping from hash to request."""
         return {line["hash"]: line["prompt"] for line in self._lines("prompts")}
 
     def add(self, sample: Sample) -> None:
@@ -172,7 +172,7 @@ class Store:
             self._append("scores", score)
 
     def add_prompt(self, asked: str, prompt: Any) -> None:
-        """Append a request, unless the store has it."""
+        """Append a request under its hash `asked`, unless the store has it."""
         if self._prompts is None:
             self._prompts = set(self.prompts())
         if asked not in self._prompts:
@@ -205,7 +205,7 @@ class Store:
         file.flush()
 
     def _lines(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Lines of one kind, from the oldest file to the newest."""
+        """Yield the lines of all files of one kind, from the oldest file to the newest."""
         for path in sorted(self.folder.glob(f"{kind}-*.jsonl")):
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):

@@ -1,1 +1,1 @@
-"""Batch generation: rows sent to an endpoint by any number of workers, resumable (docs/generate.md)."""
+"""Batch generation: any number of workers send rows to an endpoint; jobs can be resumed (docs/generate.md)."""

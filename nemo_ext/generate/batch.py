@@ -1,4 +1,4 @@
-"""Batch requests: answers to all rows of an input, written to a folder; for `nemo-ext generate` and `synthesize`."""
+"""Batch requests for `nemo-ext generate` and `synthesize`: answers to all input rows are written to a folder."""
 
 import json
 import sys
@@ -31,12 +31,12 @@ A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests of a batch, and the settings that answers depend on besides the rows and the model.
+    """Requests of a batch, with the settings that affect the answers, apart from the rows and the model.
 
     Attributes:
         prompts: builder of the requests.
         made_of: the settings.
-        known: function that returns an existing answer to a request, or None; None for a batch without any.
+        known: function that returns an existing answer to a request, or None; None if there are no such answers.
     """
 
     prompts: Requests
@@ -55,7 +55,7 @@ async def answer_all(
     label: str = "generate",
     otherwise: str = "choose another folder, or restore those settings",
 ) -> tuple[Output, Index]:
-    """Request answers to all rows into a folder; several processes may call this for one folder and share the work.
+    """Request answers to all rows and write them to a folder; several processes may share the work on one folder.
 
     Args:
         client: client of the endpoint, not yet entered with `async with`.
@@ -63,17 +63,17 @@ async def answer_all(
         asks: function that makes the requests from the index of the input.
         folder: folder of the output.
         samples: number of answers per row.
-        settings: settings of the batch job; the keys that define requests are ignored.
+        settings: batch job settings; the keys that define requests are ignored.
         label: label of the progress bar.
-        otherwise: advice in the error message if the folder was started with different settings.
+        otherwise: advice for the error message if the folder was started with different settings.
 
     Returns:
-        The finished output, and the index of its input.
+        The finished output and the index of its input.
 
     Raises:
-        ValueError: the input cannot be read, the output was started with other settings, or the key is refused.
+        ValueError: the input cannot be read, the output was started with other settings, or the API key is rejected.
         TooManyDead: more answers failed than `settings.max_dead` allows.
-        EndpointGone: the endpoint does not respond.
+        EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
     async with client:
         await client.check()
@@ -124,24 +124,24 @@ async def answer_all(
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error and exit."""
+    """Print an error message and exit with status `FAILED`."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(FAILED)
 
 
 def held_part_rows(folder: Path) -> int:
-    """Number of input rows per part of an existing output."""
+    """Return the number of input rows per part of an existing output."""
     return int(json.loads((folder / OWN / _INDEX).read_text())["part_rows"])
 
 
 def made_of(folder: Path) -> dict[str, Any] | None:
-    """Settings that an existing output was started with; None for a new output."""
+    """Return the settings that an existing output was started with, or None for a new output."""
     before: dict[str, Any] | None = noted(folder / OWN / _MADE_OF)
     return before
 
 
 def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
-    """Index of the input, made by the first worker and made again if the input has changed."""
+    """Return the index of the input, which the first worker builds; it is rebuilt if the input has changed."""
     place = folder / OWN / _INDEX
     with only_run_in(folder / OWN, "output", wait=A_DAY):
         paths = [path for _, path in rows.source.inputs()]
@@ -158,7 +158,7 @@ def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Check that an output has the same settings; a different version of this package is reported."""
+    """Check that an output was started with the same settings; a different version of this package is only reported."""
     before = made_of(folder)
     if before is None:
         note(folder / OWN / _MADE_OF, now)
@@ -174,14 +174,14 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
 
 
 def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Numbers of existing answers and failures."""
+    """Return the numbers of existing answers and of failures."""
     answers = sum(len(output.answered(range_)) for range_ in index.ranges)
     return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
 
 
 @dataclass
 class _Speed:
-    """Answers and tokens received since this start."""
+    """Numbers of answers and tokens received since this start."""
 
     answers: int = 0
     tokens: int = 0
@@ -189,7 +189,7 @@ class _Speed:
 
 @contextmanager
 def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Progress bar with answers, tokens per second and failures; yields the callback for answers."""
+    """Show a progress bar with answers, tokens per second and failures; yields the callback to call on each answer."""
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

@@ -11,17 +11,17 @@ ANSWER = (
     *("key", "sample", "answer", "reasoning", "tool_calls", "finish_reason"),
     *("prompt_tokens", "completion_tokens", "seed", "seconds"),
 )
-"""Answer columns."""
+"""Names of the answer columns."""
 _WHOLE = ("sample", "prompt_tokens", "completion_tokens", "seed")
 _AS_JSON, _BIG = {b"nemo_ext": b"json"}, {b"nemo_ext": b"big"}
 _LONGEST_WHOLE = 1 << 53
-"""Largest integer up to which doubles are exact; `_BIG` marks columns with larger ones."""
+"""Limit up to which doubles represent all integers exactly; `_BIG` marks columns with larger integers."""
 PREFIX = "input_"
 """Prefix of input columns whose names collide with answer columns."""
 
 
 def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
-    """Names of input columns in the output; a column `key` that holds the keys is dropped, as the answers have it.
+    """Map input columns to their output names; a key column called `key` is left out, since the answers have one too.
 
     Raises:
         ValueError: two columns would get the same name.
@@ -38,11 +38,11 @@ def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
 
 
 def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Arrow schema widened so that it fits further rows; columns without a common type become JSON strings.
+    """Return an Arrow schema widened to fit further rows; columns without a common type become JSON strings.
 
     Args:
-        known: schema of earlier rows.
-        rows: rows as Python objects.
+        known: schema of the earlier rows.
+        rows: the further rows, as Python objects.
     """
     pyarrow = pyarrow_module()
     fields = {item.name: item for item in known}
@@ -68,7 +68,7 @@ def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _fits(item: Any, big: bool) -> bool:
-    """Whether Parquet supports the type (it has no empty structs) and it represents all values exactly."""
+    """Whether Parquet supports a field's type (it has no empty structs) and the type represents all values exactly."""
     pyarrow = pyarrow_module()
     if pyarrow.types.is_nested(item.type) and "double" in str(item.type):
         return False  # nested integers may have been large
@@ -82,7 +82,7 @@ def _fits(item: Any, big: bool) -> bool:
 
 
 def answer_fields() -> list[Any]:
-    """Arrow fields of the answer columns."""
+    """Return the Arrow fields of the answer columns."""
     pyarrow = pyarrow_module()
     types = {**dict.fromkeys(_WHOLE, pyarrow.int64()), "seconds": pyarrow.float64()}
     return [
@@ -92,7 +92,7 @@ def answer_fields() -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
-    """Arrow table of rows in a schema."""
+    """Convert rows to an Arrow table with the given schema."""
     pyarrow = pyarrow_module()
     arrays = []
     for item in schema:

@@ -1,4 +1,4 @@
-"""`nemo-ext generate`."""
+"""The `nemo-ext generate` command: sends rows to an endpoint and stores the answers."""
 
 from nemo_ext.job.job import Grammar, reads
 from nemo_ext.serving.commands import asking

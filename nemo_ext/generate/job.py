@@ -1,4 +1,4 @@
-"""Job `nemo-ext generate`: send rows to an endpoint and write them with their answers (docs/generate.md)."""
+"""The `nemo-ext generate` job: sends rows to an endpoint and writes them with their answers (docs/generate.md)."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ def run(config: Mapping[str, Any]) -> None:
     """Run the job; the same command resumes it.
 
     Raises:
-        ValueError: a setting is invalid, the input cannot be read, or the output was made with other settings.
+        ValueError: a setting is invalid, the input cannot be read, or the output was started with other settings.
         OSError: a file cannot be written.
     """
     settings = _checked(config)
@@ -66,7 +66,7 @@ def check(config: Mapping[str, Any]) -> None:
     """Validate a config as the job does before its first request; input that does not exist yet is not checked.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, the input cannot be read, or no request can be made from its first rows.
     """
     settings = _checked(config)
     generate = settings.generate
@@ -97,7 +97,7 @@ def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
 
 
 def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> None:
-    """Print three requests and an estimate of all tokens."""
+    """Print up to three requests and an estimate of the total number of tokens."""
     first, bodies = rows.read(index.ranges[0]), list[Mapping[str, Any]]()
     try_requests(prompts, first[:_TRIED])
     for row in first:

@@ -1,7 +1,7 @@
 """Output folder of a batch job: one part per range of rows, journals of unfinished ranges, and dead letters.
 
-Parts are named after their range and appear by an atomic link when complete, so no answer occurs twice. Until then,
-each answer is a line in a journal of the worker that received it; workers on a range read all journals of the range.
+A part is named after its range and is linked into place atomically once complete, so no answer occurs twice. Until
+then, each answer is a line in the journal of the worker that received it; workers on a range read all its journals.
 
     part-000012.parquet     answers of range 12
     dead/000012.jsonl       failed requests of range 12, with reasons
@@ -32,7 +32,7 @@ DEAD = "dead"
 _SUFFIX: dict[Format, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "openai_batch": ".jsonl"}
 _MEASURED = ("finish_reason", "prompt_tokens", "completion_tokens", "seconds")
 Pair = tuple[int, int]
-"""Position of a row in its range, and number of the sample."""
+"""Position of a row in its range, and sample number."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class OpenRange:
     Attributes:
         range: the range.
         rows: its rows.
-        keys: keys of the rows.
-        pairs: requested answers in order.
+        keys: the rows' keys.
+        pairs: row position and sample number of each answer to request, in order.
         again: number of parts that the range already has; above 0 when dead letters are retried.
-        settled: answers and failures in the journals.
-        asked: requests made by this worker.
-        read: number of bytes read from each journal.
+        settled: pairs whose answer or failure is in the journals.
+        asked: pairs that this worker has requested.
+        read: number of bytes read so far from each journal.
     """
 
     range: Range
@@ -73,7 +73,7 @@ class Output:
         folder: the folder.
         format: file format of the parts.
         schema: Arrow schema of the input columns; None if no Parquet is written.
-        names: input column -> its name in the output.
+        names: mapping from input columns to their names in the output.
         leases: leases on the ranges.
         retry_dead: whether to retry requests that failed in earlier starts.
     """
@@ -92,24 +92,24 @@ class Output:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def part(self, range_: Range, again: int = 0) -> Path:
-        """File of a range's answers, or of the answers from the n-th retry of its dead letters."""
+        """Return the path for a range's answers, or for those from the `again`-th retry of its dead letters."""
         return self.folder / f"part-{range_.name}{f'-{again}' if again else ''}{_SUFFIX[self.format]}"
 
     def parts(self, range_: Range) -> list[Path]:
-        """Existing files with a range's answers."""
+        """Return the existing files with a range's answers, in order."""
         files = (self.part(range_, again) for again in itertools.count())
         return list(itertools.takewhile(Path.exists, files))
 
     def dead(self, range_: Range) -> Path:
-        """File of a range's dead letters."""
+        """Return the path for a range's dead letters."""
         return self.folder / DEAD / f"{range_.name}.jsonl"
 
     def settled(self) -> set[str]:
-        """Names of all existing files with answers."""
+        """Return the names of all existing files with answers."""
         return {name for name in os.listdir(self.folder) if name.startswith("part-")}
 
     def answered(self, range_: Range) -> set[tuple[str, int]]:
-        """Keys and sample numbers of a range's answers.
+        """Return the (key, sample number) pairs of a range's answers.
 
         Raises:
             ValueError: a part cannot be read.
@@ -117,7 +117,7 @@ class Output:
         return {pair for part in self.parts(range_) for pair in self._pairs(part)}
 
     def failures(self, range_: Range) -> list[dict[str, Any]]:
-        """Failed requests of a range that no later attempt has answered."""
+        """Return a range's dead letters without those that a later attempt has answered."""
         if not self.dead(range_).exists():
             return []
         lines, answered = self._dead_lines(range_), self.answered(range_)
@@ -127,7 +127,7 @@ class Output:
         return [read_json(line) for line in self.dead(range_).read_bytes().split(b"\n") if line]
 
     def failed(self, ranges: Sequence[Range]) -> int:
-        """Number of failed requests, including those in journals; 0 if they are retried."""
+        """Return the number of failed requests in these ranges, including those in journals; 0 if they are retried."""
         if self.retry_dead:
             return 0
         parts, failed = self.settled(), 0
@@ -139,11 +139,11 @@ class Output:
         return failed
 
     def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Key, sample number and columns of a range's answers, from its parts, or from journals if it is unfinished.
+        """Yield key, sample number and columns of each answer in a range, from its parts or, if it has none, journals.
 
         Args:
             range_: the range.
-            keys: keys of its rows.
+            keys: keys of its rows, in order.
 
         Raises:
             ValueError: a part cannot be read.
@@ -158,7 +158,7 @@ class Output:
                     yield keys[row], sample, line
 
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
-        """Open a range for processing: for all its answers, or if it is finished, for a retry of its failures."""
+        """Open a range, to request all its answers or, if it is finished, to retry its failures."""
         repeated = set(range_.repeated)
         pairs = [(row, sample) for row in range(len(rows)) if row not in repeated for sample in range(samples)]
         again = len(self.parts(range_))
@@ -181,7 +181,7 @@ class Output:
         return sorted(self.folder.glob(f"{OWN}/journals/{range_.name}.*.jsonl"))
 
     def _lines(self, file: Path, opened: OpenRange | None = None) -> Iterator[dict[str, Any]]:
-        """Complete lines of a journal, from the position in `OpenRange.read` if a range is given."""
+        """Yield the complete lines of a journal, starting at the position in `OpenRange.read` if a range is given."""
         start = opened.read.get(file, 0) if opened is not None else 0
         with contextlib.suppress(FileNotFoundError), open(file, "rb") as journal:  # removed when its range is finished
             journal.seek(start)
@@ -215,9 +215,9 @@ class Output:
         opened.settled.add(pair)
 
     def commit(self, opened: OpenRange) -> bool:
-        """Write the part and the dead letters of a complete range; only for the holder of its lease.
+        """Write the part and the dead letters of a complete range; only the holder of its lease may call this.
 
-        Returns False if answers have disappeared from the journals; they are then requested again.
+        Return False, writing nothing, if answers have disappeared from the journals; they are then requested again.
 
         Raises:
             OSError: a file cannot be written.
@@ -257,7 +257,7 @@ class Output:
             self._write_dead(opened.range, failed)
 
     def _entries(self, journals: Iterable[Path]) -> dict[Pair, dict[str, Any]]:
-        """Entries of journals by row and sample; an answer takes precedence over a failure."""
+        """Return the journals' entries keyed by row and sample; an answer takes precedence over a failure."""
         entries: dict[Pair, dict[str, Any]] = {}
         for line in (line for file in journals for line in self._lines(file)):
             pair = line["row"], line["sample"]
@@ -293,7 +293,7 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a part; returns False if it already exists."""
+        """Write a part; return False if it already exists."""
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
@@ -347,7 +347,7 @@ class Output:
             raise ValueError(f"{part}: cannot be read: {error}") from None
 
     def measured(self, part: Path) -> dict[str, list[Any]]:
-        """Columns of a part that the report needs.
+        """Return the columns of a part that the report needs.
 
         Raises:
             ValueError: the part cannot be read.
@@ -370,7 +370,7 @@ class Output:
             raise ValueError(f"{part}: cannot be read: {error}") from None
 
     def set_aside_damaged(self, ranges: Sequence[Range]) -> int:
-        """Move unreadable parts to a folder `damaged`, so that their ranges are made again; returns their number."""
+        """Move unreadable parts to `.job/damaged`, so that their ranges are redone; return the number of ranges."""
         damaged, parts = 0, self.settled()
         for range_ in ranges:
             try:
@@ -390,7 +390,7 @@ class Output:
 
 
 def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `_MEASURED` in the body of a response."""
+    """Return the values of the columns `_MEASURED` from the body of a response; None if unknown."""
     usage, ended = body.get("usage") or {}, body["choices"][0].get("finish_reason")
     return {
         "finish_reason": ended if isinstance(ended, str) else None,
@@ -400,7 +400,7 @@ def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_line(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Line of an OpenAI batch output file."""
+    """Format an answer as a line of an OpenAI batch output file."""
     return {
         "id": f"batch_req_{answer['key']}_{answer['sample']}",
         "custom_id": answer["key"],

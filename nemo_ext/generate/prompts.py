@@ -25,10 +25,10 @@ class Prompts:
     """Builder of requests from rows.
 
     Attributes:
-        settings: settings of the section `generate`.
-        seed: base seed, from which each request's seed is derived with the row's key and the number of the sample.
-        source: source of the template; None if the messages are in a column.
-        column: column with the messages or the user message; None with a template.
+        settings: the settings in the `generate` section.
+        seed: base seed; each request's seed is derived from it, the row's key and the sample number.
+        source: source text of the template; None if the messages are in a column.
+        column: column with the messages or the user message; None if there is a template.
     """
 
     settings: GenerateSettings
@@ -38,7 +38,7 @@ class Prompts:
 
     @classmethod
     def from_settings(cls, settings: GenerateSettings, seed: int, *, columns: Sequence[str], batch: bool) -> "Prompts":
-        """Builder of requests for rows with these columns, or for OpenAI's batch files.
+        """Create a builder of requests for rows with these columns or, if `batch`, for lines of OpenAI batch files.
 
         Raises:
             ValueError: the template cannot be read, a named column does not exist, or the rows have no messages.
@@ -76,7 +76,7 @@ class Prompts:
         return cls(settings=settings, seed=seed, source=None, column=column)
 
     def made_of(self) -> dict[str, Any]:
-        """Settings that the requests depend on besides the rows."""
+        """Return the settings that determine the requests, together with the rows."""
         settings = self.settings
         return {
             "template": self.source,
@@ -86,7 +86,7 @@ class Prompts:
         }
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """Request for one sample of a row.
+        """Build the request for one sample of a row.
 
         Raises:
             ValueError: the row has no prompt, or the template fails.
@@ -140,7 +140,7 @@ class Prompts:
 
 
 def without_nulls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages without null keys, except `content`: rows of a table have every key, and endpoints refuse nulls."""
+    """Drop null values from messages, except `content`: table rows have every key, and endpoints reject nulls."""
     return [
         {name: value for name, value in message.items() if value is not None or name == "content"}
         for message in messages
@@ -148,7 +148,7 @@ def without_nulls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def _messages(text: str) -> list[Any] | None:
-    """Messages encoded as JSON; None for any other text."""
+    """Parse a JSON list of messages; return None for any other string."""
     if not text.lstrip().startswith("["):
         return None
     try:

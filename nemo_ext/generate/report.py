@@ -16,7 +16,7 @@ from nemo_ext.job.run_directory import REPORT
 
 DATA, PICTURE = "report.json", "lengths.png"
 _SECONDS = np.geomspace(1e-4, 1e6, 2301)
-"""Bin edges of the latency histogram, 1 % apart, so that memory does not grow with the number of answers."""
+"""Bin edges of the latency histogram in seconds, 1 % apart; its memory does not grow with the number of answers."""
 _TOKENS = np.unique(np.round(np.geomspace(1, 1e6, 401)))
 
 
@@ -41,21 +41,21 @@ class _Sums:
         self.lengths += np.histogram([size for size in line["completion_tokens"] if size is not None], _TOKENS)[0]
 
     def percentile(self, share: float) -> float | None:
-        """Percentile of the latency in seconds, for a share from 0 to 1; None if latencies were not measured."""
+        """Return a latency percentile in seconds, for a share from 0 to 1; None if latencies were not measured."""
         if not self.seconds.sum():
             return None
         return float(_SECONDS[1:][np.searchsorted(np.cumsum(self.seconds), share * self.seconds.sum())])
 
 
 def make(output: Output, index: Index, samples: int, address: Address, speed: dict[str, float]) -> str:
-    """Write report.md, report.json and the histogram of lengths; returns a one-line summary.
+    """Write report.md, report.json and the histogram of answer lengths; return a one-line summary.
 
     Args:
-        output: finished output.
+        output: the finished output.
         index: index of the input.
         samples: number of answers per row.
         address: the endpoint.
-        speed: seconds, answers and tokens of this start.
+        speed: `seconds`, `answers` and `tokens` of this start.
     """
     sums, failed = _Sums(), Counter[str]()
     for range_ in index.ranges:
@@ -84,7 +84,7 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
 
 
 def _reason(problem: str) -> str:
-    """A problem without details that differ between rows."""
+    """Strip a problem of the details that differ between rows."""
     return problem.partition(":")[0] if problem.startswith(("HTTP", "prompt")) else problem
 
 

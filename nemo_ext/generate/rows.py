@@ -24,14 +24,14 @@ _ROWS_AT_ONCE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Range of consecutive rows of the input.
+    """Range of consecutive input rows.
 
     Attributes:
-        number: number of the range, which is part of its file names.
+        number: number of the range, from 0, used in its file names.
         part: part of the input that contains the range.
-        skip: number of rows of the part before the range.
-        rows: number of rows.
-        repeated: positions in the range of rows equal to earlier rows of the input, which are skipped.
+        skip: number of rows in the part before the range.
+        rows: number of rows in the range.
+        repeated: positions in the range of rows that equal earlier input rows and are therefore skipped.
     """
 
     number: int
@@ -51,13 +51,13 @@ class Index:
     """Index of the whole input.
 
     Attributes:
-        digest: SHA-256 of the input files.
+        digest: SHA-256 of the input files' names and contents.
         ranges: the ranges in order.
         rows: number of distinct rows.
-        repeated: number of rows that are equal to an earlier one.
+        repeated: number of rows that equal an earlier one.
         batch: whether the rows are requests from OpenAI batch files.
-        columns: names of the columns in the order of their first occurrence.
-        schema: serialised Arrow schema of the columns in base64.
+        columns: column names in order of first occurrence.
+        schema: the columns' Arrow schema, serialised and encoded in base64.
     """
 
     digest: str
@@ -69,17 +69,17 @@ class Index:
     schema: str
 
     def arrow_schema(self) -> Any:
-        """Arrow schema of the columns."""
+        """Decode the columns' Arrow schema."""
         pyarrow = pyarrow_module()
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(self.schema)))
 
     def as_json(self) -> dict[str, Any]:
-        """JSON value of the index, for `from_json`."""
+        """Return the index as a JSON value, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Index":
-        """Index from a JSON value made by `as_json`."""
+        """Restore an index from the value returned by `as_json`."""
         ranges = [
             Range(**{**entry, "part": Part(**entry["part"]), "repeated": tuple(entry["repeated"])})
             for entry in value["ranges"]
@@ -93,10 +93,10 @@ def is_batch(row: Mapping[str, Any]) -> bool:
 
 
 def row_key(row: Mapping[str, Any], column: str | None) -> str:
-    """Key of a row: the value of a column, the `custom_id` of a batch line, or a hash of the row.
+    """Return a row's key: its value in `column` or, if that is None, a batch line's `custom_id` or a hash of the row.
 
     Raises:
-        ValueError: the row has no value in the column.
+        ValueError: the row has no value in the column, or a string in it cannot be encoded.
     """
     if column is not None and row.get(column) is None:
         raise ValueError(f"no value in the key column {column}: {nearest(column, list(row))}")
@@ -117,11 +117,11 @@ def _digest(row: Mapping[str, Any]) -> bytes:
 
 @dataclass
 class Rows:
-    """Reader of the input, by ranges.
+    """Reader of input rows, range by range.
 
     Attributes:
         source: reader of the files.
-        key: column with the keys; None takes a hash of each row.
+        key: column with the rows' keys; if None, see `row_key`.
     """
 
     source: RecordSource
@@ -130,23 +130,23 @@ class Rows:
 
     @classmethod
     def from_paths(cls, paths: Sequence[str], key: str | None) -> "Rows":
-        """Reader of .parquet or .jsonl files by paths or globs.
+        """Open .parquet or .jsonl files given as paths or globs; `key` is the column with the rows' keys.
 
         Raises:
-            ValueError: no file matches, or files of both formats do.
+            ValueError: no file matches, or the matches mix both formats.
         """
         source = record_source(tuple(paths), None, "input")
         source.check_files()
         return cls(source, key)
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """Up to `count` rows from the beginning of the input."""
+        """Return the first rows of the input, at most `count`."""
         parts = self.source.parts(max_documents=count, max_size=UNLIMITED)
         rows = (row for part in parts for _, row in self.source.records(part, ReadReport()))
         return list(itertools.islice(rows, count))
 
     def read(self, range_: Range) -> list[dict[str, Any]]:
-        """Rows of a range; reading ranges of one part in order continues an open file."""
+        """Read the rows of a range; ranges of one part that are read in order share an open file."""
         if self._open is not None and self._open[0] == range_.part and self._open[1] <= range_.skip:
             _, place, records = self._open
         else:
@@ -160,7 +160,7 @@ class Rows:
         return rows
 
     def index(self, part_rows: int) -> Index:
-        """Read the whole input and index it in ranges of `part_rows` rows.
+        """Read the whole input and index it in ranges of at most `part_rows` rows.
 
         Raises:
             ValueError: a record cannot be read, a row has no key, different rows share a key, or the input is empty.
@@ -210,7 +210,7 @@ class Rows:
         )
 
     def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
-        """Record a row; returns whether it is equal to an earlier one."""
+        """Record a row; return whether it equals an earlier one."""
         named = self.key is not None or is_batch(row)
         try:
             whole = _digest(row)
@@ -225,7 +225,7 @@ class Rows:
         return True
 
     def digest(self) -> str:
-        """SHA-256 of the input files and their names."""
+        """Return the SHA-256 of the input files' names and contents."""
         total = hashlib.sha256()
         for name, path in self.source.inputs():
             with open(path, "rb") as file:
@@ -234,7 +234,7 @@ class Rows:
 
 
 def _parquet_schema(source: RecordSource) -> Any:
-    """Arrow schema of all Parquet files; empty for JSON rows, whose types are inferred from their values."""
+    """Return the Arrow schema of all Parquet files; empty for JSON rows, whose types are inferred from their values."""
     pyarrow = pyarrow_module()
     if not isinstance(source, ParquetSource):
         return pyarrow.schema([])

@@ -16,7 +16,7 @@ Format = Literal["parquet", "jsonl", "openai_batch"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling parameters of requests; None leaves a field to the endpoint.
+    """Sampling parameters of requests; None leaves a parameter to the endpoint.
 
     Attributes:
         temperature, top_p, max_tokens, stop: as in OpenAI's API.
@@ -35,7 +35,7 @@ class Sampling:
             raise ValueError(f"extra.{min(taken)} is not allowed: requests set it themselves")
 
     def body(self) -> dict[str, Any]:
-        """Fields of a request that are set."""
+        """Return the parameters that are set, as request fields."""
         values = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "stop")}
         return {name: value for name, value in values.items() if value is not None} | dict(self.extra)
 
@@ -45,7 +45,7 @@ class BatchSettings:
     """Settings shared by batch jobs.
 
     Attributes:
-        part_rows: number of input rows per file of the output.
+        part_rows: number of input rows per output file.
         max_dead: share of failed answers above which the job fails.
         retry_dead: whether to retry requests that failed in earlier starts.
         lease: seconds without a heartbeat after which a worker's rows are given to other workers.
@@ -67,15 +67,15 @@ BATCH = tuple(setting.name for setting in fields(BatchSettings))
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerateSettings(BatchSettings):
-    """Settings of the section `generate`.
+    """Settings in the `generate` section.
 
     Attributes:
-        key: column with a unique key of each row; None takes a hash of the row.
-        messages: column with messages or a user message; None takes `messages` or `prompt` unless `template` is set.
-        template: Jinja template of the user message over the row's columns, or the path of a .jinja file.
+        key: column with a unique key for each row; if None, a hash of the row is the key.
+        messages: column with messages or a user message; if None and `template` is not set, `messages` or `prompt`.
+        template: Jinja template for the user message, filled in from the row's columns, or the path of a .jinja file.
         system: system message.
         complete: whether to send the prompt to /v1/completions, without a chat template.
-        tools: column with declared tools.
+        tools: column with the declared tools.
         sampling: see `Sampling`.
         format: file format of the output.
     """
@@ -98,8 +98,8 @@ class Settings(AskingSettings):
         input: .parquet or .jsonl files, or globs.
         output: folder for the answers.
         samples: number of answers per row.
-        seed: seed of the answers.
-        generate: requests, sampling and format of the output.
+        seed: seed from which the answers' seeds are derived.
+        generate: requests, sampling and output format.
     """
 
     input: Places

@@ -1,4 +1,4 @@
-"""Worker of a batch job: leases ranges of rows, sends their requests, and helps with others' ranges at the end."""
+"""Worker of a batch job: leases ranges of rows, sends their requests, and finally helps with other workers' ranges."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ class Requests(Protocol):
     """Builder of requests from rows."""
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """Request for one sample of a row; raises ValueError if none can be made."""
+        """Build the request for one sample of a row; raise ValueError if that is impossible."""
 
 
 def try_requests(requests: Requests, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a request can be made from at least one of the rows; raises the first ValueError otherwise."""
+    """Check that a request can be built from at least one of the rows; otherwise raise the first row's ValueError."""
     problems = []
     for row in rows:
         try:
@@ -35,7 +35,7 @@ def try_requests(requests: Requests, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 class TooManyDead(Exception):
-    """More answers failed than `max_dead` allows."""
+    """Raised if more answers failed than `max_dead` allows."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Work:
         most_dead: number of failures above which the job fails.
         seen: callback for every answer that this worker receives.
         dead: number of failures so far.
-        known: function that returns an existing answer to a request, or None; None for a job without any.
+        known: function that returns an existing answer to a request, or None; None if there are no such answers.
     """
 
     index: Index
@@ -69,11 +69,12 @@ class Work:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, client: Client) -> None:
-        """Work until all ranges are finished, by this worker or others.
+        """Work until all ranges are finished, whether by this worker or by others.
 
         Raises:
             TooManyDead: more answers failed than `most_dead`.
-            ValueError, EndpointGone: see `Client.answers`.
+            ValueError: the endpoint rejects the API key.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if self.dead > self.most_dead:
             raise TooManyDead("in earlier starts")
@@ -110,7 +111,7 @@ class Work:
         """Store an answer.
 
         Raises:
-            TooManyDead: the answer is a failure, and more failed than `most_dead`.
+            TooManyDead: the answer is a failure, and there are now more than `most_dead` failures.
         """
         opened, pair = self._asked.pop((request.key, request.sample))
         self._keep(opened, pair, answer)
@@ -137,7 +138,7 @@ class Work:
                 await asyncio.wait_for(self._news.wait(), _IDLE)
 
     def _wanted(self, opened: OpenRange, pairs: Sequence[Pair]) -> Iterator[Request]:
-        """Requests of a range that have no answer and that this worker has not made yet."""
+        """Yield a range's requests that are unanswered and that this worker has not made yet."""
         for pair in pairs:
             if pair in opened.settled or pair in opened.asked:
                 continue
@@ -168,7 +169,7 @@ class Work:
             yield self._open.get(range_.number) or self._opened(range_)
 
     def _others(self) -> Iterator[OpenRange]:
-        """Open and yield ranges leased by other workers that have requests which this worker has not made."""
+        """Open and yield unfinished ranges that have unanswered requests which this worker has not made."""
         for range_ in self.index.ranges:
             if self.output.part(range_).name not in self._settled:
                 opened = self._open.get(range_.number) or self._opened(range_)
@@ -193,7 +194,7 @@ class Work:
         return opened
 
     def _finish(self, opened: OpenRange) -> None:
-        """Write the part of a range if it is complete and leased by this worker."""
+        """Write a range's part if the range is complete and leased by this worker."""
         if opened.complete and self.output.leases.holds(opened.range.name):
             if self.output.commit(opened):
                 self._retried.add(opened.range.number)
@@ -205,7 +206,7 @@ class Work:
         self.output.close(opened)
 
     async def _beat(self) -> None:
-        """Renew leases and read other workers' progress at intervals, until all ranges are finished."""
+        """Periodically renew leases and read other workers' progress, until all ranges are finished."""
         while not self._all_settled():
             self.output.leases.touch()
             for opened in list(self._open.values()):

@@ -1,4 +1,4 @@
-"""Steps `ask` and `converse`: answers to rows and conversations, stored by batch jobs (`nemo_ext.generate`)."""
+"""The steps `ask` and `converse`: answers and conversations for rows, stored by batch jobs (`nemo_ext.generate`)."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ _REQUEST = {
     Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
     Converse: ("role", "environment", "settings", "thinking", "samples", "user", *_SAMPLING),
 }
-"""Settings that requests depend on; other settings may change without new requests."""
+"""Settings that requests depend on, by step class; other settings may change without new requests."""
 
 
 @dataclass(kw_only=True)
@@ -50,9 +50,9 @@ class Asking:
     Attributes:
         step: settings of the step.
         context: rows, folder and counts of the step.
-        clients: client of each role, created for this step.
-        work: settings of the section `synthesize`.
-        models: name and checkpoint of each role's model.
+        clients: mapping from role to client, created for this step.
+        work: the settings in the `synthesize` section.
+        models: mapping from role to `model` (its name) and `checkpoint` (its digest).
     """
 
     step: Ask | Converse
@@ -65,16 +65,16 @@ class Asking:
     _readable: int = 0
 
     def prepare(self, identity: str) -> Path | None:
-        """Write the rows that need requests, including canaries, unless the file exists.
+        """Write the rows that need requests, including canaries, to a file, unless it exists.
 
-        Each set of rows has its own file and folder of answers, so that no answers are lost when rows change; answers
-        to identical requests are reused (`Known`).
+        Each set of rows has its own file and its own folder of answers, so that no answers are lost when rows change;
+        answers to identical requests are reused (`Known`).
 
         Args:
             identity: digest of everything that the rows depend on.
 
         Returns:
-            The file; None if no row needs a request.
+            Path of the file; None if no row needs a request.
 
         Raises:
             ValueError: answers to earlier rows were requested with different settings.
@@ -99,11 +99,11 @@ class Asking:
         return file if number else None
 
     def _folder(self, asked: Path) -> Path:
-        """Folder of the answers to the rows in a file."""
+        """Return the folder with the answers to the rows in a file."""
         return asked.with_name(f"answers-{asked.stem.removeprefix('asked-')}")
 
     def _keep_answers(self, folder: Path) -> None:
-        """Make the answers of other folders available by their requests to a folder that has none yet."""
+        """Copy the answers in the step's other folders into the `Known` file of a folder that is not yet started."""
         others = []
         for asked in sorted(self.context.folder.glob("asked-*.jsonl")):
             other = self._folder(asked)
@@ -119,7 +119,7 @@ class Asking:
             notice(f"{self.context.name}: its input rows changed; {number:,} answers are kept for unchanged rows")
 
     def _stored(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
-        """Answers in a folder, each with its request."""
+        """Yield the answers in a folder, each with its request."""
         rows = Rows.from_paths((str(asked),), "key")
         leases = Leases(folder / OWN / "leases", self.work.lease)
         output = Output(folder=folder, format="parquet", schema=None, names={}, leases=leases)
@@ -134,7 +134,7 @@ class Asking:
         return f"restore those settings, choose another output, or remove {self.context.folder} to start over"
 
     def _made_of(self) -> dict[str, Any]:
-        """Settings that answers depend on besides the rows."""
+        """Return the settings that determine the answers, together with the rows."""
         settings = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
         models = {role: self.models[role] for role in self.step.roles()}
         as_json = json.loads(json.dumps(settings, default=asdict))
@@ -142,11 +142,11 @@ class Asking:
 
     @property
     def canaries(self) -> Canaries | None:
-        """Canaries of the step; None for none."""
+        """The step's canaries; None if there are none."""
         return canaries_of(self.step, self.work) if isinstance(self.step, Ask) else None
 
     async def ask(self, asked: Path) -> tuple[Output, Index]:
-        """Request answers to all rows of a file; see `answer_all`."""
+        """Request answers to all rows of a file; return the finished output and its index (see `answer_all`)."""
         settings = GenerateSettings(key="key", **{name: getattr(self.work, name) for name in BATCH})
         rows, folder = Rows.from_paths((str(asked),), "key"), self._folder(asked)
 
@@ -178,7 +178,7 @@ class Asking:
                     episodes.shutdown()
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """Request for one sample of a row; see `Requests`."""
+        """Build the request for one sample of a row (see `Requests`)."""
         key, columns = str(row["key"]), read(row["row"])
         names = (self.context.seed, "synthesize", self.context.name, key, sample)
         seed = seeds.digest(*names) >> 33  # some servers accept at most 31 bits
@@ -205,10 +205,10 @@ class Asking:
         return Request(key=key, sample=sample, body=body | more | {"messages": messages})
 
     def prompt_of(self, row: Row) -> Any:
-        """Prompt of a row: text or messages.
+        """Return a row's prompt, a string or messages, with the system message.
 
         Raises:
-            ValueError: the template fails or yields neither.
+            ValueError: a template or expression fails, or the prompt is neither a string nor messages.
         """
         assert isinstance(self.step, Ask)
         names = self.context.names(row)
@@ -241,7 +241,11 @@ class Asking:
         return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:
-        """Episodes of an environment by its name."""
+        """Return the episodes of the environment with this name; they are created once.
+
+        Raises:
+            ValueError: the environment does not hold conversations.
+        """
         assert isinstance(self.step, Converse)
         if environment not in self._episodes:
             episodes = Episodes({"name": environment, "settings": self.step.settings})
@@ -251,7 +255,7 @@ class Asking:
         return self._episodes[environment]
 
     def rows(self, answers: tuple[Output, Index] | None) -> Iterator[Row]:
-        """Rows with their answers, in the order of the input rows.
+        """Yield the rows with their answers, in the order of the input rows.
 
         Args:
             answers: return value of `ask`; None if no row needs a request.
@@ -305,7 +309,7 @@ class Asking:
         )
 
     def _with_answer(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
-        """The row with its answer; None if it is dropped, which is counted."""
+        """Return the row with its answer; None if it is dropped, which is counted."""
         new_row = dict(row)
         if self.step.samples is not None:
             new_row[ID] = f"{row[ID]}/{self.context.name}.{answer['sample']}"
@@ -338,7 +342,7 @@ class Asking:
 
 
 def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of expressions over an answer."""
+    """Return the variables that expressions over an answer may use."""
     calls = answer["tool_calls"] or []
     calls = json.loads(calls) if isinstance(calls, str) else calls
     finished = answer["finish_reason"] != "length"
@@ -353,7 +357,7 @@ def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers and failures by row, in the order of the rows."""
+    """Yield each row's key with its answers and failures by sample number, in row order."""
     for range_ in index.ranges:
         rows = Rows.from_paths((range_.part.path,), "key").read(range_)
         keys = [str(row["key"]) for row in rows]

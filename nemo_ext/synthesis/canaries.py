@@ -17,18 +17,18 @@ _MADE = re.compile(r"(?:/\w+\.\d+)+$")
 
 
 class Fooled(Exception):
-    """A judge accepted too many planted faults."""
+    """Raised if a judge accepted too many planted faults."""
 
 
 def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
-    """Canaries of a step, with the user's share in place of the recipe's; None for none."""
+    """Return a step's canaries, with the user's share, if set, instead of the recipe's; None if there are none."""
     if step.canaries is None or work.canaries == 0:
         return None
     return step.canaries if work.canaries is None else replace(step.canaries, share=work.canaries)
 
 
 def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
-    """Rows with canaries after them, each as (row, whether the step applies to it, whether it is a canary)."""
+    """Yield each row, then its canary if it has one, as (row, whether the step applies, whether it is a canary)."""
     total, planted = len(context.rows), 0.0
     if canaries is not None and total > 1:
         planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
@@ -49,12 +49,12 @@ def with_canaries(context: Context, canaries: Canaries | None, when: str | None)
 
 
 def _origin(row: Row) -> str:
-    """Id of the input row that a row originates from."""
+    """Return the id of the input row from which a row originates."""
     return _MADE.sub("", str(row[ID]))
 
 
 def count_canaries(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
-    """Numbers of canaries for the report.
+    """Return the numbers of planted and accepted canaries for the report; empty if none were planted.
 
     Raises:
         Fooled: the judge accepted too many of them.

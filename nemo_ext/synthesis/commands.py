@@ -1,4 +1,4 @@
-"""`nemo-ext synthesize`."""
+"""The `nemo-ext synthesize` command: generates training data with models, following a recipe."""
 
 import re
 
@@ -13,9 +13,9 @@ _SECTIONS = (
 
 
 def literal(key: str, value: str) -> bool | None:
-    """Whether Hydra parses the value of a key of a step or output; other values are templates and expressions.
+    """Whether Hydra parses the value of a step's or output's key; other values are templates or expressions.
 
-    None for other keys.
+    Return None for other keys.
     """
     if not key.startswith(("steps.", "outputs.")):
         return None

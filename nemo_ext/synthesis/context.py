@@ -14,12 +14,12 @@ _EXAMPLES = 20
 
 @dataclass
 class Counts:
-    """Counts of a step.
+    """Row counts of a step, and further numbers for the report.
 
     Attributes:
-        rows, made: number of rows before and after the step.
-        dropped: number of dropped rows by reason.
-        examples: ids of the first rows dropped for each reason, with details.
+        rows, made: numbers of rows before and after the step.
+        dropped: mapping from reason to number of dropped rows.
+        examples: mapping from reason to the ids of the first rows dropped for it, with details.
         numbers: further numbers for the report.
     """
 
@@ -30,12 +30,12 @@ class Counts:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """JSON value of the counts, for `from_record`."""
+        """Return the counts as a JSON value, for `from_record`."""
         return {**vars(self), "dropped": dict(self.dropped.most_common())}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Counts":
-        """Counts from a JSON value made by `record`."""
+        """Restore counts from the value returned by `record`."""
         return cls(**{**record, "dropped": Counter(record["dropped"])})
 
 
@@ -44,10 +44,10 @@ class Context:
     """Context in which a step is executed.
 
     Attributes:
-        name: name of the step.
-        folder: folder of the step.
-        rows: input rows.
-        seed: seed of all random decisions.
+        name: the step's name.
+        folder: the step's folder.
+        rows: the step's input rows.
+        seed: seed for all random decisions.
         counts: counts so far.
     """
 
@@ -58,30 +58,30 @@ class Context:
     counts: Counts = field(default_factory=Counts)
 
     def names(self, row: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """Variables of templates and expressions: the row's columns, the whole row as `row`, the seed, and `more`."""
+        """Return the variables for templates: the row's columns, `row` (the whole row), `seed`, and those in `more`."""
         return {**row, **more, "seed": self.seed, "row": row}
 
     def value(self, key: str, source: str, names: Mapping[str, Any]) -> Any:
-        """Value of an expression; see `Templates.value`."""
+        """Evaluate the expression of a key of the step; `names` are its variables (see `Templates.value`)."""
         return TEMPLATES.value(source, names, f"steps.{self.name}.{key}", self._place(names))
 
     def text(self, key: str, source: str, names: Mapping[str, Any]) -> str:
-        """Rendered template, without surrounding whitespace."""
+        """Render the template of a key of the step; return it without surrounding whitespace."""
         return TEMPLATES.text(source, names, f"steps.{self.name}.{key}", self._place(names)).strip()
 
     def columns(self, key: str, section: Mapping[str, str], names: Mapping[str, Any]) -> Row:
-        """Evaluate a section of columns; later expressions may refer to earlier columns."""
+        """Evaluate a section that maps columns to expressions; later expressions may refer to earlier columns."""
         variables, columns = dict(names), Row()
         for name, source in section.items():
             variables[name] = columns[name] = self.value(f"{key}.{name}", source, variables)
         return columns
 
     def applies(self, when: str | None, row: Mapping[str, Any]) -> bool:
-        """Whether the step applies to a row."""
+        """Whether the step applies to a row, that is, the condition `when` holds or is None."""
         return when is None or bool(self.value("when", when, self.names(row)))
 
     def satisfies(self, row: Mapping[str, Any], require: Mapping[str, str], names: Mapping[str, Any]) -> bool:
-        """Whether all conditions in `require` hold; otherwise counts the row as dropped for the first reason."""
+        """Whether all conditions in `require` hold; if not, the row is counted as dropped for the first that fails."""
         for reason, source in require.items():
             if not self.value(f"require.{reason}", source, names):
                 self.drop(row, reason)
@@ -89,14 +89,14 @@ class Context:
         return True
 
     def drop(self, row: Mapping[str, Any], reason: str, detail: str = "") -> None:
-        """Count a dropped row."""
+        """Count a row as dropped, and keep it as an example if there are few for this reason."""
         self.counts.dropped[reason] += 1
         examples = self.counts.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(f"{row[ID]}{f': {detail}' if detail else ''}"[:200])
 
     def read_rows(self) -> Iterator[Row]:
-        """Iterate over the input rows, and count them."""
+        """Yield the input rows, counting them."""
         for row in self.rows:
             self.counts.rows += 1
             yield row

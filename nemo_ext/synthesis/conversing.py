@@ -1,4 +1,4 @@
-"""Conversations of a model with an environment's tools, and with a model that simulates the user."""
+"""Conversations in which a model uses an environment's tools and may talk to a model that simulates the user."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from nemo_ext.synthesis.settings import Converse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play(Request):
-    """Request for a conversation."""
+    """Request for a conversation: the task, and the row that it was made from."""
 
     task: Task
     row: Row
@@ -29,11 +29,11 @@ class Conversing(Client):
     """Client whose answers are whole conversations, encoded as JSON: `messages`, `correct`, `score`, `why`.
 
     Args:
-        client: client of the model.
-        step: the step.
-        context: context of the step.
-        episodes: function from the name of an environment to its episodes.
-        user: client of the model that simulates the user; None for none.
+        client: the model's client.
+        step: the step's settings.
+        context: the step's context.
+        episodes: function that returns the episodes of the environment with a given name.
+        user: client of the model that simulates the user; None if there is none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Conversing(Client):
         self._step, self._context, self._episodes, self._user = step, context, episodes, user
 
     async def ask(self, request: Request, **more: Any) -> Answer:
-        """Play one conversation; see `Client.ask`."""
+        """Hold one conversation and return it as the answer; requests other than `Play` are passed to `Client.ask`."""
         if not isinstance(request, Play):
             return await super().ask(request, **more)
         context, task, step = self._context, request.task, self._step
@@ -65,7 +65,7 @@ class Conversing(Client):
         problems, spoken, full = list[str](), 0, False
 
         def cut_off(response: Answer) -> Answer:
-            """Replacement for an answer that does not fit into the context length: an answer truncated by the limit."""
+            """Replace an answer that does not fit into the context length with an empty, truncated one."""
             nonlocal full
             full = True
             return replace(response, answer="", problem="", finish_reason="length")
@@ -127,7 +127,7 @@ class Conversing(Client):
 
 
 def _with_swapped_roles(turns: Messages) -> list[dict[str, str]]:
-    """Texts of a conversation for the model that simulates the user: its own messages have the role assistant."""
+    """Return a conversation's text messages with user and assistant swapped, for the model that simulates the user."""
     names = {"user": "assistant", "assistant": "user"}
     spoken = [
         {"role": names[turn["role"]], "content": str(turn["content"])}

@@ -1,6 +1,6 @@
-"""Jinja filters for templates and expressions of recipes: pure functions, without access to files or network.
+"""Jinja filters for the templates and expressions in recipes: pure functions, without access to files or network.
 
-They are filters only (`answer | tagged('score')`), not functions, because rows may have columns with the same names.
+They can only be used as filters (`answer | tagged('score')`), because rows may have columns with the same names.
 """
 
 import ast
@@ -27,24 +27,24 @@ _SHINGLE = 3
 
 
 def tagged(text: str | None, name: str) -> str:
-    """Content of the last <name>...</name>, without surrounding whitespace; "" if there is none."""
+    """Return the content of the last <name>...</name>, without surrounding whitespace; "" if there is none."""
     return (all_tagged(text, name) or [""])[-1]
 
 
 def all_tagged(text: str | None, name: str) -> list[str]:
-    """Contents of all <name>...</name>, without surrounding whitespace."""
+    """Return the contents of all <name>...</name>, without surrounding whitespace."""
     tag = re.escape(name)
     return [inner.strip() for inner in re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text or "", re.DOTALL)]
 
 
 def number(text: str | None) -> float | None:
-    """The first number in a text; None if there is none."""
+    """Return the first number in a string; None if there is none."""
     match = _NUMBER.search(text or "")
     return float(match.group()) if match else None
 
 
 def json_of(text: str | None) -> Any:
-    """Value of JSON in a text or in its last code block; None if it is invalid or cannot be stored."""
+    """Parse JSON from a string's last code block, else from the whole string; None if it is invalid or unstorable."""
     try:
         value = strict_json(code(text) or text or "")
         orjson.dumps(value)  # no lone surrogates, no excessive nesting
@@ -54,7 +54,7 @@ def json_of(text: str | None) -> Any:
 
 
 def code(text: str | None, language: str = "") -> str:
-    """The last code block in a language (by any of its tags), otherwise the last block without a tag; "" if none."""
+    """Return the last code block in a language (by any of its tags), else the last block without a tag, else ""."""
     names, blocks = TAGS.get(language, {language}), dict[str, str]()
     for tag, inner, _, _ in fences(text or ""):
         blocks[language if tag in names else tag if language else ""] = f"{inner}\n" if inner else ""
@@ -62,7 +62,7 @@ def code(text: str | None, language: str = "") -> str:
 
 
 def parses(text: str | None) -> bool:
-    """Whether a text is a syntactically valid Python program; it is not executed."""
+    """Whether a non-empty string is a syntactically valid Python program; it is not executed."""
     try:
         ast.parse(text or "")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -71,12 +71,12 @@ def parses(text: str | None) -> bool:
 
 
 def final(text: str | None) -> str:
-    r"""Final answer of a solution: from \boxed{}, or after "the answer is"; "" if there is none."""
+    r"""Return a solution's final answer, from \boxed{} or after "the answer is"; "" if there is none."""
     return last_boxed(text or "") or final_answer(text or "") or ""
 
 
 def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
-    r"""A question, or messages that end in one, with a request for the final answer in \boxed{} unless it has one."""
+    r"""Append a request for the final answer in \boxed{} to a question or to the last message, unless it has one."""
     if not isinstance(asked, str):
         *before, last = template_messages(asked, "messages")
         return [*before, {**last, "content": in_box(last["content"])}]
@@ -84,20 +84,20 @@ def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
 
 
 def words(text: str | None) -> int:
-    """Number of words; each character of a script without spaces counts as a word."""
+    """Count the words; in scripts without spaces, each character counts as a word."""
     return len(words_of(text or ""))
 
 
 def mean(values: Iterable[Any]) -> float | None:
-    """Mean of numbers and booleans, without nulls; None if there are none."""
+    """Return the mean of numbers and booleans, ignoring nulls; None if there are none."""
     known = [float(value) for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def majority(values: Iterable[Any], least: float = 1) -> Any:
-    """The most frequent non-empty value; None in a tie, or if it occurs fewer than `least` times.
+    """Return the most frequent non-empty value; None in a tie, or if it occurs fewer than `least` times.
 
-    Texts are compared without case, whitespace, and punctuation at their ends.
+    Strings are compared without letter case, LaTeX fonts, extra whitespace and a final period.
     """
     votes = [value for value in values if value not in (None, "")]
     counted = Counter(_plain(value) for value in votes).most_common(2)
@@ -108,36 +108,36 @@ def majority(values: Iterable[Any], least: float = 1) -> Any:
 
 
 def overlap(one: str | None, other: str | None) -> float:
-    """Jaccard similarity of the word 3-grams of two texts, from 0 to 1."""
+    """Return the Jaccard similarity of two strings' word 3-grams, from 0 to 1."""
     first, second = _shingles(one or ""), _shingles(other or "")
     return len(first & second) / len(first | second) if first | second else 1.0
 
 
 def language(text: str | None) -> str:
-    """ISO 639-1 code of a text's language, detected by py3langid."""
+    """Detect a string's language with py3langid; return its ISO 639-1 code."""
     from nemo_ext.data.sft.filters.language import identifier
 
     return str(identifier().classify(text or "")[0])
 
 
 def shuffled(values: Sequence[Any], *names: Any) -> list[Any]:
-    """The values in a random order seeded by the names: choices | shuffled(seed, id)."""
+    """Return the values in a random order, seeded by `names`: choices | shuffled(seed, id)."""
     order = generator(0, *map(str, names)).permutation(len(values))
     return [values[place] for place in order]
 
 
 def picked(values: Sequence[Any], *names: Any) -> Any:
-    """One of the values, drawn at random and seeded by the names."""
+    """Draw one of the values at random, seeded by `names`."""
     return values[int(generator(0, *map(str, names)).integers(len(values)))]
 
 
 def chance(name: Any, *names: Any) -> float:
-    """Random number in [0, 1), seeded by the names: id | chance(seed, 'turns') < 0.1."""
+    """Draw a random number from [0, 1), seeded by `name` and `names`: id | chance(seed, 'turns') < 0.1."""
     return uniform(0, *map(str, (name, *names)))
 
 
 def within(low: float, high: float, *names: Any) -> int:
-    """Log-uniform random integer from `low` to `high`, seeded by the names."""
+    """Draw a log-uniform random integer from `low` to `high`, seeded by `names`."""
     share = generator(0, *map(str, names)).random()
     return round(math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
 
@@ -148,14 +148,14 @@ def chat(
     reasoning: str | None = None,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Messages of a question, or of a conversation that ends in one, followed by its answer."""
+    """Return the messages of a question, or of a conversation that ends in one, followed by its answer."""
     before = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(each) for each in asked]
     last = {"role": "assistant", "content": answer or ""} | ({"reasoning_content": reasoning} if reasoning else {})
     return [*([{"role": "system", "content": system}] if system else []), *before, last]
 
 
 def piece(text: str, characters: int, *names: Any) -> str:
-    """Excerpt of at most `characters` characters at word boundaries, at a random position seeded by the names."""
+    """Return an excerpt of at most `characters` characters, cut between words, at a random place seeded by `names`."""
     if len(text) <= characters:
         return text
     start = int(chance(*names) * (len(text) - characters))
@@ -165,18 +165,18 @@ def piece(text: str, characters: int, *names: Any) -> str:
 
 
 def records(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
-    """Rows from columns of equal length: {'text': texts, 'score': scores} | records."""
+    """Convert columns of equal length to a list of rows: {'text': texts, 'score': scores} | records."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def filled(first: Sequence[str], others: Sequence[str], words_wanted: int, avoid: str, *names: Any) -> list[str]:
-    """Documents with at most `words_wanted` words in random order: all of `first`, filled up with `others` that fit.
+    """Return documents in random order: all of `first`, and those of `others` that fit into `words_wanted` words.
 
     Args:
         first: documents that are always included.
-        others: candidates for the remaining words.
-        words_wanted: maximum number of words, unless `first` has more.
-        avoid: text, such as the answer, that excludes candidates which contain it.
+        others: candidates for the remaining words, tried in order.
+        words_wanted: maximum total number of words, unless `first` alone has more.
+        avoid: string such as the answer; candidates that contain it are excluded.
         names: seed of the order.
     """
     selected, size = list(first), sum(map(words, first))

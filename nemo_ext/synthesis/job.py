@@ -1,4 +1,4 @@
-"""Job `nemo-ext synthesize`: run the steps of a recipe and write its output files (docs/synthetic.md)."""
+"""The `nemo-ext synthesize` job: runs the steps of a recipe and writes its output files (docs/synthetic.md)."""
 
 import asyncio
 import hashlib
@@ -68,7 +68,7 @@ def check(config: Mapping[str, Any]) -> None:
     """Validate a config as the job does before its first request; input that does not exist yet is not checked.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a setting is invalid, or an expression fails for the first rows of the input.
     """
     settings, recipe, _ = _checked(config)
     try:
@@ -124,7 +124,7 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 
 @contextmanager
 def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
-    """Context with the endpoint of each role; a folder in `model` is served within it."""
+    """Provide a mapping from role to endpoint; a model folder in `model` is served while the context is open."""
     roles = {role: recipe.place(role) for role in recipe.asked()}
     places = {name: role for name, role in roles.items() if role.endpoint is not None}
     if len(places) == len(roles):
@@ -144,8 +144,8 @@ class _Run:
 
     Attributes:
         settings, recipe, work: the job's settings.
-        folder: folder of the output.
-        places: endpoint of each role.
+        folder: output folder.
+        places: mapping from role to its endpoint.
     """
 
     settings: Settings
@@ -184,7 +184,7 @@ class _Run:
         return Client(str(place.endpoint), self.work.client, model=place.model, key_variable=place.key_variable)
 
     def _input(self) -> tuple[RowFile, str, dict[str, int]]:
-        """Rows of the input, their digest, and their numbers."""
+        """Return the input rows, the digest of their files, and the numbers of distinct and repeated rows."""
         folder = self.folder / OWN / "input"
         with only_run_in(folder, "output", wait=A_DAY):
             identity = digest([[name, _hash(path)] for name, path in files_of(self.settings.input)])
@@ -196,7 +196,7 @@ class _Run:
         return RowFile(folder / _ROWS), identity, {"rows": existing["rows"], "repeated": existing["repeated"]}
 
     def _step(self, name: str, step: Step, rows: RowFile, before: str, label: str) -> tuple[RowFile, str, Counts]:
-        """Run a step unless it is finished; returns its rows, their digest and its counts."""
+        """Run a step unless it is finished; return its output rows, their digest and its counts."""
         folder = self.folder / _STEPS / name
         canaries = {"canaries": self.work.canaries} if getattr(step, "canaries", None) is not None else {}
         models = {role: self._models[role] for role in step.roles()}
@@ -237,14 +237,14 @@ class _Run:
         return file, done[1], done[0]
 
     def _done(self, record: Path, identity: str) -> tuple[Counts, str] | None:
-        """Counts of a finished step and the digest of its rows; None if the step must be run."""
+        """Return a finished step's counts and the digest of its rows; None if the step must be run."""
         existing = noted(record)
         if existing is None or existing["identity"] != identity:
             return None
         return Counts.from_record(existing["counts"]), str(existing["rows"])
 
     def _judge(self, step: Verify) -> dict[str, Any] | None:
-        """Settings of a step's judge; None for none."""
+        """Return the settings of a step's judge; None if it has none."""
         if step.judge is None:
             return None
         place = self.places[step.judge]
@@ -282,7 +282,9 @@ def _hash(path: Path) -> str:
 
 
 def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None:
-    """Name and prompt of the first request, from the first rows of the input; None if other answers must come first.
+    """Return step and prompt of the first request, built from the first input rows.
+
+    Return None if no request can be built yet, because other answers or verdicts must come first.
 
     Raises:
         ValueError: an expression fails, or the input is empty.

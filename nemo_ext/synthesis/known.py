@@ -1,4 +1,4 @@
-"""Cache of answers by request, so that identical requests are not sent again when a step's input rows change."""
+"""Cache of answers keyed by request, so that identical requests are not resent when a step's input rows change."""
 
 import json
 import sqlite3
@@ -19,13 +19,13 @@ _KEPT = tuple(name for name in ANSWER if name not in ("key", "sample"))
 
 
 class Known:
-    """Answers by request, in an SQLite file that is written once."""
+    """Answers keyed by request, in an SQLite file that is written once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, answers: Iterable[tuple[Request, Mapping[str, Any]]]) -> int:
-        """Write the file; returns the number of answers."""
+        """Write the file; return its number of answers."""
         new = unfinished(self.path)
         new.unlink(missing_ok=True)
         with closing(sqlite3.connect(new)) as database, database:
@@ -39,7 +39,7 @@ class Known:
         return int(number)
 
     def reader(self) -> Callable[[Request], Answer | None] | None:
-        """Function that returns the stored answer to a request, or None; None without a file."""
+        """Return a function that looks up the answer to a request (None if unknown), or None if there is no file."""
         if not self.path.exists():
             return None
         database = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
@@ -57,6 +57,6 @@ class Known:
 
 
 def _name(request: Request) -> str:
-    """Digest of everything that a request's answer depends on; its key and sample number are part of the seed."""
+    """Return the digest of everything that a request's answer depends on; the seed covers its key and sample number."""
     content: list[Any] = [request.path, dict(request.body)]
     return digest([*content, request.row] if isinstance(request, Play) else content)

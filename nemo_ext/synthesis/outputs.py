@@ -1,4 +1,4 @@
-"""Output files: records made from a step's rows, validated for the job that reads them."""
+"""Output files: records made from a step's rows, and validated for the job that will read them."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -22,11 +22,11 @@ READERS: Mapping[OutputKind, str] = {
     "documents": "nemo-ext curate preset=dolma 'input={path}' output={to}",
     "prompts": "nemo-ext synthesize recipe=verified_traces model=FOLDER 'input={path}' output={to}",
 }
-"""Command that reads the files of each kind; FOLDER is a placeholder for a model."""
+"""Mapping from output kind to a command that reads such files; FOLDER is a placeholder for a model."""
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:
-    """Write an output file; invalid records are counted as dropped. Returns the number of words in the file.
+    """Write an output file and return the number of words in it; invalid records are counted as dropped.
 
     Raises:
         ValueError: an expression fails, or all records are invalid.

@@ -1,4 +1,4 @@
-"""Steps without models: new columns, filters, expansion, groups, draws and deduplication."""
+"""Steps without models: new columns, filters, expansion, groups, draws from other rows and deduplication."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ _AT_ONCE = 500
 
 
 def run_step(step: Step, context: Context) -> Iterator[Row]:
-    """Run a step; yields its output rows.
+    """Run a step and yield its output rows.
 
     Raises:
-        ValueError: an expression fails or has an invalid value; the message has the step, the key and the row.
+        ValueError: an expression fails or has an invalid value; the message names the step, the key and the row.
     """
     runs: Mapping[type[Step], Callable[[Any, Context], Iterator[Row]]] = {
         Set: _set,
@@ -118,7 +118,7 @@ def _draw(step: Draw, context: Context) -> Iterator[Row]:
 
 
 def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]:
-    """Distinct numbers of other rows, drawn at random; fewer than `count` if there are not enough rows."""
+    """Draw `count` distinct indices out of `total` rows, none equal to `number`; fewer if there are not enough rows."""
     if total > 1:
         drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
         yield from (int(other) + (int(other) >= number) for other in drawn)
@@ -176,7 +176,7 @@ def _screen(step: Screen, context: Context) -> Iterator[Row]:
 
 
 def screen_of(step: Screen, where: str) -> Any:
-    """Filters of a step, checked.
+    """Load and check a step's filters; `where` is the step's location for error messages.
 
     Raises:
         ValueError: a filter is unknown or unavailable.

@@ -28,12 +28,12 @@ def write(
     """Write README.md, report.json and the picture.
 
     Args:
-        folder: folder of the output.
+        folder: output folder.
         recipe: the recipe.
-        about: input, licence, seed, version, and numbers of input rows.
-        models: model and checkpoint by role.
-        steps: counts of each step.
-        outputs: counts of each file.
+        about: `input`, `license`, `seed`, `nemo_ext` (version), and the numbers of input `rows` and `repeated` ones.
+        models: mapping from role to `model` and `checkpoint`.
+        steps: mapping from step to its counts.
+        outputs: mapping from output file to its counts.
     """
     data = {
         "recipe": recipe.name,
@@ -90,7 +90,7 @@ def write(
 
 
 def _models(card: Report, models: Mapping[str, Mapping[str, Any]], recipe: Recipe, steps: Mapping[str, Counts]) -> None:
-    """Add a table of the models with their numbers of answers and tokens."""
+    """Add to the card a table of the models with their numbers of answers and tokens."""
     rows = []
     for role, model in models.items():
         own = [counts.numbers for name, counts in steps.items() if next(recipe.steps[name].roles(), "") == role]

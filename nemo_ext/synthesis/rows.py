@@ -1,4 +1,4 @@
-"""Rows between the steps of a recipe: JSON lines with an `id`, in one file per step."""
+"""Rows passed between the steps of a recipe: JSON lines with an `id`, in one file per step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _AT_ONCE = 1000
 
 
 class RowFile:
-    """Rows of a file, accessed in order or by number."""
+    """Rows of a file, which can be iterated over or accessed by index."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class RowFile:
 
     @property
     def _places(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Byte offset of each row, in 8 bytes per row."""
+        """Byte offset of each row, [rows]; takes 8 bytes of memory per row."""
         if self._offsets is None:
             with open(self.path, "rb") as file:
                 sizes = np.fromiter((len(line) for line in file), np.int64)
@@ -48,19 +48,19 @@ class RowFile:
 
 @contextmanager
 def written(path: Path) -> Iterator[Any]:
-    """Context with a function that writes a row to a file; the file appears under its name when complete."""
+    """Provide a function that writes a row to a file; the file appears under its name once complete."""
     with complete_file(path) as file:
         yield lambda row: file.write(json_line(row))
 
 
 def read(text: bytes | str) -> Row:
-    """Parse a row from a line."""
+    """Parse a line as a row."""
     row: Row = read_json(text, strict=False)  # some answers have lone surrogates
     return row
 
 
 def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Names and paths of the input files.
+    """Return the names and paths of the input files.
 
     Raises:
         ValueError: no file matches.
@@ -69,9 +69,9 @@ def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
 
 
 def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
-    """Write the distinct rows of the input to a file; returns their number, and the number of repeated rows.
+    """Write the distinct input rows to a file; return their number and the number of repeated rows.
 
-    Rows without an `id` get a hash as their id.
+    If the rows have no `id`, each gets a hash as its id.
 
     Raises:
         ValueError: a file cannot be read, or two different rows have the same id.
@@ -88,13 +88,13 @@ def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
 
 
 def source_of(name: str, step: str) -> str:
-    """Id of the row from which a step made a row."""
+    """Return the id of the row from which `step` made the row with id `name`; `name` if it did not make it."""
     before, made, _ = name.rpartition(f"/{step}.")
     return before if made else name
 
 
 def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
-    """Up to `count` rows from the beginning of the input; raises ValueError if there are none."""
+    """Return the first rows of the input, at most `count`; raise ValueError if there are none."""
     rows = Rows.from_paths(paths, None).first(count)
     if not rows:
         raise ValueError(f"input={', '.join(paths)}: has no rows")
@@ -102,7 +102,7 @@ def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
 
 
 class FirstRows(RowFile):
-    """Some of the rows, held in memory."""
+    """Rows held in memory, with the interface of `RowFile`."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows

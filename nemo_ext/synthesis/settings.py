@@ -14,13 +14,13 @@ from nemo_ext.synthesis.expressions import TEMPLATES
 
 
 def _spelled(value: object) -> object:
-    """A YAML number or boolean as an expression."""
+    """Convert a YAML number or boolean to an expression."""
     return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
 Expression = Annotated[str, BeforeValidator(_spelled)]
 Named = Mapping[str, Annotated[Expression, BeforeValidator(lambda value: "none" if value is None else value)]]
-"""Expressions by column name."""
+"""Mapping from column name to expression."""
 
 
 def _without_nulls(value: object) -> object:
@@ -30,7 +30,7 @@ def _without_nulls(value: object) -> object:
 
 
 Reasons = Annotated[Mapping[str, Expression], BeforeValidator(_without_nulls)]
-"""Conditions by the reason for dropping rows that fail them; null disables a condition."""
+"""Mapping from reason to condition: rows that fail the condition are dropped for this reason; null disables it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -38,9 +38,9 @@ class Role:
     """Role of a model in a recipe, and the endpoint that serves it.
 
     Attributes:
-        endpoint: run directory of `nemo-ext serve`, or URL; None takes the job's `endpoint`.
+        endpoint: run directory of `nemo-ext serve`, or URL; if None, the job's `endpoint`.
         model: name of the model, for an endpoint that serves several.
-        key_variable: environment variable with the endpoint's key.
+        key_variable: environment variable that holds the endpoint's API key.
         like: role whose endpoint is the default for this role.
     """
 
@@ -55,8 +55,8 @@ class Canaries:
     """Canaries: copies of rows with planted faults, which show whether a judge detects faults.
 
     Attributes:
-        share: share of rows that get a canary; at least `LEAST` rows, or all if there are fewer.
-        columns: faulty columns, as expressions that may refer to `other`, a row from another input row.
+        share: share of rows that get a canary; at least `LEAST` rows do, or all if there are fewer.
+        columns: faulty columns, as expressions that may refer to `other`, a row that comes from another input row.
         when: condition for planting a fault in a row; None for all rows.
         fooled: condition over the answer's columns that holds if the judge accepted the fault.
         most: share of accepted canaries above which the job fails.
@@ -74,9 +74,10 @@ class Canaries:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Step:
-    """A step of a recipe.
+    """Step of a recipe.
 
-    `TEXTS`, `VALUES` and `ROLES` are the keys with templates, with expressions, and with roles that get requests.
+    `TEXTS` lists the keys that hold templates, `VALUES` those that hold expressions, and `ROLES` those that name the
+    roles (models) that the step queries.
 
     Attributes:
         when: condition for applying the step to a row; other rows pass unchanged. None for all rows.
@@ -89,11 +90,11 @@ class Step:
     when: Expression | None = None
 
     def roles(self) -> Iterator[str]:
-        """Roles that the step sends requests to."""
+        """Return the roles (models) that the step queries."""
         return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
-        """Names of the columns that the step sets."""
+        """Return the names of the columns that the step sets; may include ""."""
         planted = getattr(self, "canaries", None)
         named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
         return {name for section in named for name in section} | {getattr(self, "column", "")}
@@ -101,22 +102,22 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Ask(Step, Sampling):
-    """Step that requests answers of a model to each row.
+    """Step that asks a model for answers to each row.
 
     Attributes:
         role: role that answers.
         prompt: template of the user message.
-        messages: expression instead of `prompt`, for a text or messages.
-        system: template of a system message; omitted if it renders to nothing.
-        tools: expression for declared tools.
+        messages: expression for the user message or for whole messages, instead of `prompt`.
+        system: template of a system message; the message is omitted if it renders to nothing.
+        tools: expression for the declared tools.
         thinking: expression for the reasoning mode, true or false; null leaves it to the endpoint.
         complete: whether to send the prompt to /v1/completions, without a chat template.
-        samples: number of answers per row, each a new row; None adds one answer to the row itself.
+        samples: number of answers per row, each of which becomes a new row; None adds one answer to the row itself.
         temperature, top_p, max_tokens, stop, extra: see `nemo_ext.generate.settings.Sampling`.
-        columns: expressions for columns from the answer, over the row and `answer`, `reasoning`, `tool_calls`,
-            `finish_reason`, `tokens`, `model`, `sample` (number of the answer) and `samples` (answers per row).
+        columns: expressions for new columns, over the row and `answer`, `reasoning`, `tool_calls`, `finish_reason`,
+            `tokens`, `model`, `sample` (number of the answer) and `samples` (answers per row).
         require: conditions on an answer, over the same variables and the new columns.
-        truncated, refusals: whether to keep answers truncated by the limit, and answers that begin like refusals.
+        truncated, refusals: whether to keep answers truncated by the token limit, and answers that begin like refusals.
         canaries: see `Canaries`.
     """
 
@@ -153,7 +154,7 @@ class User:
     Attributes:
         system: template of its system message, over the task's row and `request`, the task's last message.
         role: role that simulates the user.
-        end: text with which it ends the conversation.
+        end: string with which it ends the conversation.
         max_turns: maximum number of its messages.
     """
 
@@ -165,16 +166,17 @@ class User:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Converse(Step, Sampling):
-    """Step that holds conversations with an environment's tools (`nemo_ext.rl.worlds`), verified by its final database.
+    """Step that holds conversations in which a model uses an environment's tools (`nemo_ext.rl.worlds`).
 
-    A row is a task with prompt, tools and reference; adds `messages`, `correct`, `score`, `why`, `tokens`, `samples`.
+    Each row is a task with prompt, tools and reference. The environment verifies a conversation by the final state of
+    its database. The step adds the columns `messages`, `correct`, `score`, `why`, `tokens` and `samples`.
 
     Attributes:
-        environment: name of the environment; None takes the row's column `environment`.
-        settings: settings of the environment.
+        environment: name of the environment; if None, the row's column `environment`.
+        settings: the environment's settings.
         role: role that answers.
-        samples: number of conversations per row, each a new row.
-        user: model that simulates the user; None takes the user messages of the task.
+        samples: number of conversations per row, each of which becomes a new row.
+        user: model that simulates the user; if None, the task's user messages are used.
         thinking: see `Ask`.
         temperature, top_p, max_tokens, stop, extra: see `Ask`.
     """
@@ -196,11 +198,11 @@ class Verify(Step):
     """Step that verifies answers with an environment (`nemo_ext.rl.environments`); adds `correct`, `score`, `why`.
 
     Attributes:
-        environment: name of the environment; None takes the row's column `environment`.
-        reference: expressions for the reference, by key; None takes the row's column `reference`.
+        environment: name of the environment; if None, the row's column `environment`.
+        reference: mapping from the reference's keys to expressions; if None, the row's column `reference`.
         answer, reasoning, tool_calls: expressions for the parts of the response.
         tools: expression for the declared tools.
-        settings: settings of the environment, or settings by environment if the rows name it.
+        settings: the environment's settings; a mapping from environment to settings if the rows name theirs.
         judge: role of the judge, for an environment that uses one.
         canaries: see `Canaries`.
     """
@@ -221,7 +223,7 @@ class Verify(Step):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Set(Step):
-    """Step that sets columns from expressions (`columns`) or templates; later ones may refer to earlier ones."""
+    """Step that sets columns from expressions (`columns`) or `templates`; later ones may refer to earlier ones."""
 
     kind = "set"
     TEXTS = ("templates",)
@@ -241,9 +243,10 @@ class Keep(Step):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Expand(Step):
-    """Step that makes one row per entry of a list: a mapping of columns, or a value for a column with the step's name.
+    """Step that makes one row per entry of the list `rows`.
 
-    Adds `part`, the number of the entry from 0, and `parts`, the number of entries.
+    An entry is a mapping of new columns, or a value for a column with the step's name. The step also adds `part`, the
+    entry's index from 0, and `parts`, the number of entries.
     """
 
     kind = "expand"
@@ -256,12 +259,12 @@ class Group(Step):
     """Step that groups the rows that an earlier step made from one row.
 
     Attributes:
-        by: the earlier step: `ask` or `converse` with samples, or `expand`.
-        columns: new columns, over `group` (the list of rows) and the first row's columns.
+        by: name of the earlier step, of kind `ask` with samples, `converse` or `expand`.
+        columns: expressions for new columns, over `group` (the list of rows) and the first row's columns.
         require: conditions on the group, which is dropped if one fails.
         where: condition for keeping a row.
-        order: expression for sorting the rows in ascending order.
-        most: number of rows to keep from the sorted rows; None for all.
+        order: expression by which the rows are sorted, in ascending order.
+        most: maximum number of rows to keep, the first in this order; None for all.
         into: `rows` yields the kept rows, `one` a single row with the columns of the first one and the new columns.
     """
 
@@ -282,7 +285,7 @@ class Group(Step):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Draw(Step):
-    """Step that adds a column with a list of values from other rows, drawn at random.
+    """Step that adds a column with a list of values from other rows, which are drawn at random.
 
     Attributes:
         column: name of the new column.
@@ -299,10 +302,10 @@ class Draw(Step):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unique(Step):
-    """Step that removes duplicates and near duplicates, and keeps the first row of each.
+    """Step that removes duplicates and near duplicates; of equal or similar rows, it keeps the first.
 
     Attributes:
-        text: expression for the text to compare.
+        text: expression for the string to compare.
         near: minimum Jaccard similarity of word 5-grams for near duplicates; None removes only exact duplicates.
     """
 
@@ -317,9 +320,9 @@ class Screen(Step):
     """Step that applies the filters of `nemo-ext sft_data` (docs/data/sft_filters.md).
 
     Attributes:
-        messages: expression for the conversation; a text is a single user message.
+        messages: expression for the conversation; a string is a single user message.
         filters: filters with their settings.
-        language: expression for the expected language, for the filter `language`; None for none.
+        language: expression for the expected language, which the filter `language` uses; None if there is none.
         tools: expression for the declared tools.
     """
 
@@ -346,9 +349,9 @@ class OutputSettings:
         kind: conversations for `sft_data`, generations for `preference_data`, tasks for `rl`, documents for `curate`
             and `tokenize`, prompts for other recipes.
         record: expressions for the keys of a record; null values are omitted.
-        of: step whose rows are written; None for the last.
-        where: condition for writing a row; None for all.
-        once: expression that is unique in the file: only the first row with each value is written; None for all.
+        of: step whose rows are written; None for the last step.
+        where: condition for writing a row; None writes all rows.
+        once: expression whose value must be unique: only the first row with each value is written; None writes all.
         pairing: kind of the `preference_data` source for generations, shown on the card.
     """
 
@@ -362,10 +365,10 @@ class OutputSettings:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WorkSettings(BatchSettings):
-    """Settings of the section `synthesize`, which apply to every step that sends requests.
+    """Settings in the `synthesize` section, which apply to every step that sends requests.
 
     Attributes:
-        canaries: share of rows with a canary, which overrides the recipe's; 0 disables canaries.
+        canaries: share of rows that get a canary; overrides the recipe's share, and 0 disables canaries.
     """
 
     canaries: Share | None = None
@@ -377,14 +380,14 @@ class Settings(AskingSettings):
 
     Attributes:
         input: files with the input rows, or globs.
-        output: folder for the output.
+        output: output folder.
         recipe: name of the recipe.
         about: description and source of the recipe, for the card.
         license: licence of the data, for the card.
-        seed: seed of answers and of all random decisions.
-        roles: roles by name.
-        steps: steps by name, in order.
-        outputs: output files by name.
+        seed: seed for the answers and for all random decisions.
+        roles: mapping from name to role.
+        steps: mapping from name to step, in order.
+        outputs: mapping from name to output file.
         synthesize: requests, retries and canaries.
     """
 
@@ -407,9 +410,9 @@ class Recipe:
     Attributes:
         name: name of the recipe.
         about: description and source, for the card.
-        roles: roles by name.
-        steps: steps by name, in order.
-        outputs: output files by name.
+        roles: mapping from name to role.
+        steps: mapping from name to step, in order.
+        outputs: mapping from name to output file.
     """
 
     name: str
@@ -420,10 +423,10 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Recipe":
-        """Recipe from a composed config.
+        """Create the recipe described by a composed config.
 
         Raises:
-            ValueError: a key is invalid; the message has the step, the key, its value and the expected values.
+            ValueError: a key is invalid; the message names the step, the key, its value and the expected values.
         """
         for key in ("roles", "steps", "outputs"):
             if not isinstance(config[key], Mapping):
@@ -481,7 +484,7 @@ class Recipe:
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Endpoint of a role: its own, or the endpoint of the role in `like`."""
+        """Return a role's endpoint: its own, or that of the role in `like`."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own
@@ -490,7 +493,7 @@ class Recipe:
         return Role(endpoint=other.endpoint, **named)
 
     def asked(self) -> list[str]:
-        """Distinct roles that steps send requests to."""
+        """Return the distinct roles (models) that the steps query."""
         return list(dict.fromkeys(role for step in self.steps.values() for role in step.roles()))
 
 
@@ -512,7 +515,7 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
 
 
 def _entries(section: Any, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of key and text of the keys that are set; a key may have dots, and a mapping has a pair for each name."""
+    """Yield (key, string) for each of the keys that is set; keys may have dots, and mappings yield a pair per entry."""
     for key in keys:
         value = section
         for part in key.split("."):

@@ -1,4 +1,4 @@
-"""Line-by-line translation: masks code, XML, LaTeX and addresses, which are not translated, and restores them.
+"""Line-by-line translation: masks code, XML, LaTeX and addresses, which must not be translated, and restores them.
 
 Nemotron 3 Nano, section 3.1.2 (multilingual): "translates inputs line-by-line and skips non-translatable content like
 code, XML tags, URLs".
@@ -16,17 +16,17 @@ _ASIDE = re.compile(
     r"|\\[A-Za-z]+(?:\{[^{}\n]*\})+|\\[A-Za-z]+"
 )
 _PREFIX = re.compile(r"\s*(?:(?:[-*+>]|#{1,6}|\d{1,3}[.)])\s+)*")
-"""Markdown markers of lists, headings and quotations."""
+"""Markdown markers of lists, headings and quotations at the start of a line."""
 _MODE = re.compile(r"\s*(?:(?:detailed )?thinking (?:on|off)|/(?:no_)?think)\s*", re.IGNORECASE)
 _MARK = re.compile(r"\u27e6(\d+)\u27e7")
 
 
 def lines(text: str) -> list[dict[str, Any]]:
-    """Lines of a text, each as {line, masked, aside, translate, closed}.
+    """Split a string into lines, each as {line, masked, aside, translate, closed}.
 
     `masked` is the line with a mark (a number in double brackets) for each untranslatable fragment; `aside` lists the
     fragments. `translate` is false in code blocks and displayed formulas, for lines that switch the reasoning mode, and
-    for lines without letters outside `aside`. `closed` is false for all lines if a block is not closed.
+    for lines without letters outside `aside`. `closed` is false for all lines if any block is left open.
     """
     entries, state = [], _Block()
     for line in text.split("\n"):
@@ -51,7 +51,7 @@ class _Block:
         return bool(self._fence or self._end or self._depth)
 
     def takes(self, line: str) -> bool:
-        """Advance by a line; returns whether it belongs to a block, including the block's first and last line."""
+        """Advance by a line; return whether it belongs to a block (the block's first and last lines do)."""
         text = line.strip()
         mark = _FENCE.match(text)
         if self._fence:
@@ -76,7 +76,7 @@ class _Block:
 
 
 def _masked(text: str) -> tuple[str, list[str]]:
-    """Text with marks, and the fragments that they replace."""
+    """Return the string with marks, and the fragments that they replace."""
     aside: list[str] = []
 
     def put(piece: re.Match[str]) -> str:
@@ -92,7 +92,7 @@ def _prefix(line: str) -> int:
 
 
 def unmasked(text: str, line: str, aside: Sequence[str]) -> str | None:
-    """Translated line with its fragments, prefix and whitespace restored; None if marks or table bars do not match.
+    """Restore a translated line's fragments, prefix and whitespace; return None if marks or table bars do not match.
 
     Args:
         text: translation of the masked line.

@@ -1,4 +1,4 @@
-"""Step `verify`: verdicts of environments on the rows' answers, journalled as they arrive."""
+"""The step `verify`: environments judge the rows' answers; verdicts are written to a journal as they arrive."""
 
 import asyncio
 import json
@@ -34,8 +34,8 @@ class Verifying:
     Attributes:
         step: settings of the step.
         context: rows, folder and counts of the step.
-        judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`); None for none.
-        work: settings of the section `synthesize`.
+        judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`); None if there is none.
+        work: the settings in the `synthesize` section.
     """
 
     step: Verify
@@ -45,13 +45,14 @@ class Verifying:
     _episodes: dict[str, Episodes] = field(default_factory=dict)
 
     def rows(self, identity: str) -> Iterator[Row]:
-        """Rows with their verdicts.
+        """Verify the rows' answers and yield the rows with their verdicts.
 
         Args:
             identity: digest of everything that the verdicts depend on.
 
         Raises:
             ValueError: an environment is unknown, or its judge cannot be reached.
+            TooManyDead: more rows have no verdict than `work.max_dead` allows.
             Fooled: the judge accepted too many canaries.
         """
         record, journal = (self.context.folder / OWN / name for name in ("verified.json", "verdicts.jsonl"))
@@ -88,7 +89,7 @@ class Verifying:
         self.context.counts.numbers |= count_canaries(canaries, planted, fooled, self.context)
 
     def _known(self, journal: Path) -> dict[str, dict[str, Any]]:
-        """Verdicts of earlier starts by row id; a last line truncated by a kill is removed from the journal."""
+        """Return the verdicts of earlier starts, keyed by row id; an incomplete last line is cut off the journal."""
         journal.touch()
         whole = journal.read_bytes()
         whole = whole[: whole.rfind(b"\n") + 1]
@@ -97,7 +98,7 @@ class Verifying:
         return {verdict[ID]: verdict for verdict in verdicts if not verdict["error"]}  # errors are retried
 
     async def _verify(self, journal: Any, known: dict[str, dict[str, Any]]) -> None:
-        """Get the missing verdicts."""
+        """Get the missing verdicts, and add them to the journal and to `known`."""
         canaries, running = canaries_of(self.step, self.work), set[asyncio.Task[dict[str, Any]]]()
         total = len(self.context.rows)
         with open(journal, "ab") as file, progress_of(f"{self.context.name}:", total, unit="verdicts") as advance:
@@ -128,7 +129,7 @@ class Verifying:
                 await asyncio.gather(*running, return_exceptions=True)
 
     async def _entry(self, row: Row) -> dict[str, Any]:
-        """Journal entry with the verdict on a row."""
+        """Return the journal entry with the verdict on a row."""
         verdict = await self._verdict(row)
         return {
             ID: row[ID],

@@ -1,7 +1,7 @@
 """Generators of rows for benchmarks without data files; the benchmark's YAML turns rows into prompts and references.
 
-Each function is `(count, *, seed, **settings) -> Iterator[dict]`. A row depends only on the seed, the settings and its
-number, so a larger count extends a smaller one. Every row has `id` and `domain`.
+Each generator is a function `(count, *, seed, **settings) -> Iterator[dict]`. A row depends only on the seed, the
+settings and its number, so a larger count adds rows to those of a smaller one. Every row has `id` and `domain`.
 """
 
 import importlib
@@ -24,10 +24,10 @@ GENERATORS: Mapping[str, str] = {
 
 
 def rows(name: str, count: int, *, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a generator by its name.
+    """Generate `count` rows with the generator of this name; `settings` are its further arguments.
 
     Raises:
-        ValueError: unknown generator or setting, or a setting is out of range.
+        ValueError: the generator or a setting is unknown, or a setting is out of range.
     """
     if name not in GENERATORS:
         raise ValueError(f"generator: unknown name {name!r}: {nearest(name, GENERATORS)}")

@@ -1,7 +1,7 @@
-"""Generated multiple-choice questions: numbers, letters, groups of words, opposites, sequences, orders.
+"""Generated multiple-choice questions about numbers, alphabetical order, word groups, opposites, sequences and orders.
 
-Rows: id, domain (the kind), question, choices (texts), gold (index of the correct choice, from 0), letter (of the
-correct choice), listed (lines "A. ..."), continuations (the choices with a leading space).
+Columns of a row: id, domain (the kind), question, choices (strings), gold (index of the correct choice, from 0), letter
+(of the correct choice), listed (lines "A. ..."), continuations (the choices with a leading space).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +32,16 @@ _OPPOSITES = (
 )  # fmt: skip
 
 Made = tuple[str, str, Sequence[str]]
-"""Question, correct choice, three wrong choices."""
+"""Question, correct choice, and three wrong choices."""
 
 
 def choices(count: int, *, seed: int, kinds: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Questions with four choices, alternating between the kinds.
+    """Generate questions with four choices, cycling through the kinds.
 
     Args:
         count: number of rows.
-        seed: seed of the questions.
-        kinds: kinds to generate; None for all.
+        seed: seed for the questions.
+        kinds: kinds to generate, from `KINDS`; None for all.
 
     Raises:
         ValueError: a kind is unknown.
@@ -129,5 +129,5 @@ KINDS: Mapping[str, Callable[[np.random.Generator], Made]] = {
 
 
 def _several(random: np.random.Generator, words: Sequence[str], number: int) -> list[str]:
-    """Distinct words, drawn at random."""
+    """Draw `number` distinct words at random."""
     return [words[place] for place in random.permutation(len(words))[:number]]

@@ -1,6 +1,6 @@
-"""Texts from Python's standard library: its source code, and the docstrings in it.
+"""Texts from Python's standard library: its source code, or the docstrings in it.
 
-Rows: id (with the Python version, since texts differ between versions), domain, module, text.
+Columns of a row: id (with the Python version, since texts differ between versions), domain, module, text.
 """
 
 import ast
@@ -22,13 +22,13 @@ _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "site-package
 def python_sources(
     count: int, *, seed: int, part: Part = "sources", characters: int = 2000
 ) -> Iterator[dict[str, Any]]:
-    """Passages from modules of the standard library in random order, one per module.
+    """Yield passages from standard library modules, one per module, with the modules in random order.
 
     Args:
         count: number of rows.
-        seed: seed of the order and of the passages.
+        seed: seed for the order and the passages.
         part: `sources` for lines of code, `docstrings` for docstrings only.
-        characters: maximum length of a passage, which ends with a complete line.
+        characters: maximum length of a passage in characters; a passage ends with a complete line.
 
     Raises:
         ValueError: a setting is invalid, or too few modules have that much text.
@@ -71,7 +71,7 @@ def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1024)
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
-    """Lines from a random start; None if the module has too little text."""
+    """Return a module's lines from a random one on; None if it has too little text or cannot be parsed."""
     try:
         text = path.read_text(encoding="utf-8")
         if part == "docstrings":

@@ -1,4 +1,4 @@
-"""Evaluation of a model during its training, on the training ranks (docs/evaluation.md). No torch here."""
+"""Evaluation of a model during training, on the training ranks (docs/evaluation.md). Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -14,22 +14,22 @@ from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.job.settings import FLAT, STRICT, Count, Place, checked
 
 FOLDER = "evaluate"
-"""Folder in a run directory with the evaluations of its steps."""
+"""Folder in a run directory that holds the evaluations, one per step."""
 _NEEDED = ("aiohttp", "prometheus_client", "starlette", "transformers", "uvicorn")
 _UNFIT = {
     "moe_expert_capacity_factor": "experts drop tokens, so an answer would depend on the other answers in its batch",
     "cuda_graph_impl": "a CUDA graph supports a single sequence length",
 }
-"""Megatron flags that are incompatible with evaluation during training -> why."""
+"""Mapping from each Megatron flag that is incompatible with evaluation during training to the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LiveSettings:
-    """Settings of the section `evaluate` of a training config.
+    """Settings in the `evaluate` section of a training config.
 
     Attributes:
         every: number of steps between evaluations; null for no evaluations.
-        tokenizer: Hugging Face folder, or `byte`; None takes the data's tokenizer.
+        tokenizer: Hugging Face folder, or `byte`; if None, the data's tokenizer.
         max_batch: maximum number of sequences per forward pass.
         settings: benchmarks and request settings.
     """
@@ -41,7 +41,7 @@ class LiveSettings:
 
 
 def settings_of(config: Mapping[str, Any]) -> LiveSettings:
-    """Settings in a training config's section `evaluate`.
+    """Read the settings in the `evaluate` section of a training config.
 
     Raises:
         ValueError: a setting is invalid; the message names it.
@@ -50,7 +50,7 @@ def settings_of(config: Mapping[str, Any]) -> LiveSettings:
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
-    """Tokenizer for evaluations during training.
+    """Load the tokenizer for evaluations during training.
 
     Raises:
         ValueError: the config names no tokenizer, or the tokenizer cannot be read or has more ids than the model.
@@ -73,7 +73,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Check that the evaluations of a training config can run on some machine; a config without evaluations passes.
+    """Check that a training config's evaluations are possible on a suitable machine; a config without any passes.
 
     Raises:
         ValueError: a setting is invalid, a suite or tokenizer is missing, or the layout does not support evaluations.
@@ -98,10 +98,10 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Check that the evaluations of a training config can run on this machine.
+    """Check that a training config's evaluations can run on this machine.
 
     Raises:
-        ValueError: see `check`; or a package is not installed.
+        ValueError: `check` fails, or a package is not installed.
     """
     check(config)
     every = settings_of(config).every
@@ -110,7 +110,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """Run the job `train` on this machine, with evaluations every `evaluate.every` steps.
+    """Run the job `train` on this machine, with an evaluation every `evaluate.every` steps.
 
     Raises:
         ValueError: a setting is invalid, or not possible on this machine.
@@ -122,5 +122,5 @@ def train(config: Mapping[str, Any]) -> None:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Folder for the evaluation at a step."""
+    """Return the folder for the evaluation at a step."""
     return run_dir / FOLDER / f"step_{step:07d}"

@@ -1,6 +1,7 @@
 """Inference engine for a model in training: all ranks run Megatron's forward pass for an engine on rank 0.
 
-There is no KV cache: each step runs complete sequences, right-padded, which does not affect causal attention and Mamba.
+There is no KV cache: each step runs the complete sequences. They are right-padded, which does not affect causal
+attention or Mamba.
 """
 
 import queue
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 _END, _IDLE, _RUN = range(3)
 _SECONDS_IDLE = 5.0
-"""Interval in seconds of keep-alive broadcasts to idle ranks, so that their collectives do not time out."""
+"""Interval in seconds between broadcasts to idle ranks, which keep their collectives from timing out."""
 _MULTIPLE = 32
-"""Sequence lengths are padded to a multiple: FP8 GEMMs require it, and fewer lengths compile fewer kernels."""
+"""Sequences are padded to a multiple of this length: FP8 GEMMs require it, and fewer lengths compile fewer kernels."""
 
 
 class LiveModel:
@@ -28,7 +29,7 @@ class LiveModel:
 
     Args:
         chunks: the rank's model chunks, as in Megatron's trainer.
-        vocabulary: number of ids, without the padding rows of Megatron's vocabulary.
+        vocabulary: number of token ids, without the padding rows of Megatron's vocabulary.
         length: maximum tokens per sequence.
         tokens: maximum tokens per microbatch, including padding.
     """
@@ -50,17 +51,18 @@ class LiveModel:
     def __call__(
         self, sequences: Sequence[Sequence[int]], echoed: Sequence[bool], top: int
     ) -> "tuple[Tensor, Tensor | None]":
-        """Run sequences on all ranks; called on rank 0 while the other ranks `follow`.
+        """Run sequences on all ranks; called on rank 0 while the other ranks run `follow`.
 
         Args:
             sequences: token ids of each sequence.
-            echoed: whether to measure the tokens of each sequence itself too.
+            echoed: for each sequence, whether to measure its own tokens too.
             top: number of most likely tokens to return per position.
 
         Returns:
-            Logits of each sequence's next token `[sequences, vocabulary]`; and None, or measurements
-            `[sequences, positions, 1 + 2 * top]`: log-probability in nats of each token from the second on, followed by
-            the log-probabilities and ids of the most likely tokens. Both in float32 on the CPU.
+            Logits of each sequence's next token, `[sequences, vocabulary]`; and measurements of the sequences' tokens,
+            `[sequences, positions, 1 + 2 * top]`, or None if none are echoed. A measurement is the log-probability in
+            nats of a token (from the second on), followed by the log-probabilities and the ids of the most likely
+            tokens at its position. Both are in float32 on the CPU.
         """
         import torch
 
@@ -81,7 +83,7 @@ class LiveModel:
         return logits[:count].cpu(), None if measured is None else measured[:count].cpu()
 
     def follow(self) -> None:
-        """Run the forward passes that rank 0 orders, until it ends; called on the other ranks."""
+        """Run the forward passes that rank 0 requests, until it calls `end`; called on the other ranks."""
         import torch
 
         while True:
@@ -93,7 +95,7 @@ class LiveModel:
                 self._run(batch, micro, rows, top, bool(echo))
 
     def idle(self) -> None:
-        """Keep the other ranks waiting."""
+        """Tell the other ranks to keep waiting, so that their collectives do not time out."""
         self._broadcast(_IDLE)
 
     def end(self) -> None:
@@ -101,7 +103,7 @@ class LiveModel:
         self._broadcast(_END)
 
     def _broadcast(self, *order: int) -> tuple[int, ...]:
-        """Broadcast an order from rank 0; returns it on every rank."""
+        """Broadcast an order from rank 0 and return it on every rank."""
         import torch
 
         here()
@@ -110,7 +112,7 @@ class LiveModel:
         return tuple(message.tolist())
 
     def _run(self, batch: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
-        """Run `micro` microbatches on every data-parallel rank; rank 0 has the results."""
+        """Run `micro` microbatches of `rows` sequences on each data-parallel rank; only rank 0 has the full results."""
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -174,12 +176,12 @@ class LiveModel:
 
 
 class LiveEngine(Engine):
-    """Engine of a model in training, on rank 0; `run` runs it in the main thread.
+    """Engine on rank 0 for a model in training; `run` runs it in the main thread.
 
     Args:
         model: the model.
         max_batch: maximum number of concurrent sequences.
-        stopped: returns whether to stop early, as after a signal.
+        stopped: function that returns whether to stop early, for example after a signal.
     """
 
     def __init__(self, model: LiveModel, *, max_batch: int = 64, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -187,10 +189,10 @@ class LiveEngine(Engine):
         super().__init__(model, max_batch=max_batch)
 
     def run(self) -> bool:
-        """Process requests until `close`; returns False if stopped early.
+        """Process requests until `close` is called; return False if stopped early.
 
         Raises:
-            BaseException: an error of the forward pass, if there are other ranks, which cannot recover from it.
+            BaseException: the forward pass failed, and there are other ranks, which cannot recover from that.
         """
         import torch
 
@@ -208,7 +210,7 @@ class LiveEngine(Engine):
         return not self._stopped()
 
     def _begin(self) -> None:
-        """Start no thread: `run` is called in the main thread."""
+        """Start no thread, since `run` is called in the main thread."""
 
     def _arrive(self) -> bool:
         idle = not self._rows and not self._waiting
@@ -254,7 +256,7 @@ class LiveEngine(Engine):
 
 
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
-    """Return the tokens of a prompt with their log-probabilities to the client."""
+    """Send a prompt's tokens with their log-probabilities to the client."""
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]
     for token, (logprob, *best) in zip(row.prompt[1:], measured[1:], strict=False):

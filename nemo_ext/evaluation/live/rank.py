@@ -1,9 +1,9 @@
-"""Process of one rank of a training with evaluations of its steps.
+"""Entry point of one rank of a training run that is evaluated at some of its steps.
 
     torchrun --nproc-per-node N -m nemo_ext.evaluation.live.rank RUN_DIR/config.yaml
 
 All ranks reach the hooks at the same steps. During an evaluation, rank 0 has two more threads: an endpoint, and the
-evaluation that sends requests to it. The training itself is unaffected: random states, data, weights and buffers.
+evaluation that sends requests to it. Random states, data, weights and buffers are unaffected, and so is the training.
 """
 
 import json
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     import torch
 
 Measured = dict[str, dict[str, float]]
-"""Values by benchmark, under `evaluate` (accuracies) and `evaluate_bits` (bits per byte)."""
+"""Mappings from benchmark to value, under `evaluate` (accuracies) and `evaluate_bits` (bits per byte)."""
 _SECONDS_TO_LEAVE = 5.0
 
 
 class Evaluations:
-    """Evaluates the model during training.
+    """Evaluations of the model during training.
 
     Args:
         config: the config that the ranks start with.
-        measure: function that evaluates the model behind an endpoint; None takes `nemo_ext.evaluation.job.evaluate`.
+        measure: function that evaluates the model behind an endpoint; if None, `nemo_ext.evaluation.job.evaluate`.
     """
 
     def __init__(self, config: Mapping[str, Any], measure: Callable[..., Mapping[str, Any]] | None = None) -> None:
@@ -79,7 +79,10 @@ class Evaluations:
         return self.live.every is not None and step % self.live.every == 0
 
     def _at(self, step: int, model: list[Any], optimizer: Any, *, begun: bool) -> None:
-        """Evaluate at a step on all ranks, unless results exist; the logging rank writes them to metrics.jsonl."""
+        """Evaluate at a step on all ranks, unless results exist; the logging rank writes them to metrics.jsonl.
+
+        `begun` is whether the training loop has run a step.
+        """
         import torch
         from megatron.training import get_args, global_vars
 
@@ -102,7 +105,7 @@ class Evaluations:
                 writer.add_evaluation(step, results[0])
 
     def _evaluate(self, step: int, model: list[Any]) -> Measured | None:
-        """Results on rank 0; None on other ranks, or if the evaluation failed."""
+        """Evaluate on all ranks; return the results on rank 0, and None on other ranks or if the evaluation failed."""
         from megatron.training import get_args, get_signal_handler
 
         from nemo_ext.evaluation.live.engine import LiveEngine, LiveModel
@@ -140,7 +143,7 @@ class Evaluations:
         return measured(results[0])
 
     def _measure(self, engine: Any, step: int, results: list[dict[str, Any]]) -> None:
-        """Target of the evaluation thread; an error ends the evaluation, not the training."""
+        """Evaluate in a thread and append to `results`; an error ends the evaluation, not the training."""
         try:
             with _endpoint(engine, self.config, self.run_dir) as (address, tokenizer):
                 measure = self.measure
@@ -157,7 +160,7 @@ class Evaluations:
 
 
 def measured(results: Mapping[str, Any]) -> Measured:
-    """Accuracies and bits per byte from an evaluation's results, without benchmarks that have no score."""
+    """Extract accuracies and bits per byte from an evaluation's results, without benchmarks that have no score."""
     values: Measured = {"evaluate": {}, "evaluate_bits": {}}
     for name, entry in results["benchmarks"].items():
         if entry.get("accuracy") is not None:
@@ -176,7 +179,7 @@ def _read(folder: Path) -> Measured | None:
 
 @contextmanager
 def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterator[tuple[Any, Path | None]]":
-    """Serve the engine on a free local port with a key; yields the address and the tokenizer's folder."""
+    """Serve the engine on a free local port, with an API key; yields its address and the tokenizer's folder, if any."""
     from nemo_ext.endpoint.address import Address
     from nemo_ext.serving.app import Api, Served
     from nemo_ext.serving.listen import bind, server, url_of
@@ -196,7 +199,7 @@ def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterato
 
 
 def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset[int], Path | None]:
-    """The tokenizer in transformers, the ids that end an answer, and the tokenizer's folder if it is one."""
+    """Return the transformers tokenizer, the ids that end an answer, and the tokenizer's folder or None."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from nemo_ext.data.text import byte_tokenizer
@@ -220,7 +223,7 @@ def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset
 
 @contextmanager
 def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None]:
-    """Gather all weights first if Megatron overlaps their all-gather with the forward pass, as in its evaluation."""
+    """Gather all weights first if Megatron overlaps the all-gather with the forward pass, as its evaluation does."""
     from megatron.training import get_args, training
 
     if not training.should_disable_forward_pre_hook(get_args()):
@@ -236,7 +239,7 @@ def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None
 
 @contextmanager
 def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
-    """Put the model into evaluation mode, and restore all state that training depends on afterwards."""
+    """Put the model into evaluation mode, and afterwards restore all state that training depends on."""
     import torch
     from megatron.core.tensor_parallel.random import _fork_rng
     from megatron.core.utils import get_model_config
@@ -266,7 +269,7 @@ def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
 
 
 def run(config_path: str) -> NoReturn:
-    """Train as `nemo_ext.megatron.rank` does, with evaluations."""
+    """Train as `nemo_ext.megatron.rank` does, with evaluations at the steps that the config asks for."""
     rank.run(config_path, prepare=Evaluations(read_config(Path(config_path))).install)
 
 
