@@ -1,4 +1,4 @@
-"""Process of one rank of a sensitivity sweep, started by the job."""
+"""Entry point of a rank of a sensitivity sweep, started by the job."""
 
 import sys
 
