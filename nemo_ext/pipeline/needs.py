@@ -1,4 +1,7 @@
-"""Estimates the nodes, hours and storage that a pipeline's stages need before they are queued, without torch."""
+"""Estimates of the nodes, hours and storage that a pipeline's stages need, made before they are queued.
+
+Does not import torch.
+"""
 
 import math
 from collections import Counter
@@ -81,7 +84,7 @@ def _shown(amount: float | None, digits: str = ".0f") -> str:
 
 
 def _counts_steps(submission: Submission) -> bool:
-    """Return whether the job is a training that sets its number of steps (`train_iters`)."""
+    """Return whether the job is a training run that sets its number of steps (`train_iters`)."""
     return submission.settings.job == "train" and bool(submission.config["megatron"].get("train_iters"))
 
 
@@ -92,7 +95,7 @@ def _tokens(config: Mapping[str, Any]) -> float:
 
 
 def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
-    """Estimate the hours of a training; None for other jobs, or if the GPU's peak is unknown."""
+    """Estimate the hours of a training run; None for other jobs, or if the GPU's peak is unknown."""
     peak = peak_of(gpu or "")
     if peak is None or not _counts_steps(submission):
         return None
@@ -125,6 +128,6 @@ def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> flo
 
 
 def _prefixes(config: Mapping[str, Any]) -> set[Path]:
-    """Prefixes of the tokenised files that a training reads."""
+    """Prefixes of the tokenised files that a training run reads."""
     sections = [data for data in data_sections(config) if data.get("blend") or data.get("streams")]
     return {leaf.prefix.resolve() for data in sections for leaf in read_tree(data).leaves()}

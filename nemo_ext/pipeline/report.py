@@ -97,7 +97,7 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
 
 
 def _gpus(stage: Stage) -> int | None:
-    """Number of GPUs that a stage, or each task of its array, uses; None if that depends on an unspecified cluster."""
+    """Number of GPUs used by a stage, or by each task of its array; None if it depends on an unspecified cluster."""
     try:
         submission = planned(stage.words)
         nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)

@@ -44,7 +44,7 @@ class Stage:
     Attributes:
         name: name of the stage and of its folder.
         job: name of the job.
-        words: arguments for `nemo-ext submit`, both about site and queue and for the job.
+        words: arguments for `nemo-ext submit`, including those about site and queue.
         after: names of the stages on which it depends directly.
         parent: name of the stage whose model it starts from; None if there is none.
         beside: names of the server stages that run at the same time.
@@ -177,7 +177,7 @@ def read(words: Sequence[str]) -> Pipeline:
 
 
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
-    """Replace `scale=NAME` in the pipeline's own arguments by its twin, hydra_conf/pipeline/NAME/PIPELINE.yaml."""
+    """Remove `scale=NAME` from the pipeline's arguments, and name its twin hydra_conf/pipeline/NAME/PIPELINE.yaml."""
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
     words = [word for word in words if not word.startswith("scale=")]  # Hydra would read it as a config group

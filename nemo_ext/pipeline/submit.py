@@ -171,7 +171,7 @@ def _makes(submission: Submission, place: Path) -> bool:
 
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:
-    """Sort servers last, as a server is queued only for the stages that use it."""
+    """Return the stages with servers last, as a server is queued only for the stages that use it."""
     return sorted(pipeline.stages, key=lambda stage: stage.server)
 
 

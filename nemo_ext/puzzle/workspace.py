@@ -123,7 +123,7 @@ class Workspace:
             self.model.symlink_to(newest.relative_to(self.folder))
 
     def record(self, stage: str) -> Path:
-        """Return the path of the record that a stage is finished."""
+        """Return the path of a stage's completion record."""
         return (self.blocks if stage in SHARED else self.folder) / "stages" / f"{stage}.json"
 
     def is_finished(self, stage: str) -> bool:

@@ -18,7 +18,7 @@ _ROWS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A model before and after quantisation, averaged over the predicted tokens.
+    """Comparison of a model before and after quantisation, averaged over the predicted tokens.
 
     Attributes:
         tokens: number of predicted tokens.

@@ -130,7 +130,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def prepare(config: Mapping[str, Any]) -> Work:
-    """Check everything that can be checked before the model is loaded.
+    """Check everything that can be checked before the model is loaded, and return the checked job.
 
     Raises:
         ValueError: a key is invalid, or no engine can serve the model or plan.
@@ -246,7 +246,7 @@ def _hugging_face(work: Work) -> SafetensorsReader:
 def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
     """Load the model with transformers, in the checkpoint's types.
 
-    If transformers does not have the class, our own modelling files are run, never those in the directory.
+    If transformers does not have the model's class, our own modelling files are run, never those in the directory.
 
     Args:
         folder: Hugging Face directory.
@@ -267,7 +267,7 @@ def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
 
 @contextlib.contextmanager
 def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
-    """Yield the directory or, if its format needs modelling files, a temporary directory with ours and links."""
+    """Yield the directory or, if its format needs modelling files, a temporary copy (by links) that contains ours."""
     if not found.code:
         yield folder
         return

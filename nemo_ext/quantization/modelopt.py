@@ -39,7 +39,7 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "blockwise": ({**_E4M3, "block_sizes": {-1: 128, -2: 128}}, None),
     "mxfp8": (_MX, _MX),
 }
-"""Mapping from a plan's FP8 recipe to ModelOpt's attributes of weight and input quantizers; None: inputs unquantised."""
+"""Mapping from a plan's FP8 recipe to ModelOpt's attributes of weight and input quantizers; None if unquantised."""
 _KEY = "k"
 
 

@@ -1,1 +1,1 @@
-"""Rehearsal: runs one step of single ranks of a full-size job on fake tensors (see docs/rehearsal.md)."""
+"""Rehearsal: runs one step on individual ranks of a full-size job, using fake tensors (see docs/rehearsal.md)."""

@@ -1,4 +1,4 @@
-"""The rehearsal job: steps ranks of a full-size training job on this machine before it is queued."""
+"""The rehearsal job: runs a step of some of a full-size job's ranks on this machine before the job is queued."""
 
 from collections.abc import Mapping
 from pathlib import Path

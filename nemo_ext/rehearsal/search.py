@@ -1,4 +1,7 @@
-"""Search for the fastest layout that fits: a roofline ranks candidates, and the best ones that fit are rehearsed."""
+"""Search for the fastest layout that fits: candidates are ranked by a roofline, and the best that fit are rehearsed.
+
+Does not import torch.
+"""
 
 import shlex
 from collections import Counter

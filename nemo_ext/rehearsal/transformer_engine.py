@@ -145,7 +145,7 @@ class Product:
         tp_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Compute a linear layer's output; for grouped experts, `counts` lists tokens and `weight` weights per expert."""
+        """Compute a linear layer's output; for grouped experts, `counts` and `weight` have one entry per expert."""
         weights = [weight] if isinstance(weight, Tensor) else list(weight)
         self._check(input, weights[0], counts)
         self.engine.workspaces(input, grouped=counts is not None)

@@ -140,7 +140,7 @@ def _groups(
 
 
 def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
-    """State whether this model supports Nemotron 3 Nano's choice of BF16 blocks; empty if it lacks such blocks."""
+    """Compare this model with Nemotron 3 Nano's choice of BF16 blocks, in words; empty if it lacks such blocks."""
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]

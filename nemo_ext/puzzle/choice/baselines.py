@@ -31,7 +31,7 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
         limit: upper limit on the cost.
 
     Raises:
-        CannotReach: even the narrowest widths cost more.
+        CannotReach: even the narrowest widths cost more than the limit.
     """
     every = range(1, SHARES + 1)
     heads = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=step, kv=step, ffn=step)))

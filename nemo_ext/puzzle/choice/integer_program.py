@@ -60,7 +60,7 @@ class Program:
         return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
 
     def keeps(self, totals: Floats) -> NDArray[np.bool_]:
-        """Return whether sums [..., rows] are within all bounds up to the tolerance, [...]."""
+        """Return, as an array [...], whether sums [..., rows] are within all bounds up to the tolerance."""
         slack = TOLERANCE * self.sizes
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 

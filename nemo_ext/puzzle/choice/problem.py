@@ -187,7 +187,7 @@ def write_problem(problem: Problem, path: Path) -> Path:
 
 
 def read_problem(path: Path) -> Problem:
-    """Read a problem file, which has this form.
+    """Read a problem file of the following form.
 
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 

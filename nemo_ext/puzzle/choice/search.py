@@ -35,7 +35,7 @@ class Solution:
         choice: 0-based index of the chosen candidate of every block.
         score: Total score.
         costs: Total of every resource that all candidates have, including the part outside the blocks.
-        gap: (score - bound) / |score|, the relative gap of HiGHS. Larger than requested if the time limit was reached.
+        gap: (score - bound) / |score|, HiGHS's relative gap; larger than requested if the time limit was reached.
         bound: Lower bound on the score of any choice within the limits (HiGHS's dual bound).
         seconds: Wall-clock time of the search.
     """

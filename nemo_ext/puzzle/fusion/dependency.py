@@ -73,8 +73,8 @@ def measure_dependency(
         parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
         file: path of dependency.jsonl.
-        advance: called with the number of passes done, one per row and batch, including rows already in `file`;
-            the total is `(blocks - 1) x batches`.
+        advance: called with the number of newly finished passes, one per row and batch; rows already in `file` count
+            as finished, so the total is `(blocks - 1) x batches`.
 
     Returns:
         The matrix, indexed `[i][j]` by 0-based block numbers; NaN where j <= i.

@@ -1,4 +1,4 @@
-"""FFN Fusion (arXiv:2503.18908): merge a run of consecutive FFN blocks into one wide block.
+"""FFN Fusion (arXiv:2503.18908): merges a run of consecutive FFN blocks into one wide block.
 
 The blocks of a run compute x + FFN_j(norm_j(x)) in sequence. In parallel, on the same x, they compute
 x + sum_j FFN_j(norm_j(x)), which one FFN computes exactly: each norm's weight is folded into the columns of its block's
@@ -138,7 +138,7 @@ def plan(
 
 
 def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, largest: float | None) -> list[Group]:
-    """Groups with a mean dependency of at most `largest`, the least dependent first."""
+    """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first."""
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
             f"the dependency matrix has {len(dependency)} blocks, but the model {blocks}: measure it on this model"

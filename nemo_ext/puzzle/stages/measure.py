@@ -321,7 +321,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Name of the CPU, on Linux from /proc."""
+    """Name of the CPU, which is read from /proc on Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -85,7 +85,7 @@ def run(config_path: str, names: Sequence[str]) -> None:
 
 
 class Stages:
-    """One child's stages, as methods; they return False if there was nothing to do.
+    """One child's stages, each a method of the same name as the stage.
 
     Args:
         config: composed config, including the `puzzle` section.
