@@ -1,4 +1,4 @@
-"""`nemo-ext pipeline`."""
+"""The `nemo-ext pipeline` command: runs a pipeline's jobs in order on this machine, with one report."""
 
 import sys
 
@@ -31,7 +31,7 @@ Ctrl-C interrupts the job of the running stage, which saves first. A stage's out
 
 
 def _main(words: list[str]) -> None:
-    """Entry point of `nemo-ext pipeline`."""
+    """Run `nemo-ext pipeline` with its arguments, and exit."""
     if not words or {"-h", "--help"} & set(words):
         print(HELP)
         return

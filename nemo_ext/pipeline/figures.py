@@ -1,4 +1,4 @@
-"""Key figures of a stage, read from the files of its run. No torch."""
+"""Key figures of a stage, read from its run's files. Does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ from nemo_ext.slurm import attempts
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """GPU efficiency of a training.
+    """GPU efficiency of a training run.
 
     Attributes:
-        mfu, mfu_6n: model FLOPs utilisation by exact FLOPs and by 6N, means over the steps; None if unknown.
-        joules: energy per GPU over all steps; None if it was not measured (`megatron.log_energy`).
+        mfu, mfu_6n: model FLOPs utilisation by exact FLOPs and by 6N, averaged over the steps; None if unknown.
+        joules: energy per GPU over all steps, in joules; None if it was not measured (`megatron.log_energy`).
     """
 
     mfu: float | None = None
@@ -25,7 +25,7 @@ class Efficiency:
 
 
 def efficiency_of(run_dir: Path) -> Efficiency:
-    """Read a training's efficiency from its metrics; all fields are None for other jobs."""
+    """Read a training run's efficiency from its metrics; all fields are None for other jobs."""
     steps = [line for line in read_metrics(run_dir / METRICS) if "loss" in line and "step" in line]
     means = {}
     for key in ("mfu", "mfu_6n", "joules_per_gpu"):
@@ -41,11 +41,11 @@ def efficiency_of(run_dir: Path) -> Efficiency:
 
 
 def figures_of(job: str, run_dir: Path) -> Figures:
-    """Read the key figures of a stage's run directory; missing ones are None or empty."""
+    """Read a stage's key figures from its run directory; missing ones are None or empty."""
     figures = find(job).figures
     return Figures() if figures is None else invoke(figures, run_dir)
 
 
 def seconds_of(record: Path) -> float:
-    """Total seconds of all ended starts."""
+    """Total seconds of all starts in a record that have ended."""
     return sum(each.ended - each.began for each in attempts.read(record) if each.ended is not None)

@@ -1,4 +1,7 @@
-"""Estimate of the nodes, hours and storage of a pipeline's stages, before they are queued. No torch."""
+"""Estimates of the nodes, hours and storage that a pipeline's stages need, made before they are queued.
+
+Does not import torch.
+"""
 
 import math
 from collections import Counter
@@ -37,7 +40,7 @@ _HOURLY = ("node-hours", "core-hours", "GPU-hours")
 
 
 def needs_of(submissions: Mapping[str, Submission]) -> Table:
-    """Table of the stages' nodes, GPUs, starts, hours, checkpoints and TB, with their sums."""
+    """Tabulate the stages' nodes, GPUs, starts, hours, checkpoints and TB, with totals."""
     table = Table("stage", "job", box=None, pad_edge=False, header_style="bold", caption=LEGEND, caption_justify="left")
     for name in ("nodes", "GPUs", "starts", "hours", *_HOURLY, "checkpoints", "TB"):
         table.add_column(name, justify="right")
@@ -76,23 +79,23 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
 
 
 def _shown(amount: float | None, digits: str = ".0f") -> str:
-    """A number as text, with one decimal if it is below one; "-" for none."""
+    """Format a number, with one decimal if it is below one; "-" for 0 or None."""
     return f"{amount:,{'.1f' if amount < 1 else digits}}" if amount else "-"
 
 
 def _counts_steps(submission: Submission) -> bool:
-    """True for a training that sets its number of steps (`train_iters`)."""
+    """Return whether the job is a training run that sets its number of steps (`train_iters`)."""
     return submission.settings.job == "train" and bool(submission.config["megatron"].get("train_iters"))
 
 
 def _tokens(config: Mapping[str, Any]) -> float:
-    """Total tokens of a training."""
+    """Total number of tokens in a training run."""
     flags = config["megatron"]
     return float(flags["train_iters"]) * int(flags["global_batch_size"]) * int(flags["seq_length"])
 
 
 def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
-    """Hours of a training; None for other jobs and where the GPU's peak is unknown."""
+    """Estimate the hours of a training run; None for other jobs, or if the GPU's peak is unknown."""
     peak = peak_of(gpu or "")
     if peak is None or not _counts_steps(submission):
         return None
@@ -103,7 +106,7 @@ def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
 
 
 def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> float | None:
-    """Upper bound of the bytes of a job's output; None if unknown."""
+    """Upper bound on the bytes of a job's output; None if unknown."""
     job, config = submission.settings.job, submission.config
     if _counts_steps(submission):
         count, size = checkpoints_of(config)
@@ -125,6 +128,6 @@ def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> flo
 
 
 def _prefixes(config: Mapping[str, Any]) -> set[Path]:
-    """Prefixes of the tokenised files that a training reads."""
+    """Prefixes of the tokenised files that a training run reads."""
     sections = [data for data in data_sections(config) if data.get("blend") or data.get("streams")]
     return {leaf.prefix.resolve() for data in sections for leaf in read_tree(data).leaves()}

@@ -1,4 +1,4 @@
-"""report.md and report.html of a pipeline: costs of its stages, their evaluations side by side, their pictures."""
+"""Report of a pipeline (report.md and report.html): its stages' costs, evaluations side by side, and pictures."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,19 +30,19 @@ _HEAD = (
     *("MFU (exact)", "MFU (6N)", "MJ", "figures", "paper"),
 )
 _ALWAYS = _HEAD.index("GPU-hours")
-"""Index of the first column that is omitted if it is empty for all stages, as are those after it."""
+"""Index of the first column that is omitted if it is empty for all stages; so are the columns after it."""
 _EFFECTS = ("benchmark", "before", "after", "difference", "adjusted p", "problems", "verdict")
-"""Columns of `AGAINST` that the table of stages' effects shows."""
+"""Columns of `AGAINST` shown in the table of the stages' effects."""
 COMPARISON = "compare"
-"""Folder of the comparison of all evaluations."""
+"""Name of the folder with the comparison of all evaluations."""
 
 
 def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
-    """Write report.md and report.html into a pipeline's folder, and the comparison of its evaluations.
+    """Write a pipeline's report.md and report.html, and the comparison of its evaluations, to its folder.
 
     Args:
         pipeline: the pipeline; the report also shows its skipped stages.
-        states: states of the selected stages, by name.
+        states: mapping from the selected stages' names to their states.
 
     Returns:
         Path of report.md.
@@ -97,7 +97,7 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
 
 
 def _gpus(stage: Stage) -> int | None:
-    """Number of GPUs of a stage, per task of an array; None if it depends on a cluster that was not given."""
+    """Number of GPUs used by a stage, or by each task of its array; None if it depends on an unspecified cluster."""
     try:
         submission = planned(stage.words)
         nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)
@@ -107,7 +107,7 @@ def _gpus(stage: Stage) -> int | None:
 
 
 def _gpu_hours(stage: Stage, record: Path) -> float:
-    """GPU-hours of all ended starts; starts outside Slurm count at most the GPUs of this machine."""
+    """GPU-hours of all starts that have ended; starts outside Slurm count at most this machine's GPUs."""
     records = [record, *(record / SHARDS).glob("*")]
     starts = [each for place in records for each in attempts.read(place) if each.ended is not None]
     here = len(gpu_memory("total"))
@@ -120,7 +120,7 @@ def _gpu_hours(stage: Stage, record: Path) -> float:
 
 
 def _evaluations(report: Report, pipeline: Pipeline) -> None:
-    """Adds the evaluations side by side, and the effect of each stage."""
+    """Add the evaluations side by side, and the effect of each stage."""
     runs = {
         stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
         for stage in pipeline.every
@@ -143,7 +143,7 @@ def _evaluations(report: Report, pipeline: Pipeline) -> None:
 
 
 def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
-    """Rows of paired differences between each evaluated stage and its nearest evaluated ancestor."""
+    """Return rows of paired differences between each evaluated stage and its nearest evaluated ancestor."""
     by_name, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
     evaluated = dict[str, str]()  # folder of the first evaluation, by the stage that made the model
     for stage in pipeline.every:
@@ -165,7 +165,7 @@ def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
 
 
 def _pictures(report: Report, pipeline: Pipeline) -> None:
-    """Adds the pictures of trainings."""
+    """Add the pictures of training runs."""
     trained = [
         (stage.name, picture)
         for stage in pipeline.every

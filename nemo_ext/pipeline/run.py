@@ -1,7 +1,7 @@
-"""`nemo-ext pipeline`: the stages of a pipeline, run one after the other on this machine; resumable.
+"""Runs a pipeline's stages one after the other on this machine (`nemo-ext pipeline`); resumable.
 
-Starts and finished stages are recorded as for a job on Slurm (`nemo_ext.slurm.attempts`), so `nemo-ext submit` resumes
-a pipeline that was begun here, and the other way round.
+Starts and finished stages are recorded as for a job on Slurm (`nemo_ext.slurm.attempts`), so `nemo-ext submit` can
+resume a pipeline that was begun here, and vice versa.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from nemo_ext.slurm.submit import by_megatron
 LOCK = ".pipeline.lock"
 """File in a pipeline's folder that the command and its running job hold locked."""
 PATIENCE = 120.0
-"""Seconds that the job of a killed command has to save and end."""
+"""Seconds that a killed command's job has to save and end."""
 _LAST_LINES = 15
 _SKIPPED = "skipped"
 
@@ -62,10 +62,10 @@ class Work:
     Attributes:
         stage: the stage.
         config: composed config of its job.
-        record: folder of the stage, with the record of starts.
-        log: file of its output.
-        state: waiting, running, finished, finished before, failed or interrupted; for a server waiting, running,
-            stopped or, if no stage uses it, skipped.
+        record: folder of the stage, with the record of its starts.
+        log: file for its output.
+        state: waiting, running, finished, finished before, failed or interrupted; for a server, waiting, running,
+            stopped, failed or, if no stage uses it, skipped.
     """
 
     stage: Stage
@@ -81,22 +81,22 @@ class Work:
         return seconds_of(self.record) + (0.0 if self.began is None else time.time() - self.began)
 
     def command(self) -> list[str]:
-        """Arguments of `nemo-ext` that run the job."""
+        """Return the arguments to pass to `nemo-ext` to run the job."""
         return [self.stage.job, *self.stage.own]
 
 
 class _Stopped(NamedTuple):
-    """Early end of the command: its exit code, and lines for the user."""
+    """Reason to end the command early: its exit code, and lines to print for the user."""
 
     code: int
     lines: list[str]
 
 
 def run(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check all stages, then run the unfinished ones; returns the exit code.
+    """Check all stages, then run the unfinished ones, and return the exit code.
 
     Raises:
-        ValueError: a mistake that the user can correct.
+        ValueError: the user made a mistake, which the message explains.
     """
     if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
         raise ValueError(
@@ -144,10 +144,10 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
 
 
 def report(words: Sequence[str]) -> int:
-    """Write the report of the stages run here or on Slurm; returns the exit code.
+    """Write the report on the stages run here or on Slurm, and return the exit code.
 
     Raises:
-        ValueError: no stage has begun, or a mistake that the user can correct.
+        ValueError: no stage has begun, or the user made a mistake, which the message explains.
     """
     pipeline = read(words)
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
@@ -183,7 +183,7 @@ def planned(pipeline: Pipeline) -> list[Work]:
 
 
 def state_of(work: Work, works: Sequence[Work]) -> str:
-    """State before the run: `finished before` or `waiting`; `skipped` for a server that no stage uses.
+    """Determine the state before the run: `finished before`, `waiting`, or `skipped` for a server that no stage uses.
 
     Raises:
         ValueError: it finished with other arguments, or began before a stage that it depends on was finished.
@@ -207,19 +207,22 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
 
 
 def _records(record: Path) -> list[Path]:
-    """Folders that record a stage's starts: one, or one per task of an array on Slurm."""
+    """List the folders that record a stage's starts: one, or one per task of an array on Slurm."""
     shards = sorted((record / SHARDS).glob("*"))
     return shards if shards and not attempts.read(record) else [record]
 
 
 def _finished_at(record: Path) -> float | None:
-    """Unix time at which the last task of a stage finished; None if one has not."""
+    """Unix time at which a stage's last task finished; None if a task has not finished."""
     ends = [attempts.finished_at(each) for each in _records(record)]
     return None if None in ends else max(end for end in ends if end is not None)
 
 
 def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_run: bool) -> bool:
-    """Check the configs of all waiting stages; True without errors. Prints findings, in a dry run also commands."""
+    """Check all waiting stages' configs, print the findings, and return True if there are no errors.
+
+    A dry run also prints the stages' commands.
+    """
     by_name, error_lines = {work.stage.name: work for work in works}, list[str]()
     for work in works:
         if work.state != "waiting":
@@ -245,7 +248,7 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
 
 
 def _refuse_queued(works: Sequence[Work]) -> None:
-    """Refuse a stage that is queued or running on Slurm, as both would write the same files.
+    """Reject a stage that is queued or running on Slurm, as both jobs would write the same files.
 
     Raises:
         ValueError: a stage has such a job, or squeue fails.
@@ -261,7 +264,7 @@ def _refuse_queued(works: Sequence[Work]) -> None:
 
 
 def runs_here(run_dir: Path) -> bool:
-    """True while `nemo-ext pipeline`, or a job that a killed one left, runs in the folder."""
+    """Return whether `nemo-ext pipeline`, or a job left by a killed one, is running in the folder."""
     if not (run_dir / LOCK).exists():
         return False
     with (run_dir / LOCK).open("rb") as lock:
@@ -283,9 +286,9 @@ def _print_findings(work: Work, problems: Sequence[Finding], console: Console, *
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[int]:
-    """Creates and locks the folder; waits for the job of a killed command first.
+    """Create and lock the folder, once the job of any killed command has ended.
 
-    Yields the lock's file descriptor, which jobs inherit, so that the lock is free only when command and job have
+    Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
     ended.
 
     Raises:
@@ -313,7 +316,7 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
 
 def _locked(lock: int) -> bool:
-    """Takes the lock; False if another process holds it. Always True on a file system without locks."""
+    """Try to take the lock; return False if another process holds it. Always True on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -325,9 +328,9 @@ def _locked(lock: int) -> bool:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list, also where the shell has SIGINT ignored (`nemo-ext pipeline &`).
+    """Collect SIGINT and SIGTERM in a list, even if the shell has SIGINT ignored (`nemo-ext pipeline &`).
 
-    Nothing is raised, so that no signal is lost and the end of a stage is always recorded.
+    Nothing is raised, so that no signal is lost and a stage's end is always recorded.
     """
     received = list[int]()
 
@@ -343,7 +346,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 class _Shown:
-    """Progress of the stages on stdout: a table updated in place on a terminal, elsewhere a line per change."""
+    """Progress of the stages on stdout: a table updated in place on a terminal, or else a line per change."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -381,7 +384,7 @@ class _Shown:
 
 
 def table_of(works: Sequence[Work]) -> Table:
-    """Table of the stages with states, times and key figures."""
+    """Tabulate the stages with states, times and key figures."""
     table = Table("stage", "job", "state", "time", "figures", box=None, pad_edge=False, header_style="bold")
     styles = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
     for work in works:
@@ -393,7 +396,7 @@ def table_of(works: Sequence[Work]) -> Table:
 
 
 def _figure(work: Work) -> str:
-    """Key figures of a stage, after the step if it is running."""
+    """Format a stage's key figures, preceded by the current step if it is running."""
     try:
         figures = figures_of(work.stage.job, work.record)
     except (ValueError, OSError):  # the report names the file
@@ -413,7 +416,7 @@ def _span(seconds: float) -> str:
 
 
 def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
-    """Run a stage while its servers run; returns the reason to stop the pipeline, or None."""
+    """Run a stage while its servers run; return the reason to stop the pipeline, or None to continue."""
     with ExitStack() as served:
         for server in servers:
             try:
@@ -429,10 +432,10 @@ def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received
 
 @contextmanager
 def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]:
-    """Runs a server; entered when it answers requests or a signal came.
+    """Run a server during the context, which is entered once it answers requests or a signal has arrived.
 
     Raises:
-        ValueError: the server ended during its start.
+        ValueError: the server ended while starting.
     """
     replica = Replica(server.record)
     (server.record / FILE).unlink(missing_ok=True)
@@ -506,7 +509,7 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
 
 
 def _wait(process: subprocess.Popen[bytes], shown: _Shown, received: list[int]) -> None:
-    """Wait for a job's end; the first two signals received reach it as Ctrl-C, the third kills it."""
+    """Wait for a job to end; it gets the first two signals received as Ctrl-C, and the third one kills it."""
     sent = 0
     while process.poll() is None:
         while sent < len(received):

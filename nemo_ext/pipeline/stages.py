@@ -1,4 +1,4 @@
-"""Parsing of a pipeline: its file and the command's arguments as stages (jobs with arguments) in run order."""
+"""Parsing of a pipeline's file and the command's arguments into stages (jobs with arguments) in run order."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from nemo_ext.slurm.settings import split
 
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _RESERVED = ("slurm", "compare")
-"""Stage names not allowed, as a pipeline's folder has folders of these names."""
+"""Stage names that are not allowed, as a pipeline's folder contains other folders with these names."""
 EVALUATION = "evaluate_"
 """Prefix of the names of stages that evaluate another stage's model."""
 
@@ -44,11 +44,11 @@ class Stage:
     Attributes:
         name: name of the stage and of its folder.
         job: name of the job.
-        words: arguments of `nemo-ext submit`: those about site and queue, then the job's.
-        after: direct dependencies.
-        parent: stage whose model it starts from.
-        beside: server stages that run at the same time.
-        paper: section of the paper, and the results that it reports.
+        words: arguments for `nemo-ext submit`, including those about site and queue.
+        after: names of the stages on which it depends directly.
+        parent: name of the stage whose model it starts from; None if there is none.
+        beside: names of the server stages that run at the same time.
+        paper: section of the paper that it follows, and the results reported there.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Stage:
 
     @property
     def own(self) -> list[str]:
-        """Arguments of `nemo-ext JOB`, without those about site and queue."""
+        """Arguments for `nemo-ext JOB`, without those about site and queue."""
         return split(self.words)[1]
 
 
@@ -95,7 +95,7 @@ class Pipeline:
         return yaml.safe_dump({**self.config, "stages": stages}, sort_keys=False, width=120)
 
     def before(self, stage: Stage) -> list[Stage]:
-        """All direct and indirect dependencies of a stage."""
+        """List all direct and indirect dependencies of a stage."""
         by_name = {other.name: other for other in self.stages}
         dependencies: dict[str, Stage] = {}
         for name in stage.after:
@@ -107,8 +107,8 @@ def read(words: Sequence[str]) -> Pipeline:
     """Parse the command's arguments into a pipeline.
 
     `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, and arguments about site and queue
-    to all stages; other arguments are keys of the pipeline. Stages keep the file's order unless dependencies require
-    another.
+    to all stages; other arguments are the pipeline's own keys. Stages keep the file's order unless dependencies require
+    a different one.
 
     Raises:
         ValueError: a stage or an argument is invalid.
@@ -177,7 +177,7 @@ def read(words: Sequence[str]) -> Pipeline:
 
 
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
-    """The pipeline's own arguments; `scale=NAME` selects its twin, hydra_conf/pipeline/NAME/PIPELINE.yaml."""
+    """Remove `scale=NAME` from the pipeline's arguments, and name its twin hydra_conf/pipeline/NAME/PIPELINE.yaml."""
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
     words = [word for word in words if not word.startswith("scale=")]  # Hydra would read it as a config group
@@ -191,12 +191,13 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
 
 
 def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
-    """The stages of a file with `after` filled in: by default the nearest stage above that is not a server; also the
-    parent, and the stages that make the models of its servers.
+    """Parse a file's stages and fill in `after`, by default the nearest stage above that is not a server.
+
+    A stage also comes after its parent and after the stages that make its servers' models.
 
     Raises:
-        ValueError: a name is invalid or unknown, a stage depends on a server, or `beside` names a stage that is not
-            one.
+        ValueError: a name is invalid or unknown, a stage depends on a server, or `beside` names a stage that is not a
+            server.
     """
     for name in config["stages"]:
         if not _NAME.fullmatch(str(name)) or name in _RESERVED:
@@ -234,7 +235,7 @@ def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
 
 
 def _with_evaluations(stages: Mapping[str, StageConfig], words: Sequence[str]) -> dict[str, StageConfig]:
-    """The stages, with an evaluation after each that trains a model if `words` are given."""
+    """Add an evaluation with the arguments `words` after each stage that trains a model; none if `words` is empty."""
     evaluated = dict[str, StageConfig]()
     for name, stage in stages.items():
         evaluated[name] = stage
@@ -246,7 +247,7 @@ def _with_evaluations(stages: Mapping[str, StageConfig], words: Sequence[str]) -
 
 
 def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
-    """The stages in topological order, as close to the given order as possible.
+    """Sort the stages topologically, as close to the given order as possible.
 
     Raises:
         ValueError: the dependencies have a cycle.
@@ -266,7 +267,7 @@ def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
 
 
 def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> list[str]:
-    """Names of the stages from `from` to `to` without those of `skip`, plus the last one's evaluation and all servers.
+    """Select the stages from `from` to `to` that are not in `skip`, plus the last one's evaluation and their servers.
 
     Raises:
         ValueError: a name is unknown, or no stage remains.
@@ -291,7 +292,7 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
 
 
 def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
-    """The argument with which a stage's job starts from the model of its parent.
+    """Return the argument that makes a stage's job start from its parent's model.
 
     Raises:
         ValueError: the parent makes no model, the job starts from none, or the formats differ.
@@ -312,17 +313,17 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
 
 
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
-    """Arguments without repeated keys: the last value, at the first's position; all config folders are kept."""
+    """Remove repeated keys, keeping the last value at the first one's position; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
 
 
 def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> bool:
-    """True if a stage, with all tasks of an array, has finished with these arguments.
+    """Return whether a stage, including all tasks of an array, has finished with these arguments.
 
     Args:
-        base: folder of the stage, for messages.
-        records: folders whose `slurm` holds the record of starts.
-        arguments: arguments of the job.
+        base: the stage's folder, for messages.
+        records: folders whose `slurm` folder holds the record of starts.
+        arguments: the job's arguments.
 
     Raises:
         ValueError: it finished with other arguments.
@@ -340,5 +341,5 @@ def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> b
 
 
 def coming(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Path]:
-    """Paths that jobs will write; each job is a name and a composed config."""
+    """List the paths that jobs will write, given each job's name and composed config."""
     return [place for job, config in configs for place in makes(job, config)]

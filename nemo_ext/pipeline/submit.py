@@ -1,4 +1,4 @@
-"""`nemo-ext submit pipeline=NAME`: the stages of a pipeline as dependent jobs on Slurm."""
+"""Submits a pipeline's stages as dependent jobs on Slurm (`nemo-ext submit pipeline=NAME`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +27,10 @@ from nemo_ext.slurm.submit import checked as checked_submission
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check all stages, then submit those neither finished nor in the queue; returns the exit code.
+    """Check all stages, submit those neither finished nor in the queue, and return the exit code.
 
     Raises:
-        ValueError: a mistake that the user can correct.
+        ValueError: the user made a mistake, which the message explains.
     """
     console = Console(highlight=False, soft_wrap=True)
     pipeline = read(words)
@@ -127,7 +127,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 def _other_tokenizers(
     before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
 ) -> list[Finding]:
-    """Errors for streams that an earlier stage tokenises with another tokenizer than this stage uses."""
+    """Return errors for streams that an earlier stage tokenises with a tokenizer other than this stage's."""
     if not find(submission.settings.job).training:
         return []
     parents = [submissions[stage.name] for stage in before]
@@ -136,14 +136,14 @@ def _other_tokenizers(
 
 
 def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mapping[str, Any] | None:
-    """config.json of an RL policy that does not exist yet, derived from the training that makes it.
+    """Derive the config.json of an RL policy that does not exist yet from the training that will make it.
 
     Args:
         submission: the job.
         before: the jobs that it depends on.
 
     Returns:
-        The config; None for other jobs, for a policy that exists, and for one whose sizes only its jobs will decide.
+        The config; None for other jobs, for a policy that exists, and for one whose sizes are not known yet.
 
     Raises:
         ValueError: no Hugging Face format can express the model.
@@ -165,23 +165,23 @@ def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mappi
 
 
 def _makes(submission: Submission, place: Path) -> bool:
-    """True if a path is a job's output or lies inside it."""
+    """Return whether a path is a job's output or lies inside it."""
     made = makes(submission.settings.job, submission.config)
     return any(place.is_relative_to(each.resolve()) for each in made)
 
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:
-    """The stages with servers last, as a server is queued only for the stages that use it."""
+    """Return the stages with servers last, as a server is queued only for the stages that use it."""
     return sorted(pipeline.stages, key=lambda stage: stage.server)
 
 
 def _users(server: Stage, pipeline: Pipeline) -> list[str]:
-    """Names of the stages that use a server, in order; empty if the stage is not a server."""
+    """List the names of the stages that use a server, in order; empty if the stage is not a server."""
     return [stage.name for stage in pipeline.stages if server.name in stage.beside]
 
 
 def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) -> Submission:
-    """The submission with the ids of the jobs that it waits for and of its servers."""
+    """Add to a submission the ids of the jobs that it waits for and of its servers."""
     after, beside = _needed(stage, jobs), [name for name in stage.beside if name in jobs]
     return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
 
@@ -189,7 +189,7 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Records the servers of a stage, or the users of a server, next to the records of its starts."""
+    """Record a stage's servers, and a server's users, next to the records of its starts."""
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
     asking = [record for name in _users(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:
@@ -199,5 +199,5 @@ def _note_servers(
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
-    """Names of the dependencies that are queued or about to be."""
+    """List the names of the stage's dependencies that are queued or about to be."""
     return [name for name in stage.after if name in jobs]

@@ -1,4 +1,4 @@
-"""`nemo-ext puzzle`, and the config of its rehearsal."""
+"""The `nemo-ext puzzle` command: compresses a parent into a smaller model. Also defines its rehearsal's config."""
 
 from collections.abc import Mapping
 from pathlib import Path

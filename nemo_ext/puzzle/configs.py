@@ -1,4 +1,4 @@
-"""Training configs of a compression: for its parent, its stages and the healing runs. No torch."""
+"""Training configs for a compression's parent, stages and healing runs. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,16 +22,16 @@ ONE_RANK = {
     "micro_batch_size": 1,
     "pretrained_checkpoint": None,
 }
-"""Flags of a stage, in which every rank runs the whole model."""
+"""Megatron flags of a stage, where every rank runs the whole model."""
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Config of the run that trains a parent."""
+    """Return the config of the run that trains the parent."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """Config with which a stage builds a model: whole on every rank, without a precision plan."""
+    """Return the config from which a stage builds a model: whole on each of `ranks` ranks, without a precision plan."""
     stage = {**with_model(config, description, "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return stage
@@ -47,16 +47,16 @@ def healing_run(
     tokens: float,
     distillation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Config of a training run of a child.
+    """Return the config of a child's training run.
 
     Args:
         config: composed config.
         description: the child's description.
-        heal: settings of the runs.
+        heal: healing settings.
         run_dir: directory of the run.
         start: run or checkpoint whose weights the run starts from.
-        tokens: length of the run.
-        distillation: the config's `distillation` section; None for ordinary training.
+        tokens: length of the run in tokens.
+        distillation: changes to the config's `distillation` section; None for ordinary training.
     """
     run = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
     megatron = run["megatron"]
@@ -82,7 +82,7 @@ def healing_run(
 
 
 def logits_saving_run(run: Mapping[str, Any], folder: Path, top_k: int) -> dict[str, Any]:
-    """Config of a run that only saves the parent's most probable tokens (docs/distillation.md).
+    """Return the config of a run that only saves the parent's most probable tokens (see docs/distillation.md).
 
     Args:
         run: config from `healing_run`, with the parent's model.

@@ -1,7 +1,7 @@
-"""Cost of a variant, computed from its sizes: the resources that a search may limit. No torch.
+"""Costs of a variant, computed from its sizes: the resources that a search may limit. Does not import torch.
 
-Latencies are a roofline: the maximum of compute time and read time. They rank variants well but do not predict absolute
-times; measured latencies replace them where available.
+Latencies are roofline estimates: the maximum of compute time and read time. They rank variants well but do not predict
+absolute times; measured latencies replace them where available.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from nemo_ext.job.settings import STRICT
 from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
-"""Resource limited by a throughput: seconds for a batch of requests, from prompt to last token."""
+"""Name of the resource that a throughput limits: seconds for a batch of requests, from prompt to last token."""
 
 OUTSIDE = "outside"
 """Label of everything outside the blocks in cost tables."""
@@ -34,7 +34,7 @@ RESOURCES = (
     "decode_seconds",
     "attention_blocks",
 )
-"""Resources that a search may limit."""
+"""Names of the resources that a search may limit."""
 
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -42,13 +42,13 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Serving:
-    """Serving scenario in which costs are computed.
+    """Serving scenario for which costs are computed.
 
     Attributes:
         batch: number of concurrent sequences.
         prompt: tokens per prompt.
         context: maximum sequence length in tokens; caches are sized for it.
-        precision: precision of the weights, `bf16` or `fp8`.
+        precision: precision of the weights, such as `bf16` or `fp8`.
         cache_precision: precision of the KV cache.
         flops: achieved FLOP/s in matrix products.
         bandwidth: achieved memory read bandwidth in bytes/s.
@@ -68,16 +68,16 @@ class Serving:
 
 
 def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> dict[str, float]:
-    """All resources of one block; a no-op costs nothing.
+    """Compute all resources of one block; a no-op costs nothing.
 
     Args:
-        parent: the model, for everything that the block does not specify.
-        block: the block with all values.
+        parent: the parent's architecture, for everything that the block does not specify.
+        block: the block with all values filled in; None for a no-op.
         serving: serving scenario.
 
     Returns:
-        `RESOURCES` -> amount: counts, bytes, seconds for the whole batch (prefill) or for one token of each sequence at
-        full context (decode).
+        Mapping from each of `RESOURCES` to its amount: a count, bytes, or seconds for the whole batch's prompts
+        (prefill) or for one token of each sequence at full context (decode).
     """
     if block is None:
         return dict.fromkeys(RESOURCES, 0.0)
@@ -108,7 +108,7 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
 
 
 def read_parameters(architecture: Architecture, block: Block, tokens: int) -> float:
-    """Parameters read by a forward pass over `tokens` tokens; in a MoE block, only those of the chosen experts."""
+    """Number of parameters read by a forward pass over `tokens` tokens; in a MoE block, only chosen experts count."""
     counted = cost.block_parameters(architecture, 1)
     if block.kind != "E" or block.is_linear:
         return counted.total
@@ -118,14 +118,14 @@ def read_parameters(architecture: Architecture, block: Block, tokens: int) -> fl
 def expected_experts(block: Block, tokens: int) -> float:
     """Expected number of distinct experts chosen by independent, uniformly routed tokens.
 
-    E (1 - (1 - k / E)^tokens).
+    With k of E experts chosen per token, it is E (1 - (1 - k / E)^tokens).
     """
     experts, chosen = block.size("experts"), block.size("topk")
     return experts * (1.0 - (1.0 - chosen / experts) ** tokens)
 
 
 def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
-    """All resources of everything outside the blocks: embedding, final norm and output layer."""
+    """Compute all resources of everything outside the blocks: embedding, final norm and output layer."""
     embedding, head = cost.embedding_parameters(parent), cost.head_parameters(parent)
     width = bytes_per_number(serving.precision)
     weights = width * (embedding.total + head.total)
@@ -146,12 +146,13 @@ def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
 
 
 def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
-    """The problem with the additional resource `request_seconds`: prefill_seconds + new_tokens x decode_seconds.
+    """Return the problem with an additional resource `request_seconds`: prefill_seconds + new_tokens x decode_seconds.
 
     Every new token is counted at full context, so a limit on it is conservative.
 
     Raises:
-        ValueError: `new_tokens` is not positive, or candidates have the resource already or not those it is made of.
+        ValueError: `new_tokens` is not positive, candidates already have the resource, or they lack one that it is
+            computed from.
     """
     return add_resource(problem, REQUEST_SECONDS, weights=_request_weights(new_tokens))
 
@@ -159,17 +160,17 @@ def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
 def throughput_limit(
     tokens_per_second: float, *, serving: Serving, new_tokens: int, outside: Mapping[str, float]
 ) -> Limit:
-    """Limit on `request_seconds` that guarantees a throughput.
+    """Return the limit on `request_seconds` that guarantees a throughput.
 
     Args:
-        tokens_per_second: tokens generated by the whole batch per second, prefill time included.
-        serving: the scenario's batch, prompt and context.
+        tokens_per_second: tokens generated per second by the whole batch, including prefill time.
+        serving: serving scenario; its batch, prompt and context are used.
         new_tokens: tokens generated per sequence of the batch.
         outside: costs outside the blocks, from `outside_costs` or measured.
 
     Raises:
         ValueError: a number is not positive, prompt and new tokens exceed the context, or the part outside the blocks
-            alone is slower than the throughput.
+            alone is too slow for the throughput.
     """
     if serving.prompt + new_tokens > serving.context:
         raise ValueError(
@@ -188,7 +189,7 @@ def throughput_limit(
 
 
 def request_seconds(costs: Mapping[str, float], *, new_tokens: int) -> float:
-    """Seconds for a batch of requests, from the seconds of its prefill and of one new token."""
+    """Compute the seconds for a batch of requests from the seconds of its prefill and of one new token."""
     return sum(weight * costs[name] for name, weight in _request_weights(new_tokens).items())
 
 

@@ -1,7 +1,7 @@
-"""The puzzle job: a parent, its block library and one child, stage by stage; the same command resumes it.
+"""The puzzle job: makes a parent, its block library and one child, stage by stage. The same command resumes it.
 
-Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run a model start `launcher.nproc_per_node`
-processes (`nemo_ext.puzzle.rank`) on each node; search and report run in this process.
+Training runs (`parent`, `heal`) are those of `nemo-ext train`. Stages that run a model start `launcher.nproc_per_node`
+processes (`nemo_ext.puzzle.rank`) on each node. Search and report run in this process.
 """
 
 import sys
@@ -40,7 +40,7 @@ ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "real
 
 
 def run(config: dict[str, Any]) -> None:
-    """Run the stages selected in the config, except finished ones.
+    """Run the stages selected in the config, skipping finished ones.
 
     Args:
         config: composed config, from `compose("puzzle", ...)`.
@@ -53,10 +53,10 @@ def run(config: dict[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> Settings:
-    """Check a composed config before any stage runs; input files may not exist yet.
+    """Check a composed config before any stage runs, and return its settings; input files may not exist yet.
 
     Raises:
-        ValueError: an invalid setting, stage or child name; packs without a validation set; or `puzzle.measure.table`
+        ValueError: a setting, stage or child name is invalid, packs have no validation set, or `puzzle.measure.table`
             does not match the settings.
     """
     chosen = settings(config["puzzle"])
@@ -103,7 +103,7 @@ def _read_table(chosen: Settings, parent: Description) -> None:
 
 
 class Job:
-    """A compression: runs its stages in order.
+    """A compression job, which runs its stages in order.
 
     Args:
         config: composed config.
@@ -167,19 +167,19 @@ class Job:
                 notice(f"{stage}: all shards are finished: continue without puzzle.shard")
 
     def _check(self) -> None:
-        """Raises ValueError if existing results do not match the config, before any work is done."""
+        """Raise ValueError if existing results do not match the config, before any work is done."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
 
     def _write_config(self) -> None:
-        """Writes the config that ranks read."""
+        """Write the config that ranks read."""
         folder = self.workspace.config.parent
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, self.config)
         write_versions(folder, sys.argv)
 
     def _run_stages(self, stages: Sequence[str]) -> None:
-        """Runs consecutive stages: several if they run on ranks, otherwise one."""
+        """Run consecutive stages: several if they run on ranks, otherwise one."""
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
             if stage not in todo:
@@ -262,7 +262,7 @@ class Job:
         return bool(tokens)
 
     def _train(self, config: dict[str, Any]) -> None:
-        """Trains until the last step.
+        """Train until the last step.
 
         Raises:
             ValueError: the run stopped early.
@@ -295,7 +295,7 @@ class Job:
         )
 
     def _cached_teacher(self) -> Path:
-        """Saves the teacher's most probable tokens for all sequences of healing; returns their folder."""
+        """Save the teacher's most probable tokens for all sequences used in healing, and return their folder."""
         heal, folder = self.chosen.heal, self.workspace.folder / "teacher"
         assert heal.top_k is not None
         run = self._run(folder, self.workspace.parent, heal.tokens, None)

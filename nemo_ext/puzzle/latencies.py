@@ -1,4 +1,4 @@
-"""Latencies of blocks in a serving engine, from a JSON file of the user instead of the roofline. No torch.
+"""Block latencies in a serving engine, from the user's JSON file instead of the roofline. Does not import torch.
 
     {"engine": "vLLM 0.32, H100", "batch": 32, "prompt": 2048, "context": 4096, "precision": "fp8",
      "cache_precision": "fp8", "latencies": [{"block": "*{kv=8}", "prefill_seconds": 0.031, "decode_seconds": 0.0004},
@@ -6,7 +6,7 @@
 
 Seconds are for the whole batch: for its prompts, and for one token of each sequence at full context. Values that a
 block does not set are the parent's; `outside` is everything except the blocks. To measure a block, take the difference
-of two models that contain it a different number of times.
+between two models that contain it a different number of times.
 """
 
 import json
@@ -36,7 +36,7 @@ class Latency:
     """Latency of one block.
 
     Attributes:
-        block: notation of the block, or `outside`.
+        block: the block's notation, or `outside`.
         prefill_seconds: seconds for the prompts of the whole batch.
         decode_seconds: seconds for one token of each sequence at full context.
     """
@@ -60,23 +60,23 @@ class Table:
 
 
 def blocks_to_measure(by_block: Iterable[Iterable[Variant]]) -> list[Block]:
-    """Distinct blocks that a search may choose."""
+    """List the distinct blocks that a search may choose, given each block's variants."""
     return list(dict.fromkeys(variant.block for each in by_block for variant in each if variant.block is not None))
 
 
 def read_table(
     file: Path, architecture: Architecture, required: Iterable[Block], serving: Serving
 ) -> dict[str, Latency]:
-    """Read latencies by full block notation, and of `outside`.
+    """Read the latencies as a mapping from full block notation, or `outside`, to latency.
 
     Args:
         file: the JSON file.
         architecture: the parent's architecture.
         required: blocks that the file must contain (`blocks_to_measure`).
-        serving: serving scenario of the measurement.
+        serving: serving scenario in which the latencies must have been measured.
 
     Raises:
-        ValueError: the file does not exist (a template is then written next to it), has another serving scenario, or
+        ValueError: the file does not exist (a template is then written next to it), is for another serving scenario, or
             has an invalid, repeated or missing block.
     """
     names = [*map(str, required), OUTSIDE]
@@ -114,7 +114,7 @@ def read_table(
 
 
 def _full(notation: str, architecture: Architecture, file: Path) -> str:
-    """Notation of a block with the parent's values filled in."""
+    """Return a block's notation with the parent's values filled in."""
     try:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))

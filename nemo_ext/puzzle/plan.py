@@ -1,4 +1,4 @@
-"""Total work of a compression's stages by the cost model: FLOPs, bytes gathered and written. No torch."""
+"""Estimates of the total work of a compression's stages: FLOPs, and bytes moved and written. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ class StageWork:
             weights of variants.
         host_bytes: bytes that each rank copies from host memory.
         written_bytes: bytes of weights written to disk.
-        passing_bytes: bytes of temporary files read and written by all ranks: block inputs, checkpoints of variants.
-        held_bytes: maximum bytes of block inputs on disk at a time.
+        passing_bytes: bytes of temporary files read and written by all ranks: block inputs and variants' checkpoints.
+        held_bytes: maximum bytes of block inputs on disk at any time.
     """
 
     stage: str
@@ -42,7 +42,7 @@ class StageWork:
     held_bytes: float = 0.0
 
     def hours(self, gpu: Gpu, ranks: int, nodes: int = 1) -> float:
-        """Estimated hours on `ranks` GPUs, with computation and communication in sequence, each at `REACHED`."""
+        """Estimate the hours on `ranks` GPUs: computation, then communication, each at `REACHED` of its peak."""
         # NCCL's rings use all network adapters of a node.
         link = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * ranks / nodes)
         seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / link + self.host_bytes / gpu.host
@@ -58,10 +58,10 @@ def stage_work(
     ranks: int,
     precision: str = "bf16",
 ) -> list[StageWork]:
-    """Work of library, distill and score; other stages only run a few passes over the evaluation set.
+    """Estimate the work of library, distill and score; other stages only run a few passes over the evaluation set.
 
     Args:
-        architecture: the parent's architecture with all values.
+        architecture: the parent's architecture with all values filled in.
         by_block: variants of each block, from `variants`.
         chosen: settings of the compression.
         seq_length: tokens per sequence.
@@ -77,7 +77,7 @@ def stage_work(
     weights = [size * _parameters(architecture, each[0].block) for each in by_block]
 
     def work(stage: str, flops: float, passed: float, written: float, sent: float = 0.0) -> StageWork:
-        """`passed`: bytes of the blocks that a rank runs; `sent`: bytes that ranks exchange in training."""
+        """Work of a stage in which each rank runs blocks of `passed` bytes, and ranks exchange `sent` bytes."""
         return StageWork(
             stage=stage,
             flops=flops,
@@ -127,7 +127,7 @@ def _alone(architecture: Architecture, block: Block) -> Architecture:
 
 
 def _forward(architecture: Architecture, block: Block | None, seq_length: int) -> float:
-    """Forward FLOPs per token of a block."""
+    """Forward FLOPs per token of a block; 0 for a no-op."""
     if block is None:
         return 0.0
     return cost.block_forward_flops_per_token(_alone(architecture, block), 1, seq_length=seq_length)

@@ -1,9 +1,9 @@
-"""Process of one rank of Puzzle's stages.
+"""Entry point of a rank that runs Puzzle's stages.
 
     torchrun --nproc-per-node N -m nemo_ext.puzzle.rank RUN_DIR/CHILD/config.yaml library distill score cost
 
-Data are split among ranks; each holds the whole parent, or its shard (`puzzle.fsdp`).
-Finished stages are skipped, interrupted ones resume.
+Data are split among ranks; each holds the whole parent, or its shard of it (`puzzle.fsdp`).
+Finished stages are skipped, and interrupted ones are resumed.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""One-page report of a child: architecture, cost, loss before and after healing; Markdown with pictures. No torch."""
+"""One-page Markdown report on a child: its architecture, its cost, and its loss before and after healing.
+
+Does not import torch.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,7 @@ STATES = {
 
 
 def write_report(workspace: Workspace, chosen: Settings) -> Path:
-    """Write `report.md` and its pictures to the child's folder; returns its path.
+    """Write `report.md` and its pictures to the child's folder, and return the report's path.
 
     Raises:
         ValueError: the child has not been evaluated yet.
@@ -104,12 +107,12 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
-    """Loss in bits per byte of text; None if the tokenizer is unknown."""
+    """Loss in bits per byte of text; None if the number of bytes is unknown, as the config has no tokenizer."""
     return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
 
 
 def _with_interval(difference: Mapping[str, Any] | None) -> str:
-    """A paired difference with its interval; empty if it was not measured."""
+    """Format a paired difference with its interval; empty if it was not measured."""
     if difference is None:
         return ""
     if difference["interval"] is None:
@@ -119,7 +122,7 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
 
 
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
-    """Draws the loss above the parent's against parameters, with intervals: the child's states and the baselines."""
+    """Plot the loss above the parent's against parameters, with intervals, for the child's states and the baselines."""
     from matplotlib import colormaps
 
     (axes,) = report.picture("loss against parameters", LOSSES, 8, 4.5)
@@ -135,7 +138,7 @@ def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
-    """Speedup over the parent with its range over rounds, marked if it may be noise."""
+    """Format the speedup over the parent with its range over rounds, marked as noise if the range includes 1."""
     if row is parent:
         return "1x"
     rounds = row.get("speedups")
@@ -184,11 +187,11 @@ _PICTURES = {
     "blocks_parent.png": ("Blocks before",),
     "blocks_child.png": ("Blocks after",),
 }
-"""Title and text of the report's sections, by picture."""
+"""Mapping from pictures to the title and text of their sections in the report."""
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Notation of the child, and before fusion if fusion changed it."""
+    """Describe the child's blocks in notation, and those before fusion if fusion changed them."""
     last, chosen = rows[-1], next(row for row in rows if row["name"] == "child")
     text = f"{last['blocks']} blocks: `{last['pattern']}`"
     if chosen["pattern"] == last["pattern"]:

@@ -1,4 +1,4 @@
-"""File of replace-one-block scores: one line of JSON per variant. No torch."""
+"""File of replace-one-block scores, with one JSON line per variant. Does not import torch."""
 
 import json
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from nemo_ext.job.records import append_lines, read_lines
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one replacement.
+    """Scores of a model in which one block is replaced by one of its variants.
 
     Attributes:
         block: 1-based number of the block.
         variant: name of the variant.
-        kl: KL divergence, nats per token.
-        loss: language model loss, nats per token.
-        cosine: 1 - cosine similarity of the last hidden states.
-        tokens: number of tokens in the calibration set.
+        kl: KL divergence from the parent, in nats per token.
+        loss: language model loss, in nats per token.
+        cosine: 1 - cosine similarity to the parent's last hidden states.
+        tokens: number of predicted tokens in the calibration set.
     """
 
     block: int
@@ -40,17 +40,17 @@ def read_scores(file: Path) -> list[Score]:
 
 
 def append_scores(file: Path, scores: Sequence[Score]) -> None:
-    """Append lines after the last complete line."""
+    """Append scores to the file, one per line, dropping an incomplete last line."""
     append_lines(file, scores, Score, what="a score")
 
 
 def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:
-    """Merge score files of shards into one, in the order in which a single process would score variants.
+    """Merge the shards' score files into one, in the order in which a single process would score the variants.
 
     Args:
-        file: file to write.
-        parts: score files of shards; removed.
-        order: (block, variant) of all variants.
+        file: file to write; scores that it already has are kept.
+        parts: the shards' score files, which are then removed.
+        order: (1-based block number, variant name) of all variants, in the required order.
     """
     known = {(score.block, score.variant): score for each in (*parts, file) for score in read_scores(each)}
     if known:

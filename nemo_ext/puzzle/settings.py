@@ -1,4 +1,4 @@
-"""Settings of the `puzzle:` section of a config. No torch."""
+"""Settings in a config's `puzzle:` section. Does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -27,10 +27,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
 
 
 def limit(where: str, value: Any, *, at_least: bool = False) -> Limit:
-    """Parse a limit: a number (upper bound, or lower with `at_least`) or `{lower: ..., upper: ...}`.
+    """Parse a limit at the key `where`: a number (upper bound, or lower with `at_least`) or `{lower: ..., upper: ...}`.
 
     Raises:
-        ValueError: it is neither, or its bounds cross.
+        ValueError: it is neither, its bounds cross, or it has an upper bound despite `at_least`.
     """
     if value == {}:
         raise ValueError(f"{where}={{}}: expected a number, or {{lower: ..., upper: ...}}")
@@ -70,11 +70,11 @@ class Training:
     Attributes:
         steps: training steps per variant; 0 keeps the weights initialised from the parent.
         batch: global batch size in sequences, over all ranks.
-        lr: peak learning rate of AdamW, decayed to zero by a cosine after a short warm-up.
+        lr: peak learning rate of AdamW, with cosine decay to zero after a short warm-up.
         together: maximum number of variants trained in one forward pass of the parent; bounds memory use.
         clip: maximum gradient norm of a variant.
-        save_interval: steps between checkpoints of variants in training.
-        inputs: folder for block inputs passed between groups of variants; None to run the parent again for each group.
+        save_interval: steps between checkpoints of the variants in training.
+        inputs: folder for block inputs passed between groups of variants; null to rerun the parent for each group.
     """
 
     steps: NonNegativeInt = 1000
@@ -92,8 +92,8 @@ class Measure:
 
     Attributes:
         enabled: True to measure latencies on this machine.
-        min_seconds: minimum total duration of the repetitions of a measurement.
-        table: JSON file with latencies of a serving engine (`nemo_ext.puzzle.latencies`).
+        min_seconds: minimum total duration of a measurement's repetitions, in seconds.
+        table: JSON file with latencies in a serving engine (format: `nemo_ext.puzzle.latencies`).
     """
 
     enabled: bool = False
@@ -110,7 +110,7 @@ class Sweep:
     """Pareto front to draw.
 
     Attributes:
-        resource: resource on the horizontal axis; null for no front.
+        resource: resource on the horizontal axis; null to draw no front.
         smallest: leftmost point, as a fraction of the parent's total.
         points: number of points.
     """
@@ -130,13 +130,13 @@ class Search:
 
     Attributes:
         metric: score to minimise.
-        shares: resource -> upper bound as a fraction of the parent's total; or `{lower: ..., upper: ...}`.
-        limits: the same in the resource's unit; for `throughput`, in tokens/s, a number is a lower bound.
-        pool: number of choices evaluated on real data; the best becomes the child.
+        shares: for each resource, its upper bound or `{lower: ..., upper: ...}`, as fractions of the parent's total.
+        limits: the same in the resource's own unit; for `throughput`, in tokens/s, a number is a lower bound.
+        pool: number of choices evaluated on real data; the best one becomes the child.
         min_distance: minimum number of blocks in which any two choices differ.
         gap: relative optimality gap of the score.
-        time_limit: time limit in seconds.
-        sweep: see `Sweep`.
+        time_limit: time limit of the search in seconds.
+        sweep: Pareto front to draw.
     """
 
     metric: Literal["kl", "loss", "cosine"] = "kl"
@@ -168,10 +168,10 @@ class Fuse:
         enabled: True to fuse runs of FFN blocks.
         keep_last: True to keep the last FFN of every run unfused.
         max_width: maximum width of a fused block.
-        max_bytes: maximum bytes of a fused block's weights in `puzzle.serving.precision`.
+        max_bytes: maximum size of a fused block's weights, in bytes at `puzzle.serving.precision`.
         max_blocks: maximum number of blocks merged into one.
         max_groups: maximum number of fused blocks.
-        largest_dependency: maximum mean dependency of blocks that are fused.
+        largest_dependency: maximum mean dependency between blocks that are fused.
     """
 
     enabled: bool = True
@@ -188,16 +188,16 @@ class Heal:
     """Settings of the child's knowledge distillation and further training.
 
     Attributes:
-        tokens: length of the distillation; 0 skips it.
-        lr: peak learning rate, decayed by a cosine to a tenth.
-        warmup_tokens: length of the linear warm-up.
-        teacher: `online` to run it with the child; `cached` to write its most probable tokens to disk first.
+        tokens: length of the distillation in tokens; 0 skips it.
+        lr: peak learning rate, with cosine decay to a tenth of it.
+        warmup_tokens: length of the linear warm-up in tokens.
+        teacher: `online` to run it alongside the child; `cached` to write its most probable tokens to disk first.
         kl_weight: weight of the KL divergence from the teacher.
         lm_weight: weight of the language model loss.
-        temperature: temperature of both distributions.
-        top_k: number of the teacher's most probable tokens to distil on; null for all.
+        temperature: softmax temperature of both the teacher's and the child's distribution.
+        top_k: number of the teacher's most probable tokens to distil from; null for all.
         continue_tokens: tokens of ordinary training afterwards; 0 skips it.
-        megatron: further Megatron flags of these runs.
+        megatron: additional Megatron flags for these runs.
     """
 
     tokens: NonNegativeFloat = 0
@@ -254,14 +254,14 @@ class Settings:
             raise ValueError(f"puzzle.shard={self.shard} requires a single stage: add {stages}")
 
     def runs(self, stage: str) -> bool:
-        """True if a stage is selected."""
+        """Return whether a stage is selected."""
         return self.stages is None or stage in self.stages
 
 
 def settings(section: Mapping[str, Any]) -> Settings:
-    """Check and parse section `puzzle` of a composed config.
+    """Check and parse a composed config's `puzzle` section.
 
     Raises:
-        ValueError: an invalid value, with its key and the valid values.
+        ValueError: a value is invalid; the message names its key and the valid values.
     """
     return checked(Settings, section, "puzzle", strict=True)

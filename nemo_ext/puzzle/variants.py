@@ -1,7 +1,7 @@
-"""Variants of each block of a parent (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
+"""Variants of each of a parent's blocks (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
 
-A variant is a block in the notation, or a no-op. Variants do not depend on neighbouring blocks, so a library grows with
-the number of blocks, not with the combinations of attention and FFN.
+A variant is a block in pattern notation, or a no-op. Variants do not depend on neighbouring blocks, so a library grows
+with the number of blocks, not with the number of combinations of attention and FFN.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class Choices:
         top_k: smaller numbers of experts per token.
         expert_ffn: fractions of an expert's width.
         mamba_heads: fractions of a Mamba-2 block's heads.
-        linear: True for variants that replace a block by one linear map.
-        no_op: True for variants that remove a block.
+        linear: True to include variants that replace a block with a single linear map.
+        no_op: True to include variants that remove a block.
     """
 
     kv: Shares = (0.5, 0.25, 0.125)
@@ -55,7 +55,7 @@ class Variant:
     Attributes:
         number: 0-based number of the block in the parent.
         name: short name, unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
-        block: the block with all values; None for a no-op.
+        block: the block with all values filled in; None for a no-op.
     """
 
     number: int
@@ -64,9 +64,9 @@ class Variant:
 
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
-    """Variants of every block of a parent, the unchanged block first.
+    """List the variants of each of the parent's blocks, the unchanged block first.
 
-    A block that already is a linear map can only be kept or removed.
+    A block that is already a linear map can only be kept or removed.
     """
     chosen = choices or Choices()
     return [_variants_of(number, block, chosen) for number, block in enumerate(parent.sizes)]
@@ -88,7 +88,7 @@ def _variants_of(number: int, block: Block, choices: Choices) -> list[Variant]:
 
 
 def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
-    """Values that differ from the parent's, by name of the variant."""
+    """Mapping from variant names to the values that differ from the parent's."""
     if block.kind == "*":
         kv, window = block.size("kv"), block.size("window")
         found = {f"kv{n}": {"kv": n} for n in _parts(kv, choices.kv) if kv % n == 0}
@@ -107,6 +107,6 @@ def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
 
 
 def _parts(size: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
-    """Fractions of a size, rounded up to a multiple; distinct, smaller than the size, largest first."""
+    """Fractions of a size, rounded up to a multiple: distinct, smaller than the size, and in descending order."""
     parts = {-(-round(size * share, 6) // multiple) * multiple for share in shares}
     return sorted((int(part) for part in parts if 0 < part < size), reverse=True)

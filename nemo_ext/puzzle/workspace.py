@@ -1,9 +1,9 @@
-"""Folder layout of a compression, and the records of its finished stages. No torch.
+"""Folder layout of a compression, and the records of its finished stages. Does not import torch.
 
 RUN_DIR/parent/            training run of the parent, if the job trains it
 RUN_DIR/blocks/            shared by all children: variants and their scores
 RUN_DIR/CHILD/             one child: costs, search, weights, fusion, healing, report
-RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; results are stored with those of the whole stage
+RUN_DIR/CHILD/shards/IofN/ config and logs of a stage's shard; its results are stored with the whole stage's
 """
 
 import hashlib
@@ -45,7 +45,7 @@ SHARED = ("parent", "library", "distill", "score")
 """Stages whose results are shared by all children."""
 
 RENEWED = ("front", "evaluate", "report")
-"""Stages that only read and report; run again when their settings or earlier results have changed."""
+"""Stages that only read and report; they are run again when their settings or earlier results have changed."""
 
 MODEL = "model"
 """Name of the link in a child's folder to its newest checkpoint."""
@@ -66,21 +66,21 @@ class Workspace:
         initial: library of variants with weights initialised from the parent.
         trained: library of trained variants.
         scores: file of replace-one-block scores.
-        own_scores: file of the scores that this command computes; the shard's, if there is one.
+        own_scores: file of the scores that this command computes: the shard's file if there is a shard, else `scores`.
         folder: the child's folder.
         config: composed config of the last command; logs are in the same folder.
-        costs: file with the resources of every variant.
+        costs: file with every variant's costs.
         measured: file of measured latencies.
-        weights: checkpoint of the child.
-        fused: checkpoint of the child after fusion, if blocks were fused.
+        weights: the child's checkpoint before fusion.
+        fused: the child's checkpoint after fusion, if blocks were fused.
         healed: run that distils the parent into the child.
         pretrained: training run that continues after healing.
         exported: the child in Hugging Face format.
-        model: link to the newest checkpoint of the child.
+        model: link to the child's newest checkpoint.
     """
 
     def __init__(self, config: Mapping[str, Any], chosen: Settings) -> None:
-        """Paths for a composed config and its checked `puzzle` section."""
+        """Derive the paths from a composed config and its checked `puzzle` section."""
         self._identity = _identity(config, json.loads(TypeAdapter(Settings).dump_json(chosen)))
         self.run_dir, self.child = Path(config["run_dir"]), chosen.child
         self.shard = None if chosen.shard is None else Shard.parse(chosen.shard)
@@ -98,39 +98,39 @@ class Workspace:
         self.exported, self.model = self.folder / "huggingface", self.folder / MODEL
 
     def block_inputs(self, folder: str) -> Path:
-        """Subfolder that belongs only to this distillation and shard."""
+        """Return the subfolder of `folder` that belongs only to this distillation and shard."""
         made_of = digest([str(self.folder.resolve()), self._now("distill")])[:16]
         return Path(folder) / (made_of if self.shard is None else f"{made_of}_{self.shard.label}")
 
     def scores_of_shards(self) -> list[Path]:
-        """Existing score files of shards."""
+        """List the shards' existing score files."""
         return sorted(self.blocks.glob("scores_*of*.jsonl"))
 
     def realised(self) -> Path:
-        """Checkpoint of the child before healing: the fused one if it exists."""
+        """Return the child's checkpoint before healing: the fused one if it exists, otherwise `weights`."""
         return self.fused if self.fused.is_dir() else self.weights
 
     def newest(self) -> Path:
-        """Newest checkpoint or run of the child: further training, healing, or `realised`."""
+        """Return the child's newest checkpoint or run: further training, healing, or `realised`."""
         runs = (self.pretrained, self.healed)
         return next((run for run in runs if (run / "checkpoints").is_dir()), self.realised())
 
     def link(self) -> None:
-        """Point the link at the newest checkpoint of the child, if there is one."""
+        """Point the link `model` at the child's newest checkpoint, if there is one."""
         newest = self.newest()
         if newest.is_dir():
             self.model.unlink(missing_ok=True)
             self.model.symlink_to(newest.relative_to(self.folder))
 
     def record(self, stage: str) -> Path:
-        """Path of the record of a finished stage."""
+        """Return the path of a stage's completion record."""
         return (self.blocks if stage in SHARED else self.folder) / "stages" / f"{stage}.json"
 
     def is_finished(self, stage: str) -> bool:
-        """True if a stage, or this shard of it, was finished with the same settings and inputs.
+        """Return whether a stage, or this shard of it, was finished with the same settings and inputs.
 
         Raises:
-            ValueError: it was finished or begun with other settings or inputs; a stage that had nothing to do or only
+            ValueError: it was begun or finished with other settings or inputs. A stage that had nothing to do or only
                 reports is run again instead.
         """
         finished = self.record(stage).is_file()
@@ -147,7 +147,7 @@ class Workspace:
         return finished or (own is not None and self._is_done(own))
 
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
-        """True if a stage's record has the same settings and inputs; False if the stage may run again."""
+        """Return True if a stage's record has the same settings and inputs, and False if the stage may run again."""
         record, now = json.loads(file.read_text()), self._now(stage)
         if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
             return True
@@ -158,10 +158,10 @@ class Workspace:
         raise ValueError(f"{what} from results that have been replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
-        """Record the settings of a stage, or shard, that begins, so that it is not resumed with others.
+        """Record the settings of a stage, or shard, that is starting, so that it is not resumed with others.
 
         Raises:
-            ValueError: the stage was split into another number of shards.
+            ValueError: the stage was split into a different number of shards.
         """
         if self.shard is None:
             note(self._begun(stage), self._now(stage))
@@ -193,20 +193,20 @@ class Workspace:
             file.unlink()
 
     def unfinished_shards(self, stage: str) -> list[Shard]:
-        """Unfinished shards of a stage that was begun in shards."""
+        """List a stage's unfinished shards; empty if it was not begun in shards."""
         shards = self._shards(stage)
         every = {Shard(number, shard.count) for shard in shards for number in range(shard.count)}
         return sorted(shard for shard in every if shard not in shards or not self._is_done(shards[shard]))
 
     def missing(self, stage: str) -> list[str]:
-        """Unfinished stages whose results a stage needs."""
+        """List the unfinished stages whose results a stage needs."""
         return [need for need in STAGES[stage] if not self.record(need).is_file()]
 
     def _begun(self, stage: str) -> Path:
         return self.record(stage).with_suffix(".begun.json")
 
     def _shards(self, stage: str) -> dict[Shard, Path]:
-        """Records of a stage's shards, which are removed when the whole stage is finished."""
+        """Mapping from a stage's shards to their records, which are removed when the whole stage is finished."""
         return {Shard.from_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
 
     def _is_done(self, shard: Path) -> bool:
@@ -239,7 +239,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _fingerprint(folder: Path) -> dict[str, Any]:
-    """Identity of a checkpoint without reading its tensors."""
+    """Identify a checkpoint by its files, without reading its tensors."""
     files = [file.stat() for file in folder.iterdir() if file.is_file()]
     return {
         "folder": str(folder.resolve()),
@@ -250,7 +250,7 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings that decide the results of each stage."""
+    """Mapping from each stage to the settings that determine its results."""
 
     def part(*names: str) -> dict[str, Any]:
         return {name: section[name] for name in names}

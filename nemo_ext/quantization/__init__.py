@@ -1,1 +1,1 @@
-"""Post-training quantisation: a precision plan for ModelOpt, calibration, and checkpoints for vLLM."""
+"""Post-training quantisation: calibrates a model with ModelOpt by a precision plan, and writes checkpoints for vLLM."""

@@ -1,8 +1,8 @@
-"""Calibration data: random samples of an SFT set, as batches of token ids without padding.
+"""Calibration data: random samples from an SFT set, as batches of token ids without padding.
 
-The data are packs of `nemo-ext sft_data` (a prefix, or the directory that contains `train`), or conversations in JSONL
-or Parquet, rendered with the model's chat template. Padding would affect the scales of inputs, so all samples of a
-batch have the same length.
+The data are packs from `nemo-ext sft_data` (a prefix, or the directory that contains `train`), or conversations in
+JSONL or Parquet, rendered with the model's chat template. Padding would affect the scales of inputs, so all samples in
+a batch have the same length.
 """
 
 import heapq
@@ -40,12 +40,12 @@ class CalibrationSettings:
     """Source and amount of calibration data.
 
     Attributes:
-        data: prefix of packs, the directory of `nemo-ext sft_data`, or files of conversations.
+        data: prefix of packs, output directory of `nemo-ext sft_data`, or files of conversations.
         samples: number of calibration samples; 1024 as for Nemotron 3 Nano (paper section 4).
-        held_out: number of further samples, on which the model is compared before and after.
-        max_length: maximum tokens of a sample; longer samples are truncated.
-        batch_tokens: maximum tokens of a batch.
-        template: chat template for conversations; None for the template in the model's directory.
+        held_out: number of additional samples, on which the model is compared before and after quantisation.
+        max_length: maximum tokens per sample; longer samples are truncated.
+        batch_tokens: maximum tokens per batch.
+        template: chat template for conversations; null to use the one in the model's directory.
         seed: seed of the selection.
     """
 
@@ -65,7 +65,7 @@ class CalibrationData:
     Attributes:
         samples: token ids of the calibration samples.
         held_out: token ids of the held-out samples.
-        available: number of samples available.
+        available: number of samples in the data.
     """
 
     samples: Sequence[Ids]
@@ -79,7 +79,7 @@ class CalibrationData:
 
 
 def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> CalibrationData:
-    """Select the samples.
+    """Select the calibration and held-out samples.
 
     Args:
         settings: source and amount of the data.
@@ -113,7 +113,7 @@ def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
 
     Args:
         samples: token ids of each sample.
-        batch_tokens: maximum tokens of a batch; a longer sample is a separate batch.
+        batch_tokens: maximum tokens per batch; a longer sample forms its own batch.
     """
     for length, group in groupby(sorted(samples, key=len, reverse=True), key=len):
         rows = list(group)
@@ -123,7 +123,7 @@ def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
 
 
 def data_files(settings: CalibrationSettings) -> list[Path]:
-    """Files of the calibration data.
+    """List the files of the calibration data.
 
     Raises:
         ValueError: the files do not exist.
@@ -143,14 +143,14 @@ def _conversations(settings: CalibrationSettings) -> ConversationSource:
 
 
 def _packed(data: str) -> Path | None:
-    """Prefix of the packs at a path; None for conversations."""
+    """Return the prefix of the packs at a path; None if there are none, as for conversations."""
     path = Path(data).expanduser()
     prefix = path / "train" if path.is_dir() else path
     return prefix if is_packed(prefix) else None
 
 
 def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple[list[Ids], int]:
-    """Distinct samples of packs in random order, and the number of samples in the packs."""
+    """Read distinct samples from packs in random order; also return the number of samples in the packs."""
     manifest = read_packed_manifest(prefix)
     identity = manifest.tokenizer_identity
     if identity.startswith("huggingface-") and (model / "tokenizer.json").is_file():
@@ -175,7 +175,7 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Token ids of conversations with distinct ids in random order, and the number of distinct ids."""
+    """Tokenise conversations with distinct ids in random order; also return the number of distinct ids."""
     source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
     template = Template.load(settings.template if settings.template is not None else model)
     encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)

@@ -18,14 +18,14 @@ _ROWS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Means over the predicted tokens.
+    """Comparison of a model before and after quantisation, averaged over the predicted tokens.
 
     Attributes:
         tokens: number of predicted tokens.
         loss_before: cross-entropy in nats without quantisation.
         loss_after: cross-entropy in nats with quantisation.
         divergence: KL(original model || quantised model), in nats.
-        agreement: share of tokens for which both models have the same most likely token.
+        agreement: fraction of tokens for which both models have the same most likely token.
     """
 
     tokens: int
@@ -36,12 +36,12 @@ class Comparison:
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """Perplexity before and after."""
+        """Perplexity before and after quantisation."""
         return exp(self.loss_before), exp(self.loss_after)
 
 
 def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -> Comparison:
-    """Run samples through a calibrated model with its quantizers off and on.
+    """Compare a calibrated model with its quantizers off and on, on the same samples.
 
     Args:
         model: the model after `mtq.quantize`.
@@ -72,7 +72,7 @@ def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -
 
 
 def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
-    """Sums over tokens of both losses, KL divergence and agreement. Logits are `[tokens, vocabulary]`."""
+    """Sum both losses, KL divergence and agreement over tokens, `[4]`. Logits are `[tokens, vocabulary]`."""
     import torch
     from torch.nn import functional
 

@@ -47,7 +47,7 @@ def export(
     extras: Path,
     shard_gigabytes: float,
 ) -> None:
-    """Write a calibrated model.
+    """Write a calibrated model as a Hugging Face directory.
 
     Args:
         model: the model after `mtq.quantize`; ModelOpt packs its weights in place.
@@ -55,9 +55,9 @@ def export(
         source: the checkpoint from which the model was loaded.
         listed: the checkpoint's matrices with their precisions.
         exclude: names of the modules outside FP8.
-        names: checkpoint tensor -> its name in the transformers model.
+        names: mapping from the checkpoint's tensors to their names in the transformers model.
         extras: directory with the tokenizer and other files to copy.
-        shard_gigabytes: size of a file in gigabytes.
+        shard_gigabytes: maximum size of a weight file in GB.
     """
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -76,7 +76,7 @@ def export(
 def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
-    """Tensors that transformers loads in a type other than the checkpoint's, by their names in the model."""
+    """Read the tensors that transformers loads in a type other than the checkpoint's, keyed by their model names."""
     # Stacked experts, in the checkpoint or only in transformers, share one type; `check` reports a mismatch.
     skipped = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
     skipped |= {stacked for stacked, _ in _single_experts(listed).values()}
@@ -113,10 +113,10 @@ def check(
         tensors: names of all of the checkpoint's tensors.
 
     Returns:
-        Bytes `before` and `after` of the matrices of each precision, of `scales`, and of `others`.
+        Bytes `before` and `after`, each keyed by the matrices' planned precision, `scales` and `others`.
 
     Raises:
-        CheckpointError: a tensor is missing or unknown, has another precision than planned, or changed outside FP8.
+        CheckpointError: a tensor is missing or unknown, has a precision other than planned, or changed outside FP8.
     """
     import torch
 
@@ -154,7 +154,7 @@ def check(
 
 
 def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
-    """Stacked tensor and expert number by the name that ModelOpt writes for each expert of a stacked checkpoint."""
+    """Map the name that ModelOpt writes for each expert of a stacked checkpoint to (stacked tensor, expert number)."""
     return {
         f"{above}.{expert}.{matrix_name}.weight": (matrix.tensor, expert)
         for matrix in listed
@@ -165,7 +165,7 @@ def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """Bytes of a tensor, for comparisons in which NaN equals itself."""
+    """View a tensor as bytes, for comparisons in which NaN equals itself."""
     import torch
 
     return tensor.contiguous().flatten().view(torch.uint8)

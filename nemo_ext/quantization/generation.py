@@ -1,4 +1,4 @@
-"""Arguments of vLLM for generation in a plan's precision, from an exported or a BF16 checkpoint."""
+"""vLLM's arguments for generating in a plan's precision, from an exported or a BF16 checkpoint."""
 
 import json
 import re
@@ -17,17 +17,17 @@ ONLINE = {
     "blockwise": "fp8_per_block",
     "mxfp8": "mxfp8",
 }
-"""FP8 recipe of a plan -> vLLM's scheme for quantising weights while loading them
-(docs/features/quantization/online.md). Scales of inputs are dynamic."""
+"""Mapping from a plan's FP8 recipe to vLLM's scheme for quantising weights while loading them
+(docs/features/quantization/online.md). Input scales are dynamic."""
 
 
 def vllm_arguments(plan: Plan) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json sets all but the KV cache."""
+    """Return `vllm.LLM` arguments for a `nemo-ext quantize` checkpoint, whose config.json sets all but the KV cache."""
     return {"kv_cache_dtype": "fp8"} if plan.kv_cache == "fp8" else {}
 
 
 def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a BF16 checkpoint that vLLM quantises by the plan while loading it.
+    """Return the `vllm.LLM` arguments for a BF16 checkpoint that vLLM quantises by the plan while loading it.
 
     Args:
         plan: precision plan of the weights.
@@ -54,7 +54,7 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """Names, starting with `layers.`, of linear modules outside FP8; the experts of a block count as one module.
+    """List the names, from `layers.` on, of linear modules outside FP8; a block's experts count as one module.
 
     Modules that engines never run in FP8 are omitted: routers, convolutions, embedding and output layer.
     """
@@ -62,7 +62,7 @@ def high_modules(listed: Sequence[Matrix]) -> list[str]:
 
 
 def never_quantised(listed: Sequence[Matrix]) -> list[str]:
-    """Routers, convolutions and output layer, which `high_modules` omits, for engines that need them listed."""
+    """List routers, convolutions and output layer, which `high_modules` omits, for engines that need them listed."""
     return _names(m for m in listed if m.precision != "fp8" and m.weight.part in _NEVER - {EMBEDDING})
 
 
@@ -72,7 +72,7 @@ def _names(matrices: Iterable[Matrix]) -> list[str]:
 
 
 def cli_words(arguments: dict[str, Any]) -> list[str]:
-    """Keywords of `vllm.LLM` as arguments of `vllm serve`."""
+    """Convert arguments of `vllm.LLM` to command-line arguments of `vllm serve`."""
     words = []
     for key, value in arguments.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -81,5 +81,5 @@ def cli_words(arguments: dict[str, Any]) -> list[str]:
 
 
 def serve_words(folder: Path, plan: Plan) -> list[str]:
-    """Shell-quoted words of the command that serves a checkpoint of `nemo-ext quantize`."""
+    """Return the shell-quoted words of the command that serves a checkpoint made by `nemo-ext quantize`."""
     return [shlex.quote(word) for word in ("vllm", "serve", str(folder), *cli_words(vllm_arguments(plan)))]

@@ -1,4 +1,4 @@
-"""Job `quantize`: makes an FP8 checkpoint for vLLM from a checkpoint and a precision plan, with a report."""
+"""The `quantize` job: makes an FP8 checkpoint for vLLM from a checkpoint and a precision plan, with a report."""
 
 import contextlib
 import importlib.resources
@@ -54,15 +54,15 @@ _WITHOUT_MODELOPT = "nemo-ext quantize requires ModelOpt: pip install 'nemo_ext[
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Checked quantisation job, before anything is written.
+    """A checked quantisation job, before anything is written.
 
     Attributes:
         conversion: plan for reading the source; a Megatron checkpoint is converted to Hugging Face format.
         conversion_settings: settings of the conversion.
-        to: directory to write.
+        to: directory to write to.
         plan: precision plan of the weights.
         calibration: settings of the calibration data.
-        device: device of the model.
+        device: device on which the model runs.
         listed: the checkpoint's matrices with their precisions.
         remarks: remarks for the user.
     """
@@ -78,16 +78,16 @@ class Work:
 
     @property
     def tensors(self) -> list[str]:
-        """Names of all tensors of the Hugging Face checkpoint."""
+        """Names of all tensors in the Hugging Face checkpoint."""
         return [name for entry in self.conversion.format.entries(self.conversion.description) for name in entry.names]
 
     @property
     def converted(self) -> Path:
-        """Temporary directory of a Megatron checkpoint in Hugging Face format, removed when the job is done."""
+        """Temporary directory for a Megatron checkpoint in Hugging Face format, removed when the job is done."""
         return self.to.with_name(f".{self.to.name}.huggingface")
 
     def identity(self) -> dict[str, Any]:
-        """Inputs that determine the content of the directory, used to resume the job."""
+        """Return the inputs that determine the directory's content, used to resume the job."""
         reader = self.conversion.reader
         return {
             "from": [str(reader.path.resolve()), fingerprint(reader)],
@@ -100,7 +100,7 @@ class Work:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Quantise a checkpoint by a config.
+    """Quantise a checkpoint as configured.
 
     Raises:
         ValueError: a key is invalid, no engine can serve the model or plan, or ModelOpt is not installed.
@@ -130,10 +130,10 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def prepare(config: Mapping[str, Any]) -> Work:
-    """Check everything that can be checked before the model is loaded.
+    """Check everything that can be checked before the model is loaded, and return the checked job.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: a key is invalid, or no engine can serve the model or plan.
     """
     options = read_settings(config)
     to, plan = folder_to_make(options.to), options.plan
@@ -229,7 +229,7 @@ def _quantise(work: Work) -> None:
 
 
 def _hugging_face(work: Work) -> SafetensorsReader:
-    """Reader of the source, or of its conversion to Hugging Face format if it is a Megatron checkpoint."""
+    """Open the source, converting it to Hugging Face format first if it is a Megatron checkpoint."""
     reader = work.conversion.reader
     if isinstance(reader, SafetensorsReader):
         return reader
@@ -246,7 +246,7 @@ def _hugging_face(work: Work) -> SafetensorsReader:
 def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
     """Load the model with transformers, in the checkpoint's types.
 
-    For a class that transformers does not have, our modelling files are run, never the files in the directory.
+    If transformers does not have the model's class, our own modelling files are run, never those in the directory.
 
     Args:
         folder: Hugging Face directory.
@@ -267,7 +267,7 @@ def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
 
 @contextlib.contextmanager
 def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
-    """The directory, or for a format with modelling files a temporary directory of links with our files."""
+    """Yield the directory or, if its format needs modelling files, a temporary copy (by links) that contains ours."""
     if not found.code:
         yield folder
         return
@@ -296,7 +296,7 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
     """Insert ModelOpt's quantizers into the model and calibrate their scales on the samples.
 
     Raises:
-        ValueError: ModelOpt is not installed, or a quantizer was reached by no sample.
+        ValueError: ModelOpt is not installed, or no sample reached a quantizer.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""ModelOpt config of a precision plan: enabled quantizers of a Hugging Face model, and their scaling.
+"""ModelOpt config for a precision plan: a Hugging Face model's enabled quantizers, and their scaling.
 
         plan, description -> matrices (formats/)        all matrices of the checkpoint, with their parts of the plan
         matrices, model   -> parameters                 their names in the transformers model
@@ -27,7 +27,7 @@ PARTS: Mapping[str, str] = {
     **{"in_proj": "in_proj", "conv1d": "conv1d", "out_proj": "out_proj"},
     **{"shared_up": "shared_fc1", "shared_down": "shared_fc2"},
 }
-"""Role of a checkpoint's matrix (`nemo_ext.checkpoint.parameters`) -> part of a plan."""
+"""Mapping from the role of a checkpoint's matrix (`nemo_ext.checkpoint.parameters`) to its part in a plan."""
 _E4M3 = {"num_bits": (4, 3)}
 _TENSOR = {**_E4M3, "axis": None}
 _MX = {**_E4M3, "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
@@ -39,7 +39,7 @@ SCALINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "blockwise": ({**_E4M3, "block_sizes": {-1: 128, -2: 128}}, None),
     "mxfp8": (_MX, _MX),
 }
-"""FP8 recipe of a plan -> ModelOpt's attributes of weight and input quantizers; None means unquantised inputs."""
+"""Mapping from a plan's FP8 recipe to ModelOpt's attributes of weight and input quantizers; None if unquantised."""
 _KEY = "k"
 
 
@@ -68,7 +68,7 @@ class Matrix:
 
 
 def matrices(plan: Plan, description: Description, checkpoint_format: Format) -> list[Matrix]:
-    """All matrices of a checkpoint with their precisions, in model order.
+    """List all matrices of a checkpoint with their precisions, in model order.
 
     Args:
         plan: precision plan of the weights.
@@ -90,7 +90,7 @@ def matrices(plan: Plan, description: Description, checkpoint_format: Format) ->
 
 
 def _part(role: Role) -> str | None:
-    """Part of a plan that contains a parameter; None for norms, biases and Mamba's per-head parameters."""
+    """Return the part of a plan that contains a parameter; None for norms, biases and Mamba's per-head parameters."""
     module, parameter = role
     if module == "experts":  # stacked: the parameter is the matrix
         return PARTS[parameter.removesuffix("_proj")]
@@ -98,10 +98,10 @@ def _part(role: Role) -> str | None:
 
 
 def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, str]:
-    """Checkpoint tensor -> parameter name in the transformers model; stacked experts share one name.
+    """Map a checkpoint's tensors to parameter names in the transformers model; stacked experts share one name.
 
     Raises:
-        ValueError: the model does not have a parameter.
+        ValueError: the model does not have one of the parameters.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -120,12 +120,12 @@ def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, st
 
 
 def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, str]) -> dict[str, Any]:
-    """Config of `mtq.quantize`: all quantizers off, then those of the plan's FP8 weights on.
+    """Build the config of `mtq.quantize`: all quantizers off, then those of the plan's FP8 weights on.
 
     Args:
         plan: precision plan of the weights.
         listed: the checkpoint's matrices.
-        names: checkpoint tensor -> parameter name in the model.
+        names: mapping from the checkpoint's tensors to parameter names in the model, from `parameters`.
     """
     weights, inputs = SCALINGS[plan.recipe]
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
@@ -162,7 +162,7 @@ def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> Non
 
 
 def enabled_quantizers(model: "PreTrainedModel") -> set[str]:
-    """Names of the enabled quantizers; stacked experts have one name if all of them are enabled."""
+    """Return the names of the enabled quantizers; stacked experts share one name if all of them are enabled."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
     states_by_name: dict[str, list[bool]] = {}
@@ -176,10 +176,10 @@ def enabled_quantizers(model: "PreTrainedModel") -> set[str]:
 
 
 def check_calibrated(model: "PreTrainedModel") -> None:
-    """Refuse quantizers without a calibrated scale, which would make the checkpoint useless.
+    """Reject quantizers without a calibrated scale, which would make the checkpoint useless.
 
     Raises:
-        ValueError: a quantizer has no finite scale; the message names the first.
+        ValueError: a quantizer has no finite scale; the message names the first one.
     """
     from modelopt.torch.quantization.nn import TensorQuantizer
 
@@ -199,11 +199,11 @@ def check_calibrated(model: "PreTrainedModel") -> None:
 
 
 def excluded(listed: Sequence[Matrix], head: str) -> list[str]:
-    """Modules outside FP8 for a checkpoint's `exclude_modules`, the experts of a block as one pattern.
+    """List the modules outside FP8 for a checkpoint's `exclude_modules`, with a block's experts as one pattern.
 
     Args:
         listed: the checkpoint's matrices.
-        head: module name of the output layer, which with tied embeddings exists in engines but not in the checkpoint.
+        head: the output layer's module name; with tied embeddings, it exists in engines but not in the checkpoint.
     """
     names = []
     for matrix in listed:

@@ -19,15 +19,15 @@ _ROWS = {"fp8": "FP8", "bf16": "BF16", "fp32": "FP32", "scales": "scales", "othe
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """Figures of a quantisation.
+    """Results of a quantisation.
 
     Attributes:
-        source: the quantised checkpoint.
+        source: the checkpoint that was quantised.
         to: output directory.
-        architecture: Hugging Face class.
+        architecture: Hugging Face model class.
         plan: precision plan of the weights.
-        predicted: bytes of the matrices by precision, as predicted by the plan.
-        sizes: bytes on disk `before` and `after`, by planned precision.
+        predicted: bytes of the matrices as predicted by the plan, keyed by precision.
+        sizes: bytes on disk `before` and `after`, keyed by planned precision.
         data: calibration data.
         calibration: settings of the calibration data.
         comparison: comparison on held-out samples; None without held-out samples.

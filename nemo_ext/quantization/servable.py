@@ -14,7 +14,7 @@ from nemo_ext.quantization.modelopt import Matrix
 def check_servable(
     plan: Plan, description: Description, checkpoint_format: Format, listed: Sequence[Matrix]
 ) -> list[str]:
-    """Refuse a plan whose checkpoint no engine can load, and collect remarks on a plan that can be served.
+    """Reject a plan whose checkpoint no engine can load, and collect remarks on a plan that can be served.
 
     Args:
         plan: precision plan of the weights.
@@ -26,7 +26,7 @@ def check_servable(
         Remarks for the user.
 
     Raises:
-        ValueError: the plan cannot be served; the message has the key and a remedy.
+        ValueError: the plan cannot be served; the message gives the key and a remedy.
     """
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
@@ -68,7 +68,7 @@ def check_servable(
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Descriptions of matrices whose sizes are not multiples of `step`; matrices that vLLM fuses are separate."""
+    """Describe the matrices whose sizes are not multiples of `step`, each one separately even if vLLM fuses them."""
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape

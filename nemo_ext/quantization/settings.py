@@ -12,17 +12,17 @@ from nemo_ext.quantization.calibration import CalibrationSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a quantisation.
+    """Settings of `nemo-ext quantize`.
 
     Attributes:
         source: path of a Hugging Face directory, or of a Megatron run directory or checkpoint.
-        to: directory to write.
+        to: directory to write to.
         plan: precision plan of the weights.
         calibration: settings of the calibration data.
         device: `auto`, `cpu`, `cuda` or the name of one GPU.
-        shard_gigabytes: size of a file in gigabytes.
-        files_from: directory with the tokenizer; None for the source's.
-        iteration: iteration of a run; None for the latest.
+        shard_gigabytes: maximum size of a weight file in GB.
+        files_from: directory with the tokenizer; None to use the source's.
+        iteration: iteration of a run to quantise; None for the latest.
     """
 
     source: Path
@@ -39,7 +39,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """Check and read the settings of a composed config.
 
     Raises:
-        ValueError: a value is invalid; the message has the key, the value and the valid values.
+        ValueError: a value is invalid; the message gives the key, the value and the valid values.
     """
     if config.get("precision_plan") is None:
         raise ValueError("precision_plan=null: choose the weights in FP8, such as with precision=nemotron3_selective")

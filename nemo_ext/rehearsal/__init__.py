@@ -1,1 +1,1 @@
-"""One rank of a full-size job, stepped on fake tensors (docs/rehearsal.md)."""
+"""Rehearsal: runs one step on individual ranks of a full-size job, using fake tensors (see docs/rehearsal.md)."""

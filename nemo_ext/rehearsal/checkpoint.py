@@ -1,4 +1,4 @@
-"""Tensors that a rank would write to a checkpoint, from Megatron's own sharded state dict."""
+"""The tensors that a rank would write to a checkpoint, taken from Megatron's own sharded state dict."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 
 def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
-    """Tensors of a checkpoint of which this rank holds a part.
+    """List the checkpoint tensors of which this rank holds a part.
 
     Args:
         arguments: Megatron's arguments, including the checkpoint flags.
@@ -15,11 +15,11 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
         optimizer: their optimizer, with its state.
 
     Returns:
-        `tensors`, each with `name`, `shape`, `type`, `offset` and `part` (shape) of this rank's first piece, `bytes`
-        (whole tensor, over all ranks) and `own_bytes` (written by this rank: replicated tensors are divided evenly
-        among data-parallel ranks); and `writers`, the number of ranks that write.
+        A dict with `tensors`, each with `name`, `shape`, `type`, `offset` and `part` (shape) of this rank's first
+        piece, `bytes` (whole tensor, over all ranks) and `own_bytes` (written by this rank: replicated tensors are
+        divided evenly among data-parallel ranks), and with `writers`, the number of ranks that write.
 
-    Errors of Megatron are not caught.
+    Megatron's errors are not caught.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -76,7 +76,7 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _groups(optimizer: Any, world: int) -> dict[str, int]:
-    """Number of data-parallel groups in a pipeline stage, by the name prefix of a distributed optimizer's buckets."""
+    """Map the name prefixes of distributed optimizers' buckets to their data-parallel groups in a pipeline stage."""
     counts = {}
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, each in enumerate(chained):

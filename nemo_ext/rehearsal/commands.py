@@ -1,4 +1,4 @@
-"""`nemo-ext rehearse`."""
+"""The `nemo-ext rehearse` command: measures a full-size job's memory, FLOPs and communication without GPUs."""
 
 import sys
 
@@ -8,7 +8,7 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.commands import TRAINING
 
 CONFIGS = {"train": "rehearse", "puzzle": "rehearse_puzzle"}
-"""Primary config by rehearsed job."""
+"""Mapping from rehearsed jobs to their primary config."""
 
 
 def _main(words: list[str]) -> None:

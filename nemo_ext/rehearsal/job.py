@@ -1,4 +1,4 @@
-"""`nemo-ext rehearse`: steps ranks of a full-size training job on this machine before it is queued."""
+"""The rehearsal job: runs a step of some of a full-size job's ranks on this machine before the job is queued."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ from nemo_ext.rehearsal.settings import STAGES, Settings, is_own
 
 
 def job(config: dict[str, Any]) -> None:
-    """Rehearse a training run or a compression and its changes in `rehearse.try`; print and write the report.
+    """Rehearse a training run or compression, also with each change in `rehearse.try`; print and write the report.
 
     Raises:
-        ValueError: an invalid setting, or a layout that the model does not fit.
+        ValueError: a setting is invalid, or the model does not fit a layout.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -84,10 +84,10 @@ def job(config: dict[str, Any]) -> None:
 
 
 def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Name and memory in GiB of the GPUs, from the settings or the site; None where neither gives it.
+    """Return the GPUs' name and memory in GiB, from the settings or the site; None where neither gives it.
 
     Raises:
-        ValueError: the GPU is unknown, or a node of the site has fewer GPUs than `launcher.nproc_per_node`.
+        ValueError: the GPU is unknown, or the site's nodes have fewer GPUs than `launcher.nproc_per_node`.
     """
     site = config.get("cluster") or {}
     node, per_node = site.get("node") or {}, int(config["launcher"]["nproc_per_node"])

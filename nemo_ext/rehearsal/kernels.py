@@ -1,4 +1,4 @@
-"""Stand-ins for GPU kernels: outputs, tensors saved for the backward pass, workspace and FLOPs.
+"""Stand-ins for GPU kernels: their outputs, tensors saved for the backward pass, workspaces and FLOPs.
 
 | kernel | saved tensors | source |
 |---|---|---|
@@ -32,10 +32,10 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 @contextmanager
 def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0) -> Iterator[None]:
-    """Replaces kernels of Megatron and the local back end by stand-ins.
+    """Replace kernels of Megatron and of the local back end with stand-ins.
 
     Args:
-        tracker: records FLOPs and communication.
+        tracker: tracker that records FLOPs and communication.
         kernels: whether to replace attention, norms and the scan; the routing of tokens is always replaced.
         imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
     """
@@ -110,12 +110,12 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
 
 
 def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
-    """Communication of context-parallel attention (operation, calls, bytes): forward, backward.
+    """Communication of context-parallel attention, forward and backward, as lists of (operation, calls, bytes).
 
     Args:
         way: Megatron's `cp_comm_type`.
         parts: context-parallel size.
-        query, key, value: tensors of one rank.
+        query, key, value: one rank's tensors.
     """
     pair = key.nbytes + value.nbytes
     if parts == 1:
@@ -208,7 +208,7 @@ def _permute(
 
 def _splits(imbalance: float) -> Callable[..., Any]:
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        """`MoEAlltoAllTokenDispatcher.preprocess` where every rank sends the same number of tokens to this one."""
+        """Stand in for `MoEAlltoAllTokenDispatcher.preprocess`; every rank sends this one the same number of tokens."""
         if self.ep_size > 1 or self.tp_size > 1:
             token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
@@ -226,7 +226,7 @@ def _splits(imbalance: float) -> Callable[..., Any]:
 
 def _share(imbalance: float) -> Callable[..., Any]:
     def postprocess(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """`MoEAllGatherTokenDispatcher.dispatch_postprocess` with equal numbers of tokens per expert."""
+        """Stand in for `MoEAllGatherTokenDispatcher.dispatch_postprocess`; experts get equal numbers of tokens."""
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden.shape
         self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
@@ -248,12 +248,12 @@ def _tokens(dispatcher: Any, mean: float, imbalance: float, tokens: int) -> int:
 
 
 def _evenly(tokens: int, experts: int) -> Any:
-    """Tokens per expert, divided evenly; the first experts receive the remainder."""
+    """Divide tokens evenly among experts, `[experts]`; the first experts receive the remainder."""
     return np.full(experts, tokens // max(1, experts)) + (np.arange(experts) < tokens % max(1, experts))
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `SequentialMLP.forward`, which calls `tolist()` on the token counts: they are passed as an array."""
+    """Wrap `SequentialMLP.forward`, which calls `tolist()` on the token counts, to pass them as an array."""
 
     def wrapped(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
         return forward(self, hidden, np.asarray(tokens_per_expert), probs)

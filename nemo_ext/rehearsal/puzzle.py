@@ -1,4 +1,4 @@
-"""Rehearsal of Puzzle: the stages that run the parent, and the training runs. No torch."""
+"""Rehearsal of Puzzle: the stages that run the parent, and the training runs. Does not import torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ def rehearse_puzzle(
         imbalance: imbalance of experts in the training runs, as in `ranks.rehearse`.
 
     Returns:
-        The result of `ranks.rehearse` without `checkpoint`; each rank has `name`, its stage. Stages that run no model
-        have no rank. `work` is the total work of the stages (`plan.stage_work`).
+        A result like that of `ranks.rehearse`, without `checkpoint`, with the stage as each rank's `name`, and with
+        `work`, the stages' total work (`plan.stage_work`). Stages that run no model have no rank.
 
     Raises:
-        ValueError: an invalid setting, or a model or layout that cannot be built, with the name of the stage.
+        ValueError: a setting is invalid, or a model or layout cannot be built.
     """
     chosen = check(config)
     parent = from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
@@ -96,7 +96,7 @@ def rehearse_puzzle(
 
 
 def _training(config: Mapping[str, Any], chosen: Settings, parent: Description, folder: Path) -> dict[str, Any]:
-    """Configs of the training runs (`parent` and `heal`), by stage."""
+    """Return the configs of the training runs, keyed by stage (`parent` and `heal`)."""
     runs = {}
     if chosen.parent is None and chosen.runs("parent"):
         runs["parent"] = parent_run(config, folder / "parent")

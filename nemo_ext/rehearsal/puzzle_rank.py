@@ -1,4 +1,4 @@
-"""Process of one rehearsed Puzzle stage: `python -m nemo_ext.rehearsal.puzzle_rank REQUEST.json RECORD.json`.
+"""Entry point of a rehearsed Puzzle stage: `python -m nemo_ext.rehearsal.puzzle_rank REQUEST.json RECORD.json`.
 
 The stage's functions run on the parent until their memory no longer grows.
 """
@@ -32,7 +32,7 @@ FEW = 2
 
 
 class _Enough(Exception):
-    """Ends a stage whose further steps would repeat the last one."""
+    """Raised to end a stage whose further steps would repeat the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class _Rank:
         return torch.zeros(batch, self.seq_length, dtype=torch.long)
 
     def batches(self, data: Batches) -> int:
-        """Number of batches of the rank with the most."""
+        """Number of batches on the rank that has the most."""
         return ceil(ceil(data.sequences / data.batch) / self.ranks)
 
     def parameters(self, variant: Variant) -> float:
         return block_costs(self.description.architecture, variant.block, self.settings.serving)["parameters"]
 
     def layer(self, variant: Variant) -> torch.nn.Module | None:
-        """Layer of a variant with uninitialised weights; None for a block that is removed."""
+        """Build a variant's layer with uninitialised weights, or return the parent's; None for a removed block."""
         if variant.block is None or variant.name == KEEP:
             return None if variant.block is None else self.parent.layers[variant.number]
         with self.tracker.during("forward", "variants"):
@@ -72,13 +72,13 @@ def rehearse(
 
     Args:
         config: training config of the stage (`stage_config`), after `settings.rehearsed`.
-        puzzle: section `puzzle` of the job's config.
+        puzzle: the `puzzle` section of the job's config.
         stage: library, distill, score or compare.
         ranks: number of ranks.
         kernels: as in `rank.rehearse`.
 
     Returns:
-        The record of `rank.rehearse` without micro-batches and checkpoint.
+        A record like that of `rank.rehearse`, without rank, micro-batches and checkpoint.
     """
     began, tracker = time.monotonic(), Tracker()
     tracker.kind = "temporary"
@@ -98,7 +98,7 @@ def rehearse(
 
 
 def run_stage(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
-    """Build the parent and run a part of a stage under an entered tracker; returns the parent's parameter count."""
+    """Build the parent, run a part of a stage under an entered tracker, and return the parent's parameter count."""
     from nemo_ext.blockwise.parent import Parent
     from nemo_ext.blockwise.sharded import OFFLOAD, share_out
     from nemo_ext.megatron.session import build_model
@@ -225,7 +225,7 @@ def _score(rank: _Rank) -> None:
 
 
 def _compare(rank: _Rank) -> None:
-    """Compare the parent with a child of the largest variants, an upper bound for `baselines` and `evaluate`."""
+    """Run a child made of the largest variants, an upper bound for `baselines` and `evaluate`."""
     from nemo_ext.blockwise.sharded import OFFLOAD
     from nemo_ext.puzzle.stages.evaluate import losses_of_rank
 
@@ -253,7 +253,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Disables files and agreement between ranks; optimizers update all tensors of a group at once, as on a GPU."""
+    """Disable file writes and agreement between ranks; let optimizers update a whole group at once, as on a GPU."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

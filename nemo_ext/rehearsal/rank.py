@@ -1,4 +1,4 @@
-"""Process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank REQUEST.json RECORD.json`."""
+"""Entry point of a rehearsed rank: `python -m nemo_ext.rehearsal.rank REQUEST.json RECORD.json`."""
 
 import json
 import signal
@@ -42,21 +42,21 @@ def rehearse(
     kernels: bool = True,
     imbalance: float = 1.0,
 ) -> dict[str, Any]:
-    """Rehearse one rank of a training step: memory, FLOPs and communication.
+    """Rehearse one rank of a training step, measuring memory, FLOPs and communication.
 
     Args:
         config: training config from `settings.rehearsed`; a teacher's config, if any, is under `teacher`.
         rank: global rank.
         world: number of ranks.
-        micro_batches: number to run; FLOPs and communication are scaled to a whole step.
+        micro_batches: number of micro-batches to run; FLOPs and communication are scaled to a whole step.
         kernels: whether to use the stand-ins of `kernels.py` in place of the modules that run on a CPU.
-        imbalance: see `kernels.stand_ins`.
+        imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
 
     Returns:
-        rank, parameters (number on this rank), peak_bytes, peak_phase, peak (bytes by kind at the peak), flops (per
-        step, by phase), collectives (per step: group, operation, count, bytes), micro_batches (per step),
-        rehearsed_micro_batches, curve ([position in the step 0..1, phase, bytes]), seconds, checkpoint (of
-        `checkpoint.plan`); of this process: processor_seconds since its start, memory_bytes (peak resident set).
+        A record with rank, parameters (number on this rank), peak_bytes, peak_phase, peak (bytes at the peak, keyed by
+        kind), flops (per step, keyed by phase), collectives (per step: group, operation, count, bytes), micro_batches
+        (per step), rehearsed_micro_batches, curve ([position in the step 0..1, phase, bytes]), seconds, checkpoint
+        (from `checkpoint.plan`), and for this process processor_seconds and memory_bytes (peak resident set).
 
     Errors of Megatron and torch are not caught.
     """
@@ -93,7 +93,7 @@ def rehearse(
 
 
 def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) -> dict[str, Any]:
-    """Record of a tracker's measurements; `scale` is the ratio of a step's micro-batches to those that were run."""
+    """Return a tracker's measurements as a record; `scale` is the ratio of a step's micro-batches to those run."""
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
         times = 1 if phase in ONCE_A_STEP else scale
@@ -125,7 +125,7 @@ def largest_resident_set() -> int:
 def step(
     config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int
 ) -> tuple[list[torch.nn.Module], Any]:
-    """Build model and optimizer as the trainer does, create the optimizer's state, then run one training step.
+    """Build model and optimizer as the trainer does, create the optimizer state, then run one training step.
 
     Returns:
         The models and the optimizer.
@@ -218,7 +218,7 @@ def step(
 
 @contextmanager
 def _once(tracker: Tracker) -> Iterator[None]:
-    """Assigns the communication of Megatron's data parallelism to the phase `reduce`, which occurs once per step."""
+    """Assign the communication of Megatron's data parallelism to the phase `reduce`, which occurs once per step."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
     def as_reduce(method: Any) -> Any:
@@ -236,7 +236,7 @@ def _once(tracker: Tracker) -> Iterator[None]:
 
 
 def explain(error: BaseException, pattern: str) -> str:
-    """One line about an error: the block being built or run, the message, and where it was raised."""
+    """Describe an error in one line: the block being built or run, the message, and where it was raised."""
     block, at = "", ""
     blocks = parse(pattern).blocks
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -258,7 +258,7 @@ def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
-    """The curve reduced to the highest point in each of `POINTS` intervals."""
+    """Reduce a curve to the highest point in each of `POINTS` intervals."""
     if not curve:
         return []
     last = max(curve[-1][0], 1)
@@ -271,9 +271,9 @@ def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
 
 
 def main(work: Callable[..., dict[str, Any]]) -> None:
-    """Entry point of a rank's process: calls `work` with the arguments in REQUEST.json and writes RECORD.json.
+    """Run a rank's process: call `work` with the arguments in REQUEST.json, and write its result to RECORD.json.
 
-    On failure the last line of the output is the reason.
+    On failure, the last line of the output is the reason.
     """
     end_with_parent(signal.SIGKILL)
     request = json.loads(Path(sys.argv[1]).read_text())

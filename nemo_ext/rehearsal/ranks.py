@@ -1,4 +1,4 @@
-"""Rehearsal of a training config: one process per rehearsed rank. No torch."""
+"""Rehearsal of a training config, with one process per rehearsed rank. Does not import torch."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def rehearse(
 
     Args:
         config: composed training config.
-        stages: pipeline ranks: `kinds`, `all` or their numbers, as in `settings.Settings`.
+        stages: pipeline ranks to rehearse: `kinds`, `all` or their numbers, as in `settings.Settings`.
         folder: folder for logs and records.
         imbalance: imbalance of experts, as in `settings.Settings`.
 
     Returns:
-        world (number of ranks), set_aside (settings that are not rehearsed), imbalance, pipeline (number of pipeline
-        ranks), checkpoint (`saved.combine`), and `ranks`: records of `rank.rehearse` with `stage` (pipeline rank) and
-        `estimate` (of the cost model).
+        A dict with world (number of ranks), set_aside (settings that are not rehearsed), imbalance, pipeline (number of
+        pipeline ranks), checkpoint (from `saved.combine`), and ranks: records from `rank.rehearse` with `stage`
+        (pipeline rank) and `estimate` (by the cost model).
 
     Raises:
         ValueError: the model does not fit the layout, or a rank cannot be built or stepped.
@@ -112,16 +112,16 @@ def _micro_batches(layout: Layout, stage: int) -> int:
 
 
 def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Run a module as a process that reads a request and writes a record; returns the record.
+    """Run a module as a process that reads a request and writes a record, and return the record.
 
     Args:
         module: name of the module.
-        request: arguments of its work.
-        folder: folder of request, record and log.
-        name: name of these files.
+        request: arguments for the function that the module runs.
+        folder: folder for request, record and log.
+        name: base name of these files.
 
     Raises:
-        ValueError: the process failed, with the last line of its log.
+        ValueError: the process failed; the message contains the last line of its log.
     """
     request_file, record, log = (folder / f"{name}.{ending}" for ending in ("asked.json", "json", "log"))
     write_text(request_file, json.dumps(request))
@@ -138,7 +138,7 @@ def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dic
 
 
 def _stages(requested: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Pipeline ranks to rehearse: `all`, `kinds` (first, last and largest in between), or as listed."""
+    """Select the pipeline ranks to rehearse: `all`, `kinds` (first, last and largest in between), or those listed."""
     last = len(sizes) - 1
     if requested == "all":
         return list(range(last + 1))

@@ -44,17 +44,17 @@ def write(
     searched: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> None:
-    """Write rehearsal.json, report.md and memory.png; print the tables or the JSON.
+    """Write rehearsal.json, report.md and memory.png, and print the tables or the JSON.
 
     Args:
-        folder: folder of the files.
+        folder: folder for the files.
         recipe: name of the recipe, for the title.
-        results: rehearsals of the config and its changes.
-        limit: memory of a GPU in GiB; None if unknown.
+        results: results of rehearsing the config and its changes.
+        limit: memory that a GPU offers, in GiB; None if unknown.
         gpu: name of the GPUs; None if unknown.
         as_json: whether to print the JSON.
-        searched: summary of a search (`search.search`).
-        failed: reasons of the changes that could not be rehearsed.
+        searched: summary from `search.search`; None without a search.
+        failed: mapping from changes that could not be rehearsed to the reasons.
     """
     failed = failed or {}
     record = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
@@ -130,7 +130,7 @@ def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float 
 
 
 def _name(rank: Mapping[str, Any]) -> str:
-    """Name of a rank in tables: the stage of a compression, otherwise its pipeline rank."""
+    """Name of a rank in tables: the compression stage if there is one, otherwise its pipeline rank."""
     return str(rank.get("name", rank["stage"]))
 
 
@@ -139,7 +139,7 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
-    """Adds a table of the total work of a compression's stages."""
+    """Add a table of the total work of a compression's stages."""
     heading = ("stage", "FLOPs of all ranks", "gathered per rank", "from host memory", "written", "hours")
     rows = []
     for work in (StageWork(**fields) for fields in result["work"]):
@@ -169,7 +169,7 @@ def _saved(result: Mapping[str, Any]) -> str:
 
 
 def _search(report: Report, searched: Mapping[str, Any]) -> None:
-    """Adds the result of a search: command of the best layout, rehearsed layouts, assumptions."""
+    """Add a search's result: the best layout's command, the rehearsed layouts, and the assumptions."""
     gpu, config_layout, tried = searched["gpu"], searched["own"], searched["tried"]
     best = next((line for line in tried if line.get("fits")), None)
     if best is not None:
@@ -207,7 +207,7 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Rehearsal shown in the picture: the config's, or the best of the search."""
+    """Select the rehearsal shown in the picture: the config's own, or the search's best."""
     fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
     return next((result for result in results if result["number"] in fitting), results[0])
 
@@ -217,7 +217,7 @@ def _off(estimate: float, measured: float) -> str:
 
 
 def _draw(report: Report, result: Mapping[str, Any], limit: float | None) -> None:
-    """Draws memory over the step, a line per pipeline rank, and next to it the peaks by kind."""
+    """Plot memory over the step, with one line per rank, and next to it each rank's peak divided by kind."""
     ranks = result["ranks"]
     axes, bars = report.picture("memory", "memory.png", 11, 4, columns=2, sharey=True, width_ratios=(2, 1))
     for rank in ranks:

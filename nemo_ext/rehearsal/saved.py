@@ -1,11 +1,11 @@
-"""Size of a checkpoint, summed over the tensors that ranks would write. No torch."""
+"""Size of a checkpoint, summed over the tensors that ranks would write. Does not import torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def sum_tensors(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes of the model, of the optimizer and of this rank's part, from the tensors of `checkpoint.plan`."""
+    """Sum the bytes of the model, of the optimizer and of this rank's part over the tensors from `checkpoint.plan`."""
     sums = {"model_bytes": 0, "optimizer_bytes": 0, "own_bytes": 0}
     for line in tensors:
         part = "optimizer" if "optimizer" in line["name"].split(".")[:2] else "model"
@@ -15,15 +15,16 @@ def sum_tensors(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def combine(ranks: Sequence[dict[str, Any]], share: float) -> dict[str, Any]:
-    """Figures of the whole checkpoint from the rehearsed pipeline ranks; removes `names` from each of `ranks`.
+    """Derive the whole checkpoint's figures from the rehearsed pipeline ranks; remove `names` from each of `ranks`.
 
     Args:
-        ranks: sums and names of tensors (`names`) of each rehearsed pipeline rank.
+        ranks: each rehearsed pipeline rank's sums (`sum_tensors`), `writers`, and its tensors' names (`names`).
         share: ratio of all pipeline ranks' parameters to those of the rehearsed ones.
 
     Returns:
-        bytes, model_bytes, optimizer_bytes; own_bytes (maximum written by one rank), tensors (number in the rehearsed
-        ranks), writers, estimated (whether other pipeline ranks are included in proportion to their parameters).
+        A dict with bytes, model_bytes, optimizer_bytes, own_bytes (maximum written by one rank), tensors (number in the
+        rehearsed ranks), writers, and estimated (True if other pipeline ranks are included in proportion to their
+        parameters).
     """
     model, optimizer = (round(share * sum(rank[f"{part}_bytes"] for rank in ranks)) for part in ("model", "optimizer"))
     names = {name for rank in ranks for name in rank.pop("names")}

@@ -1,4 +1,7 @@
-"""Search for the fastest layout that fits: candidates by cost model and roofline, the best ones rehearsed. No torch."""
+"""Search for the fastest layout that fits: candidates are ranked by a roofline, and the best that fit are rehearsed.
+
+Does not import torch.
+"""
 
 import shlex
 from collections import Counter
@@ -22,10 +25,10 @@ from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
 GIB = 1 << 30
 FILL = 0.9
-"""Fraction of a GPU's memory that a layout may use (choice): the rest is for the CUDA context, NCCL's buffers and
-fragmentation of the allocator, which neither cost model nor rehearsal counts."""
+"""Fraction of a GPU's memory that a layout may use (choice); the rest is for the CUDA context, NCCL's buffers and
+allocator fragmentation, which neither the cost model nor the rehearsal counts."""
 MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 6
-"""Largest sizes tried."""
+"""Largest parallel sizes, micro-batch and number of virtual stages that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,8 @@ class Candidate:
     Attributes:
         layout: the layout.
         pattern: the model's blocks with pipeline cuts.
-        time: time of a step by the roofline.
-        bytes: bytes on the fullest GPU by the cost model; 0 until `Search.fitting`.
+        time: step time by the roofline.
+        bytes: bytes on the fullest GPU by the cost model; 0 until `Search.fitting` sets it.
     """
 
     layout: Layout
@@ -46,13 +49,13 @@ class Candidate:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """TP, PP, virtual stages, CP, EP and micro-batch; not settings that only save memory."""
+        """TP, PP, virtual stages, CP, EP and micro-batch size, without settings that only save memory."""
         how = self.layout
         parallel = (how.tensor_parallel, how.pipeline_parallel, how.virtual_stages, how.context_parallel)
         return (*parallel, how.expert_parallel, how.micro_batch_size)
 
     def describe(self) -> str:
-        """The layout as a short text."""
+        """Describe the layout in a short string."""
         how = self.layout
         words = [how.describe()]
         words += [f"{how.virtual_stages} virtual"] if how.virtual_stages > 1 else []
@@ -63,7 +66,7 @@ class Candidate:
 
 
 def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
-    """Name and figures of a GPU: by name, or the first in the table with at least `memory_gib`.
+    """Return the name and figures of a GPU: the named one, or the first in the table with at least `memory_gib`.
 
     A given memory replaces the one in the table.
 
@@ -89,11 +92,11 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
 
 
 class Search:
-    """Candidate layouts of a training config on its launcher's GPUs, at its global batch size.
+    """Candidate layouts for a training config on its launcher's GPUs, at its global batch size.
 
     Args:
         config: composed training config.
-        gpu: figures of each GPU.
+        gpu: figures of one GPU.
 
     Raises:
         ValueError: a size in the config is not a number.
@@ -115,11 +118,11 @@ class Search:
         self.fits_blocks = cache(self._fits_blocks)
 
     def ranked(self) -> list[Candidate]:
-        """All candidates, fastest by the roofline first, regardless of memory."""
+        """List all candidates regardless of memory, the fastest by the roofline first."""
         return sorted(self._all(), key=lambda one: one.time.total)
 
     def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
-        """Estimate the time of a layout; for `gathers_experts` see `Roofline.step`.
+        """Estimate a layout's step time; for `gathers_experts`, see `Roofline.step`.
 
         Raises:
             ValueError: the pattern's cuts do not fit the layout.
@@ -136,11 +139,11 @@ class Search:
         return Candidate(layout=layout, pattern=pattern, time=time)
 
     def fitting(self, ranked: list[Candidate], refused: Counter[str]) -> Iterator[Candidate]:
-        """Candidates, in order, that fit by the cost model and pass the checks of training.
+        """Yield the candidates, in order, that fit by the cost model and pass the training checks.
 
         Args:
             ranked: candidates.
-            refused: counter of excluded candidates by reason, to be filled.
+            refused: counter of excluded candidates, keyed by reason, to be filled.
         """
         from nemo_ext.megatron.check import check_layout
 
@@ -158,12 +161,12 @@ class Search:
             yield replace(candidate, layout=layout, bytes=needed)
 
     def bytes(self, layout: Layout, pattern: Pattern) -> int:
-        """Bytes on the fullest GPU, by the cost model."""
+        """Estimate the bytes on the fullest GPU by the cost model."""
         gpus = per_gpu(self.architecture.with_pattern(pattern), layout)
         return max(gpu.total_bytes for gpu in gpus)
 
     def changes(self, candidate: Candidate) -> dict[str, Any]:
-        """Config keys that a candidate changes, with their new values."""
+        """Map the config keys that a candidate changes to their new values."""
         layout = candidate.layout
         flags: dict[str, Any] = {
             "tensor_model_parallel_size": layout.tensor_parallel,
@@ -200,7 +203,7 @@ class Search:
         return changes
 
     def changed(self, candidate: Candidate) -> dict[str, Any]:
-        """The config with a candidate's layout applied."""
+        """Return the config with a candidate's layout applied."""
         changed = {**self.config, "megatron": dict(self.megatron), "model": dict(self.config["model"])}
         for key, value in self.changes(candidate).items():
             section, _, name = key.partition(".")
@@ -208,11 +211,11 @@ class Search:
         return changed
 
     def words(self, candidate: Candidate) -> list[str]:
-        """The changes as command-line arguments, without shell quoting."""
+        """Return a candidate's changes as command-line arguments, without shell quoting."""
         return [f"{key}={_spelled(value)}" for key, value in self.changes(candidate).items()]
 
     def own_record(self) -> dict[str, Any] | None:
-        """Record of the config's own layout, or None if it is invalid."""
+        """Return the record of the config's own layout, or None if it is invalid."""
         from nemo_ext.megatron.check import check_layout
 
         pattern = parse(pattern_with_cuts(self.config))
@@ -226,7 +229,7 @@ class Search:
             return None
 
     def _to_experts_alone(self) -> bool:
-        """True if the token dispatcher sends tokens only to the ranks of their experts."""
+        """Return whether the token dispatcher sends tokens only to their experts' ranks."""
         return self.megatron.get("moe_token_dispatcher_type") in ("alltoall", "flex")
 
     def _micro_batches(self, layout: Layout) -> int:
@@ -254,7 +257,7 @@ class Search:
     def _fine(
         self, tensor: int, pipeline: int, context: int, data: int, expert: int, virtual: int, pattern: Pattern
     ) -> Iterator[Candidate]:
-        """Candidates of one combination of parallel sizes: micro-batch, sequence parallelism, recomputation."""
+        """Yield one combination of parallel sizes with each micro-batch, sequence parallelism and recomputation."""
         sequence_parallel = [True] if "E" in self.kinds else [False, True]
         sequence_parallel = sequence_parallel if tensor > 1 and not self.length % (2 * context * tensor) else [False]
         if tensor > 1 and "E" in self.kinds and sequence_parallel == [False]:
@@ -290,7 +293,7 @@ class Search:
         return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
 
     def _divides_sequence(self, context: int) -> bool:
-        """True if Megatron can divide the sequence by this context-parallel size; windows require `cp_comm_type`."""
+        """Return whether Megatron can divide the sequence by a context-parallel size; windows need `cp_comm_type`."""
         windows = any(
             block.kind == "*" and not block.is_linear and block.size("window") for block in self.architecture.sizes
         )
@@ -309,7 +312,7 @@ class Search:
         return _passes(lambda: check_blocks(self.architecture, layout))
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
-        """The pattern with cuts for these stages, or None if it cannot be divided."""
+        """Return the pattern with cuts for these stages, or None if it cannot be divided so."""
         from nemo_ext.megatron.check import check_experts_on_every_rank
 
         if pipeline == 1:
@@ -332,15 +335,17 @@ def search(
     Args:
         config: composed training config.
         name: name of the GPU.
-        gpu: its figures.
+        gpu: the GPU's figures.
         best: number of layouts to find; at most three times as many are rehearsed.
-        rehearse: rehearses the config with additional arguments, numbered from 1; raises ValueError on failure.
+        rehearse: function that rehearses the config with additional arguments, given with a number from 1; it raises
+            ValueError on failure.
 
     Returns:
-        Summary of the search for the report (`gpu`, `candidates`, `refused`, `own`, `tried`), and the rehearsals.
+        The search's summary for the report (`gpu`, `gpus`, `fill`, `candidates`, `refused`, `own`, `tried`), and the
+        rehearsals' results.
 
     Raises:
-        ValueError: no layout fits.
+        ValueError: no layout fits by the cost model.
     """
     layouts = Search(config, gpu)
     ranked, refused = layouts.ranked(), Counter[str]()
@@ -382,7 +387,7 @@ def search(
 
 
 def record(search: Search, candidate: Candidate) -> dict[str, Any]:
-    """A candidate as JSON: layout, arguments, seconds by component, bytes by the cost model."""
+    """Describe a candidate as JSON: its layout, command-line arguments, seconds per component and estimated bytes."""
     seconds = {"total": candidate.time.total, **asdict(candidate.time)}
     return {
         "layout": candidate.describe(),

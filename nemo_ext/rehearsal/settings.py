@@ -1,4 +1,4 @@
-"""Settings of a rehearsal, and the changes to a training config that make it rehearsable. No torch."""
+"""Settings of a rehearsal, and the changes that make a training config rehearsable. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ class Settings:
     """Section `rehearse` of the config.
 
     Attributes:
-        stages: pipeline ranks: first, last and largest in between (`kinds`), `all`, or their numbers from 0.
-        variants: key `try`: changes of the config (arguments of `nemo-ext train`) to rehearse as well.
-        gpu_memory_gib: memory of one GPU; None for the memory of `gpu`, if given.
+        stages: pipeline ranks to rehearse: `kinds` (first, last and largest in between), `all`, or numbers from 0.
+        variants: key `try`: changes to the config (arguments of `nemo-ext train`) to rehearse as well.
+        gpu_memory_gib: memory of one GPU in GiB; null to use the memory of `gpu`, if given.
         imbalance: tokens of the rehearsed rank's experts relative to the mean over expert-parallel ranks.
-        gpu: name of the GPU in `nemo_ext.architecture.gpus`.
+        gpu: name of the GPU, as listed in `nemo_ext.architecture.gpus`.
         search: whether to search for the fastest layouts that fit instead of rehearsing the config's layout.
-        best: number of layouts that the search returns.
+        best: number of layouts for the search to find.
     """
 
     stages: Literal["kinds", "all"] | tuple[Whole, ...] = "kinds"
@@ -48,15 +48,15 @@ class Settings:
 
 
 def is_own(word: str) -> bool:
-    """True for a command-line argument of the rehearsal rather than of the rehearsed training."""
+    """Return whether a command-line argument belongs to the rehearsal rather than to the rehearsed training."""
     key = word.lstrip("+~").partition("=")[0]
     return key in ("run_dir", "format", "cluster") or key.startswith(("rehearse.", "cluster."))
 
 
 STAGES = ("library", "distill", "score", "compare")
-"""Puzzle's stages that run the parent; `parent` and `heal` are training runs, other stages need less memory."""
+"""Puzzle's stages that run the parent; `parent` and `heal` are training runs, and other stages need less memory."""
 FP8_WEIGHTS = "fp8 weights"
-"""Kind of memory of FP8 copies of weights."""
+"""Kind of memory that FP8 copies of weights are counted as."""
 TE_VERSION = "2.20.2"
 """Version of Transformer Engine whose sources `nemo_ext.rehearsal.transformer_engine` follows."""
 NOT_REHEARSED = (
@@ -77,13 +77,13 @@ NOT_REHEARSED = (
     "tp_comm_overlap",
     "logits_load_dir",
 )
-"""Flags without a stand-in, which a rehearsal ignores and reports: parts of Transformer Engine, a teacher's files."""
+"""Flags without a stand-in, which a rehearsal ignores and reports: Transformer Engine's options, a teacher's files."""
 FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 """Flags that are rehearsed as a precision plan; other FP8 flags have no effect on the local back end."""
 
 
 def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config itself, or for a run with phases that of the phase with the longest sequences (most memory)."""
+    """Return the config itself or, for a run with phases, that of the phase with the longest sequences."""
     plan = plan_of(config)
     if plan is None:
         return config
@@ -94,13 +94,13 @@ def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A training config changed for a rehearsal, and the names of the settings that it ignores.
+    """Change a training config for a rehearsal; also return the names of the settings that the rehearsal ignores.
 
-    A run with phases is reduced by `one_phase`. Section `transformer_engine` of the new config has precision_plan and
+    A run with phases is reduced by `one_phase`. The new config's `transformer_engine` section holds precision_plan and
     permute_fusion, which the local back end does not support.
 
     Raises:
-        ValueError: the sizes of a block do not fit the FP8 scaling, or the phases are invalid (`plan_of`).
+        ValueError: a block's sizes do not fit the FP8 scaling, or the phases are invalid (`plan_of`).
     """
     config = one_phase(config)
     megatron = dict(config["megatron"])
@@ -138,7 +138,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plan(megatron: dict[str, Any], precision_plan: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The precision plan, or one equivalent to Megatron's FP8 flags, which are removed from `megatron`."""
+    """Return the precision plan, or one equivalent to Megatron's FP8 flags, which are then removed from `megatron`."""
     fp8_format = megatron.get("fp8_format") or megatron.get("fp8")
     if precision_plan is not None or not fp8_format:
         return precision_plan

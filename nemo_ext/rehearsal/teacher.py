@@ -1,4 +1,4 @@
-"""Teacher of a rehearsed distillation: its model without weights."""
+"""The teacher in a rehearsed distillation: its model, without weights."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from nemo_ext.checkpoint.safetensors_files import CONFIG
 
 
 def model_of(folder: str, key: str) -> dict[str, Any]:
-    """Sections `model` and `megatron` of the model in a run directory, converted checkpoint or Hugging Face folder.
+    """Read the config, with `model` and `megatron`, of a run directory, converted checkpoint or Hugging Face folder.
 
     Weights are not needed; `key` is the setting that names the folder, for messages.
 
     Raises:
-        ValueError: the folder has no config of a model.
+        ValueError: the folder contains no model config.
     """
     source = Path(folder).expanduser()
     if not source.is_dir():
@@ -38,7 +38,7 @@ def model_of(folder: str, key: str) -> dict[str, Any]:
 
 
 def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Training config of a rehearsed run's teacher.
+    """Return the training config of a rehearsed run's teacher.
 
     Raises:
         ValueError: the model cannot be the teacher of this run, or does not fit its layout.

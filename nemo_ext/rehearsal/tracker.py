@@ -1,4 +1,4 @@
-"""Measurement of one rank on fake tensors, operation by operation: live bytes, FLOPs, collectives."""
+"""Measures one rank on fake tensors, operation by operation: live bytes, FLOPs and collectives."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -23,10 +23,11 @@ class Tracker(TorchDispatchMode):
     Attributes:
         phase: name of the current phase.
         kind: kind assigned to new storages for their lifetime: weights, gradients, optimizer, activations, temporary.
-        live: live bytes by kind.
-        peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is the phase at that time.
-        flops: FLOPs by phase: of matrix products, and of kernels that report theirs with `add_flops`.
-        collectives: (phase, group, operation) -> [count, bytes]; bytes of the larger side, as Megatron passes it.
+        live: live bytes, keyed by kind.
+        peak: bytes, keyed by kind, when their sum was highest since `forget_peak`.
+        peak_phase: phase at that time.
+        flops: FLOPs, keyed by phase, of matrix products and of kernels that report theirs with `add_flops`.
+        collectives: mapping from (phase, group, operation) to [count, bytes], with the bytes of the largest tensor.
         curve: (operations so far, phase, live bytes) at each change.
     """
 
@@ -46,7 +47,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
-        """Sets phase and kind within the context."""
+        """Set phase and kind within the context."""
         before = self.phase, self.kind
         self.phase, self.kind = phase, kind
         try:
@@ -76,7 +77,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def label(self, tensors: Any, kind: str) -> None:
-        """Change the kind of these tensors' storages."""
+        """Change the kind of the given tensors' storages."""
         for tensor in tensors:
             key = self._follow(tensor)
             old, size = self._storages[key]
@@ -136,7 +137,7 @@ class Tracker(TorchDispatchMode):
             self.peak = {each: size for each, size in self.live.items() if each != HOST}
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run a collective on empty tensors, as torch has no fake kernels for some; its bytes are counted."""
+        """Run a collective on empty tensors, as torch has no fake kernels for some, and count its bytes."""
         objects = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject)]
         groups = [each for each in objects if "ProcessGroup" in str(each._type())]
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"

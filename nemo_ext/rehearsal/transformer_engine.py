@@ -23,7 +23,7 @@ Read in the sources but not modelled: the fused router saves its map and [tokens
 the fused cross-entropy saves its logits and a few numbers per token, and returns the gradient in their place (cross_entropy.py);
 communication overlap holds a buffer [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
 with fp8_param_gather the FP8 copies are the parameters, without BF16 ones (tensor/float8_tensor.py).
-The GPU is assumed to be a Hopper, with MXFP8 a Blackwell. LayerNormMLP is not used by Megatron's specs.
+The GPU is assumed to be a Hopper or, with MXFP8, a Blackwell. LayerNormMLP is not used by Megatron's specs.
 """  # noqa: E501
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,20 +52,21 @@ from nemo_ext.rehearsal.tracker import Tracker
 MIB = 2**20
 PER_TENSOR = ("delayed", "tensorwise")
 LEADING = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
-"""Required divisor of the number of tokens (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
+"""Number by which the tokens must be divisible (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
 WIDTH = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""Required divisor of rows and columns of a rank's matrix (the same sources, and cuBLAS)."""
+"""Number by which rows and columns of a rank's matrix must be divisible (the same sources, and cuBLAS)."""
 
 
 def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = False, weight: bool = False) -> int:
-    """Bytes of a matrix's FP8 scales in one direction.
+    """Compute the bytes of a matrix's FP8 scales in one direction.
 
     Args:
         scaling: one of `precision_plan.RECIPES`.
         rows: rows of the matrix: tokens, or outputs of a weight.
         columns: columns of the matrix.
-        columnwise: for the transposed copy: of an input for the weight gradient, of a weight for the input gradient.
-        weight: 128x128 blocks rather than 1x128.
+        columnwise: True for the transposed copy, of an input for the weight gradient or of a weight for the input
+            gradient.
+        weight: True for a weight, whose blockwise scales are for 128x128 rather than 1x128 numbers.
     """
     if scaling in PER_TENSOR:
         return 0 if columnwise else 4  # one scale for both directions
@@ -84,11 +85,11 @@ class Engine:
     """State shared by all linear layers of a rank.
 
     Attributes:
-        tracker: tracker of the rank.
+        tracker: the rank's tracker.
         keeps_weights: whether FP8 copies of weights are kept between micro-batches.
         fuses: whether products accumulate weight gradients in main_grad.
-        history: length of the amax history of delayed scaling.
-        dummies: shared tensors: dummy weight gradients for autograd, and workspaces.
+        history: length of the amax history in delayed scaling.
+        dummies: shared tensors, which are dummy weight gradients for autograd, and workspaces.
     """
 
     tracker: Tracker
@@ -98,7 +99,7 @@ class Engine:
     dummies: dict[Any, Tensor] = field(default_factory=dict)
 
     def held(self, key: Any, like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A shared tensor, allocated at its first use and kept."""
+        """Return a shared tensor, which is allocated at its first use and kept."""
         if key not in self.dummies:
             with self.tracker.during(self.tracker.phase, "temporary"):
                 self.dummies[key] = like.new_empty(*shape, dtype=dtype)
@@ -112,11 +113,11 @@ class Engine:
 
 @dataclass
 class Product:
-    """Matrix product of a linear layer, replacing its `_forward_impl`.
+    """Matrix product of a linear layer, which replaces the layer's `_forward_impl`.
 
     Attributes:
         engine: state shared by all layers.
-        weight: name of the weight in the precision plan, for messages; "" in BF16.
+        weight: name of the weight in the precision plan, for messages; "" for BF16.
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input of an FP8 product is saved in BF16.
         scatters: group over which this product scatters a row-parallel layer's output along the sequence.
@@ -144,7 +145,7 @@ class Product:
         tp_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Output of a linear layer; for grouped experts `counts` has the tokens and `weight` the weights of each."""
+        """Compute a linear layer's output; for grouped experts, `counts` and `weight` have one entry per expert."""
         weights = [weight] if isinstance(weight, Tensor) else list(weight)
         self._check(input, weights[0], counts)
         self.engine.workspaces(input, grouped=counts is not None)
@@ -154,7 +155,7 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """FP8 copies of the weights, in both directions."""
+        """Return the FP8 copies of the weights, in both directions."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
@@ -170,7 +171,7 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Number of (padded) tokens of each FP8 input matrix."""
+        """Return the number of (padded) tokens in each FP8 input matrix."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
@@ -265,14 +266,14 @@ class _Linear(torch.autograd.Function):
 def _copy(
     like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
 ) -> list[Tensor]:
-    """Tensors of the FP8 numbers and scales of matrices, in one direction."""
+    """Allocate the FP8 numbers and scales of matrices, in one direction."""
     numbers = sum(rows * columns for rows, columns in sizes)
     scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
     return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
 
 
 def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Parts gathered over a group along the first dimension, except per-tensor scales."""
+    """Gather parts over a group along the first dimension, except per-tensor scales."""
     if group is None:
         return list(parts)
     gathered = []
@@ -324,14 +325,14 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
-        """Outputs for the concatenated tokens of the experts, and None for the bias."""
+        """Return the outputs for the experts' concatenated tokens, and None for the bias."""
         assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Weights under the names of sequential experts, as in Megatron's TEGroupedLinear."""
+        """Return the weights under the names of sequential experts, as Megatron's TEGroupedLinear does."""
         weights, group, state = list(self.parameters()), self.groups.ep, {}
         singleton = (metadata or {}).get("singleton_local_shards", False)
         for number, weight in enumerate(weights):
@@ -352,12 +353,12 @@ class GroupedLinear(torch.nn.Module):
 
 
 class GroupedMLP(experts.TEGroupedMLP):
-    """Megatron's TEGroupedMLP with tokens padded to `multiple`, as by Fp8Padding."""
+    """Megatron's TEGroupedMLP with each expert's tokens padded to a multiple of `multiple`, as Fp8Padding does."""
 
     multiple = 1
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """Same as `TEGroupedMLP.forward`."""
+        """Do the same as `TEGroupedMLP.forward`, with padded tokens."""
         counts = np.asarray(tokens_per_expert)
         padded = _up(counts, self.multiple)
         if (padded == counts).all():
@@ -384,7 +385,7 @@ def _up(number: Any, multiple: int) -> Any:
 
 @contextmanager
 def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces the products of the local back end's linear layers; `config` comes from `settings.rehearsed`."""
+    """Replace the products of the local back end's linear layers; `config` comes from `settings.rehearsed`."""
     precision = Precision.from_config({**config, "precision_plan": config["transformer_engine"]["precision_plan"]})
     fused = config["transformer_engine"]["permute_fusion"]
     flags = config["megatron"]
@@ -454,7 +455,7 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
 
 
 def _scatters(module: torch.nn.Module) -> bool:
-    """True for a row-parallel layer that scatters its output along the sequence; its gradient is gathered in FP8."""
+    """Return whether a row-parallel layer scatters its output along the sequence; its gradient is gathered in FP8."""
     return (
         isinstance(module, RowParallelLinear)
         and module.sequence_parallel
@@ -464,7 +465,7 @@ def _scatters(module: torch.nn.Module) -> bool:
 
 
 def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
-    """Weights in FP8 by the name pattern of their modules."""
+    """Map the name patterns of modules to their weights in FP8, as named in the plan."""
     patterns: dict[str, str] = {}
     for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
         number = each.weight.block
@@ -486,7 +487,7 @@ def _keeps_input(name: str, config: Any) -> bool:
 
 @contextmanager
 def _permutation() -> Iterator[None]:
-    """Replaces the permutation of tokens by stand-ins for Transformer Engine's kernels; experts get equal numbers."""
+    """Replace the permutation of tokens with stand-ins for Transformer Engine's kernels; experts get equal numbers."""
 
     def permute(
         tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any

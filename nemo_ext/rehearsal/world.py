@@ -1,4 +1,4 @@
-"""A single process as one rank of a large job: fake process groups and fake tensors under Megatron's trainer."""
+"""Makes a process one rank of a large job, with fake process groups and fake tensors under Megatron's trainer."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def megatron_arguments(config: Mapping[str, Any]) -> Any:
-    """Megatron's global arguments for a config, and its process groups."""
+    """Set Megatron's global arguments for a config, create its process groups, and return the arguments."""
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 

@@ -1,7 +1,7 @@
-"""Search for the plan within a loss budget that has the fewest BF16 bytes, by Puzzle's integer program. No torch.
+"""Search for the plan with the fewest BF16 bytes within a loss budget, by Puzzle's integer program.
 
-Sensitivities of single units add up only roughly. So plans are measured, and the budget given to the program is
-bisected until the measured loss of its plan meets the requested budget as closely as possible.
+The sensitivities of single units add up only roughly. Plans are therefore measured, and the budget given to the program
+is bisected until its plan's measured loss is as close as possible to the requested budget. Does not import torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ class Proposal:
 
     Attributes:
         low: units in FP8.
-        added: sum of their sensitivities, nats per token.
-        measured: loss with all of them in FP8 together, nats per token.
+        added: sum of these units' single losses, in nats per token.
+        measured: loss with all of them in FP8 together, in nats per token.
     """
 
     low: tuple[Unit, ...]
@@ -31,11 +31,11 @@ class Proposal:
 
 
 def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> tuple[Unit, ...]:
-    """Units to put in FP8 so that their losses add up to at most a budget and the fewest bytes remain in BF16.
+    """Choose units to put in FP8 so that their losses add up to at most a budget and the fewest bytes remain in BF16.
 
     Args:
         units: units to choose from.
-        losses: loss of each unit alone, not negative.
+        losses: loss of each unit alone in FP8, at least 0.
         budget: maximum sum of losses, in the same unit.
     """
     program = Program(
@@ -58,16 +58,16 @@ def propose(
     everything: float,
     attempts: int,
 ) -> list[Proposal]:
-    """Measure plans, and return them with the best last: the fewest BF16 bytes with a measured loss within the budget.
+    """Measure plans, and return them; the last has the fewest BF16 bytes of those with a loss within the budget.
 
-    Every unit is given at least a small loss, as several units without a loss may have one together.
+    Every unit is assigned at least a small loss, as units that lose nothing alone may lose something together.
 
     Args:
         units: units to choose from.
-        losses: loss of each unit in FP8 alone, nats per token.
-        budget: maximum loss of a plan, nats per token.
-        measure: function that returns the loss of several units in FP8.
-        everything: loss of all units in FP8.
+        losses: loss of each unit alone in FP8, in nats per token.
+        budget: maximum loss of a plan, in nats per token.
+        measure: function that returns the loss with several units in FP8.
+        everything: loss with all units in FP8.
         attempts: maximum number of plans to measure.
     """
 

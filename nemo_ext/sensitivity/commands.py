@@ -1,4 +1,4 @@
-"""`nemo-ext sensitivity`."""
+"""The `nemo-ext sensitivity` command: measures how sensitive a model's blocks are to FP8, and proposes a plan."""
 
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
 from nemo_ext.megatron.commands import TRAINING, size

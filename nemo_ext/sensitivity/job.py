@@ -1,4 +1,4 @@
-"""The sensitivity job: measurements on ranks of this machine, then the report; the same command resumes it."""
+"""The sensitivity job: measures on this machine's ranks, then writes the report. The same command resumes it."""
 
 import sys
 from pathlib import Path
@@ -19,11 +19,11 @@ from nemo_ext.sensitivity.units import units
 from nemo_ext.sensitivity.workspace import Workspace
 
 DEFAULT_PLAN = {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}
-"""Precision plan of a run without one."""
+"""Precision plan for a config without one."""
 
 
 def run(config: dict[str, Any]) -> None:
-    """Measure, choose and compare plans, resuming earlier results, and write the report.
+    """Measure, choose and compare plans, resuming from earlier results, and write the report.
 
     Args:
         config: composed config, from `compose("sensitivity", ...)`.

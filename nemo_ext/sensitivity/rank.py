@@ -1,4 +1,4 @@
-"""Process of one rank of a sensitivity sweep, started by the job."""
+"""Entry point of a sensitivity sweep's rank, which the job starts."""
 
 import sys
 

@@ -36,12 +36,12 @@ _KEPT, _HEAD = "#22262b", "#5b6470"
 
 
 def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, Any], architecture: Architecture) -> Path:
-    """Write report.md, its picture and the proposed plan; returns the report's path.
+    """Write report.md, its picture and the proposed plan, and return the report's path.
 
     Args:
         workspace: workspace with all measurements.
         chosen: settings of the sweep.
-        config: config of the job.
+        config: the job's config.
         architecture: the model's architecture.
     """
     plan = Plan.from_config(config["precision_plan"])
@@ -141,7 +141,7 @@ def _groups(
 
 
 def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
-    """Sentences on whether this model supports Nemotron 3 Nano's choice of blocks in BF16."""
+    """Compare this model with Nemotron 3 Nano's choice of BF16 blocks, in words; empty if it lacks such blocks."""
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]

@@ -1,4 +1,4 @@
-"""Settings of the `sensitivity:` section of a config. No torch."""
+"""Settings in a config's `sensitivity:` section. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -17,8 +17,8 @@ class Settings:
 
     Attributes:
         model: path of a run directory or Megatron checkpoint.
-        per: granularity of the choice: a block, or a part of one (`in_proj`, `fc1`, ...).
-        metric: metric of the budget: `kl`, KL(unchanged model || model in FP8), or `loss`, the increase of the loss.
+        per: granularity of the choice: `block`, or `part` of a block (`in_proj`, `fc1`, ...).
+        metric: metric of the budget: `kl`, KL(unchanged model || model in FP8), or `loss`, the increase in the loss.
         share: budget as a fraction of the given plan's loss.
         nats: budget in nats per token, instead of `share`.
         attempts: maximum number of plans measured to find the best one within the budget.
@@ -37,10 +37,10 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Check and parse the settings of a composed config.
+    """Check and parse the settings in a composed config.
 
     Raises:
-        ValueError: an invalid value, more than one node, or packs without a validation set.
+        ValueError: a value is invalid, there is more than one node, or packs have no validation set.
     """
     if (nodes := config["launcher"]["nodes"]) != 1:
         raise ValueError(f"launcher.nodes={nodes}: sensitivity runs on one node: set it to 1")

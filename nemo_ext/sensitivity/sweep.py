@@ -1,4 +1,4 @@
-"""Measurements of a sweep on one rank; every rank holds the whole model, ranks split the data, rank 0 writes files.
+"""Measurements of a sweep on one rank. Every rank holds the whole model; ranks split the data, and rank 0 writes files.
 
 FP8 is `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to rounding.
 """
@@ -36,10 +36,10 @@ from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitiv
 
 
 def run(config_path: str) -> None:
-    """Measure every unit, choose a plan, and compare it with others, resuming earlier results.
+    """Measure every unit, choose a plan, and compare it with others, resuming from earlier results.
 
     Args:
-        config_path: path of the composed config, data arguments filled in.
+        config_path: path of the composed config, with data arguments filled in.
 
     Raises:
         ValueError: the plan or the data do not fit the model.
@@ -53,7 +53,7 @@ class Sweep:
     """A sensitivity sweep on one rank.
 
     Args:
-        config: composed config, with `sensitivity`.
+        config: composed config, including the `sensitivity` section.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Sweep:
             )
 
     def _compare(self, best: Proposal, by_loss: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Compares the proposal with other plans on validation data; `by_loss` are all units, least sensitive first."""
+        """Compare the proposal with other plans on validation data; `by_loss` has all units, least sensitive first."""
         plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
         if in_bf16 := kept_by(NANO_IN_BF16, self.every, self.architecture):
             plans[NANO] = self._only([unit for unit in self.every if unit not in in_bf16])
@@ -120,7 +120,7 @@ class Sweep:
 
 
 def _reversed_choice(best: Proposal, by_loss: Sequence[Unit]) -> list[Unit]:
-    """Units in FP8 of a plan that keeps the least sensitive units in BF16, with at most the BF16 bytes of `best`.
+    """Return the FP8 units of a plan that keeps the least sensitive units in BF16, within the BF16 bytes of `best`.
 
     Args:
         best: the best proposal.
@@ -150,7 +150,7 @@ class Measurements:
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`.
-        file: file of earlier and new measurements; None to keep none.
+        file: file that earlier measurements are read from and new ones written to; None to save none.
     """
 
     def __init__(self, parent: Parent, batches: Sequence[Tensor], file: Path | None) -> None:
@@ -165,7 +165,7 @@ class Measurements:
             }
 
     def measure(self, name: str, precision: Precision | None) -> Sensitivity:
-        """Measure a plan, or return its earlier measurement; None for the unchanged model."""
+        """Measure a plan, or return its earlier measurement; `precision` is None for the unchanged model."""
         if name not in self.known:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
@@ -191,7 +191,7 @@ class Measurements:
 
 
 def _first_block(precision: Precision) -> int:
-    """0-based number of the first block with a weight in FP8; the last block if only the output layer has."""
+    """0-based number of the first block with a weight in FP8, or of the last block if only the output layer has one."""
     weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
     return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
@@ -199,7 +199,7 @@ def _first_block(precision: Precision) -> int:
 def _score(
     measurements: Measurements, every: Sequence[Unit], in_fp8: Callable[[Sequence[Unit]], Precision]
 ) -> dict[str, Sensitivity]:
-    """Scores by name: of the unchanged model, all units together, each unit alone and each group together."""
+    """Score, keyed by name, the unchanged model, all units together, each unit alone and each group together."""
     groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
     plans: Mapping[str, Sequence[Unit] | None] = {
         REFERENCE: None,

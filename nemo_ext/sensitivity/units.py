@@ -1,4 +1,4 @@
-"""Units of weights that are quantised together, and rules of a precision plan for them. Pure Python."""
+"""Units of weights that are quantised together, and precision plan rules for them. Pure Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ class Unit:
     """Weights that are either all in FP8 or all in BF16.
 
     Attributes:
-        selector: selector of a rule, `5` or `5.in_proj` or `head`.
-        group: group for comparisons: the kind of block, and its successor if that is attention (`M>*`).
-        weights: weights of the unit that the given plan puts in FP8.
+        selector: selector of a rule, such as `5`, `5.in_proj` or `head`.
+        group: group for comparisons: the block's kind, and its successor if that is attention (`M>*`), or `head`.
+        weights: the unit's weights that the given plan puts in FP8.
     """
 
     selector: str
@@ -25,17 +25,17 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes in BF16."""
+        """Size of the weights in BF16, in bytes."""
         return BYTES["bf16"] * sum(weight.parameters for weight in self.weights)
 
     @property
     def block(self) -> int | None:
-        """0-based number of its block; None for the output layer."""
+        """0-based number of the unit's block; None for the output layer."""
         return self.weights[0].block
 
 
 def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
-    """Units of all weights that a plan puts in FP8, by block or part, in model order.
+    """Group all weights that a plan puts in FP8 into units, by block or part, in model order.
 
     Args:
         plan: plan to improve.
@@ -68,21 +68,21 @@ def _group(weight: Weight, kinds: Sequence[str]) -> str:
 
 
 def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
-    """The plan with only these units in FP8, and the other units of `every` in BF16."""
+    """Return the plan with only the units `low` in FP8, and the other units of `every` in BF16."""
     return with_rules(plan, bf16_rules([unit for unit in every if unit not in low]))
 
 
 def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """The plan with additional rules for weights that it puts in FP8.
+    """Return the plan with additional rules for weights that it puts in FP8.
 
-    They follow its leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
+    They are inserted after its leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
     """
     leading = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
     return replace(plan, rules=(*leading, *rules, *plan.rules[len(leading) :]))
 
 
 def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
-    """Rules that keep units in BF16: one for whole blocks, one per kind of part, one for the output layer."""
+    """Return rules that keep units in BF16: one for whole blocks, one per kind of part, one for the output layer."""
     lists: dict[str, list[int]] = {}
     for unit in kept:
         if unit.block is not None:
@@ -98,7 +98,7 @@ NAMED = (("*",), NANO_IN_BF16, ("M>*",), ("M",), ("E",), ("-",), ("first 1", "la
 
 
 def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> tuple[str, ...] | None:
-    """The entry of NAMED that keeps exactly these units, or None; None also if all units are kept."""
+    """Return the entry of NAMED that keeps exactly these units; None if there is none or all units are kept."""
     every = units(plan, architecture, "part" if any("." in unit.selector for unit in kept) else "block")
     for selectors in NAMED if len(kept) < len(every) else ():
         if {unit.selector for unit in kept} == {unit.selector for unit in kept_by(selectors, every, architecture)}:
@@ -107,7 +107,7 @@ def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> 
 
 
 def kept_by(selectors: Sequence[str], every: Sequence[Unit], architecture: Architecture) -> list[Unit]:
-    """The units that rules with these selectors keep in BF16."""
+    """Return the units that rules with these selectors keep in BF16."""
     rules = [Rule.parse(f"{selector} bf16") for selector in selectors]
     kinds = [block.kind for block in architecture.sizes]
     return [u for u in every if all(any(r.selector.selects(w, kinds) for r in rules) for w in u.weights)]

@@ -1,4 +1,4 @@
-"""Files of a sensitivity sweep and the record of its inputs. No torch."""
+"""Files of a sensitivity sweep, and the record of its inputs. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,17 +16,17 @@ LOG = "sensitivity.log"
 REFERENCE, EVERYTHING = "as it is", "given"
 """Names of the scores of the unchanged model and of the given plan."""
 NANO = "attention and what feeds it"
-"""Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
+"""Name of the plan that keeps `precision_plan.NANO_IN_BF16` in BF16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Loss of the model with some units in FP8, means over tokens.
+    """Loss of the model with some units in FP8, averaged over tokens.
 
     Attributes:
         name: name of a single unit in FP8, of a group of units (`all M>*`), or of a plan.
-        kl: KL(unchanged model || model in FP8) of the next token, nats per token.
-        loss: language model loss, nats per token.
+        kl: KL(unchanged model || model in FP8) of the next token, in nats per token.
+        loss: language model loss, in nats per token.
         tokens: number of tokens measured.
     """
 
@@ -37,12 +37,12 @@ class Sensitivity:
 
 
 def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
-    """Loss compared with the unchanged model by a metric of `Settings`, nats per token."""
+    """Loss relative to the unchanged model by the metric `kl` or `loss`, in nats per token."""
     return score.kl if metric == "kl" else score.loss - reference.loss
 
 
 class Workspace:
-    """Paths in the run directory of a sweep.
+    """Paths in a sweep's run directory.
 
     Attributes:
         run_dir: path of the run directory.
@@ -58,14 +58,14 @@ class Workspace:
         self.proposal = run_dir / "precision" / "proposed.yaml"
 
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
-        """Record the inputs of the scores.
+        """Record the inputs from which the scores are computed.
 
         Args:
-            config: config of the job, before data arguments are filled in.
+            config: the job's config, before data arguments are filled in.
             checkpoint: path of the measured checkpoint.
 
         Raises:
-            ValueError: existing scores were made from other inputs.
+            ValueError: existing scores were computed from other inputs.
         """
         section = config["sensitivity"]
         flags = ("data_path", "train_data_path", "valid_data_path", "split", "seq_length", "seed", "mock_data")
@@ -92,7 +92,7 @@ class Workspace:
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
-    """A compared plan as JSON: loss, rules, and bytes of the weights by precision."""
+    """Describe a compared plan as JSON: its loss, rules, and bytes of the weights, keyed by precision."""
     held = weight_bytes(plan or Plan(), architecture)
     rules = [rule.text for rule in plan.rules] if plan is not None else []
     return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

@@ -1,1 +1,1 @@
-"""Choice of variants: limits, costs and the mixed-integer program."""
+"""Choice of variants under limits on their costs, by a mixed-integer program."""

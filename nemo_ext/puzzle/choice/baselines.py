@@ -1,4 +1,4 @@
-"""Baselines for a search at the same cost: uniform widths, blocks dropped by score or from the end, random choices."""
+"""Baselines at the same cost as a search: uniform widths, dropping blocks by score or from the end, random choices."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -8,30 +8,30 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
 
 WIDTHS = {"M": "heads", "*": "kv", "E": "ffn", "-": "ffn"}
-"""Size that is narrowed, by kind of block."""
+"""Mapping from kinds of blocks to the size that is narrowed."""
 
 SHARES = 1000
-"""Resolution of the search for the uniform fraction."""
+"""Number of steps between 0 and 1 in the search for the uniform fraction."""
 
 
 class CannotReach(ValueError):
-    """A baseline cannot meet the cost limit."""
+    """Raised if a baseline cannot meet the cost limit."""
 
 
 def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], float], limit: float) -> list[Variant]:
-    """Narrow every block to the same fraction of its width, the largest within a cost limit.
+    """Narrow every block to the same fraction of its width, the largest that meets a cost limit.
 
     Applies to FFNs, experts, Mamba-2 heads (nearest multiple of their groups) and KV heads (nearest divisor of the
-    parent's, so that they can be pooled); FFNs and experts use the rest that this rounding leaves. Linear blocks are
-    unchanged.
+    parent's number, so that they can be pooled). FFNs and experts use up what this rounding leaves of the limit. Linear
+    blocks are unchanged.
 
     Args:
-        blocks: the parent's blocks with all values.
-        cost: cost of a sequence of blocks, None for a removed one; must not decrease with the fraction.
+        blocks: the parent's blocks with all values filled in.
+        cost: function that returns the cost of a sequence of blocks; it must not decrease with the fraction.
         limit: upper limit on the cost.
 
     Raises:
-        CannotReach: even the narrowest widths cost more.
+        CannotReach: even the narrowest widths cost more than the limit.
     """
     every = range(1, SHARES + 1)
     heads = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=step, kv=step, ffn=step)))
@@ -68,14 +68,14 @@ def greedy(
     cost: Callable[[Sequence[Block | None]], float],
     limit: float,
 ) -> list[Variant]:
-    """Drop blocks one by one in order of their score, lowest first, until a cost limit is met.
+    """Drop blocks one by one, in ascending order of their no-op's score, until a cost limit is met.
 
     Blocks that do not contribute to the cost are kept.
 
     Args:
-        by_block: variants of each block, from `variants`, each with a no-op.
-        score: score of a variant; lower is better.
-        cost: cost of a sequence of blocks.
+        by_block: variants of each block, from `variants`, including no-ops.
+        score: function that returns a variant's score; lower is better.
+        cost: function that returns the cost of a sequence of blocks, None for a dropped one.
         limit: upper limit on the cost.
 
     Raises:
@@ -101,10 +101,10 @@ def at_random(
     limit: float,
     seed: int,
 ) -> list[Variant]:
-    """Random variants, adjusted to come as close to a cost limit as possible.
+    """Choose random variants, adjusted to come close to a cost limit without exceeding it.
 
-    Random blocks get a random cheaper variant until the limit is met; then blocks in random order get the costliest
-    variant that still fits.
+    Random blocks get a random cheaper variant until the limit is met. Then, in random order, each block gets the
+    costliest variant that still fits.
 
     Raises:
         CannotReach: the limit is not met even by the cheapest variants, or no block would remain.

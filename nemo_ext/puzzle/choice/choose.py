@@ -1,4 +1,4 @@
-"""Choices from scores and costs: a parent's search problem, pool of solutions and Pareto front. No torch."""
+"""Choices based on scores and costs: the search problem, pool of solutions and Pareto front. Does not import torch."""
 
 import csv
 import io
@@ -26,18 +26,18 @@ SIZES = ("memory_bytes", "weight_bytes", "parameters", "active_parameters")
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of every variant, by resource.
+    """Costs of every variant, keyed by resource.
 
     Attributes:
         outside: costs of everything outside the blocks.
-        variants: (1-based block, variant) -> the block (None for a no-op) and its costs.
+        variants: mapping from (1-based block number, variant name) to the block (None for a no-op) and its costs.
     """
 
     outside: Mapping[str, float]
     variants: Mapping[tuple[int, str], tuple[Block | None, Mapping[str, float]]]
 
     def write(self, file: Path) -> None:
-        """Write a CSV file with one line per variant."""
+        """Write a CSV file with one line for the part outside the blocks and one per variant."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["block", "variant", "notation", *RESOURCES])
@@ -60,10 +60,10 @@ class Costs:
 
 
 def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving: Serving) -> Problem:
-    """Build the search problem: one candidate per variant, scored by the increase of the metric over the parent.
+    """Build the search problem: one candidate per variant, scored by the metric's increase over the parent.
 
     Raises:
-        ValueError: a limit cannot be met even without blocks.
+        ValueError: a throughput cannot be reached even without blocks, or the bounds on a resource cross.
     """
     blocks: dict[int, list[Candidate]] = {}
     unchanged = {score.block: getattr(score, chosen.metric) for score in scores if score.variant == KEEP}
@@ -105,7 +105,7 @@ def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Lim
 
 
 def choose(problem: Problem, chosen: Search, folder: Path) -> None:
-    """Search, and write problem.json and choices.json to a folder.
+    """Run the search, and write problem.json and choices.json to a folder.
 
     Raises:
         Infeasible: no choice satisfies the limits.
@@ -144,7 +144,10 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
 
 
 def _reference(problem: Problem) -> tuple[str, float]:
-    """Resource on which baselines are compared, with its upper limit: a size, which shrinks with any block."""
+    """Return the resource on which baselines are compared (a size, as every block adds to it) and its upper limit.
+
+    The limit is inf if no size is limited.
+    """
     for name in SIZES:
         if name in problem.limits and problem.limits[name].upper < math.inf:
             return name, problem.limits[name].upper

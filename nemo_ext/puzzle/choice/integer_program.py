@@ -1,14 +1,14 @@
 """Integer program that chooses one variant per block with the lowest total, solved by SciPy's `milp` (HiGHS).
 
-Exact reductions before HiGHS gets the program:
-- Dominated variants are removed: another one of the block is at least as good in the objective and in every row.
+Exact reductions are applied before HiGHS gets the program:
+- Variants are removed if another one of the same block is at least as good in the objective and in every row.
 - Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this has no
-  effect on an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
+  effect on an ordinary search, but makes searches over costs alone (which limits conflict?) easy at 126 blocks.
 - Rows and objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
 
-Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
-variant that satisfies the rows is taken, the first of equal ones, and equal blocks get their variants in ascending
-order; neither can increase the total.
+Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then each block gets the best
+variant that satisfies the rows (the first of equally good ones), and equal blocks get their variants in ascending
+order. Neither step can increase the total.
 """
 
 import math
@@ -46,8 +46,8 @@ class Program:
     Attributes:
         objective: Array [variants] per block; the sum over the chosen variants is minimised.
         rows: Array [variants, rows] per block; the sum of each column over the chosen variants is bounded.
-        lower: Lower bounds [rows], -inf for none.
-        upper: Upper bounds [rows], inf for none.
+        lower: Lower bounds [rows], -inf where there is none.
+        upper: Upper bounds [rows], inf where there is none.
     """
 
     objective: Sequence[Floats]
@@ -56,11 +56,11 @@ class Program:
     upper: Floats
 
     def totals(self, choice: Sequence[int]) -> Floats:
-        """Row sums of a choice."""
+        """Sum each row over a choice's variants, [rows]."""
         return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
 
     def keeps(self, totals: Floats) -> NDArray[np.bool_]:
-        """True where sums [..., rows] are within all bounds, up to the tolerance."""
+        """Return, as an array [...], whether sums [..., rows] are within all bounds up to the tolerance."""
         slack = TOLERANCE * self.sizes
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 
@@ -79,7 +79,7 @@ class Program:
         return np.where(sizes > 0, sizes, 1.0)
 
     def apart_from(self, choice: Sequence[int], distance: int) -> "Program":
-        """The program without the choices that differ from `choice` in fewer than `distance` blocks."""
+        """Return the program without the choices that differ from `choice` in fewer than `distance` blocks."""
         same = [np.arange(len(each)) == index for each, index in zip(self.objective, choice, strict=True)]
         return replace(
             self,
@@ -91,11 +91,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result for a program.
+    """Result of solving a program.
 
     Attributes:
-        choice: One index per block; None if there is no choice or none was found.
-        bound: Lower bound on the total, up to 1e-10 of the objective's range; inf if no choice exists.
+        choice: Index of each block's chosen variant; None if no choice exists or none was found.
+        bound: Lower bound on the total, accurate to 1e-10 of the objective's range; inf if no choice exists.
     """
 
     choice: tuple[int, ...] | None
@@ -103,12 +103,12 @@ class Answer:
 
     @property
     def infeasible(self) -> bool:
-        """True if no choice satisfies the rows (proved)."""
+        """True if it is proved that no choice satisfies the rows."""
         return self.choice is None and self.bound == np.inf
 
 
 def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
-    """Find a choice whose total is within the relative `gap` of the best; worse or None at the time limit.
+    """Find a choice whose total is within the relative `gap` of the best; at the time limit, a worse one or None.
 
     Raises:
         RuntimeError: HiGHS failed for numerical reasons.
@@ -134,7 +134,7 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
 
 
 class _Reduced:
-    """Reduced program for HiGHS, with counts of variants in groups of equal blocks as variables.
+    """Reduced program for HiGHS, whose variables count how often each variant is chosen in a group of equal blocks.
 
     Variables are ordered by group: those of group g are `start[g]` to `start[g + 1] - 1`.
     """
@@ -159,7 +159,7 @@ class _Reduced:
         self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # group of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
-        """Solve with HiGHS; returns the best choice found and its bound."""
+        """Solve the program with HiGHS, and return the best choice found and the bound."""
         one_each = csr_array((np.ones(len(self.group)), (self.group, np.arange(len(self.group)))))
         constraints = [LinearConstraint(one_each, self.count, self.count)]
         if len(self.upper):
@@ -190,7 +190,7 @@ class _Reduced:
 
 
 def undominated(program: Program, block: int) -> Integers:
-    """Indices of the variants of a block that no other dominates, ascending; the first of equal ones."""
+    """Return the indices of a block's undominated variants in ascending order, only the first of equal ones."""
     rows = program.rows[block]
     keys = np.column_stack(
         [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]
@@ -201,7 +201,7 @@ def undominated(program: Program, block: int) -> Integers:
 
 
 def _equal_blocks(program: Program) -> list[list[int]]:
-    """Groups of blocks with the same variants in the same order, as lists of block indices."""
+    """Group the blocks that have the same variants in the same order; return lists of block indices."""
     alike: dict[tuple[int, bytes, bytes], list[int]] = {}
     for block, (objective, rows) in enumerate(zip(program.objective, program.rows, strict=True)):
         alike.setdefault((len(objective), objective.tobytes(), rows.tobytes()), []).append(block)

@@ -1,4 +1,4 @@
-"""Pool of distinct good choices to evaluate, as block-wise scores only predict the loss."""
+"""Pool of distinct good choices, which are then evaluated, as block-wise scores only predict the loss."""
 
 import time
 
@@ -22,7 +22,8 @@ def pool(
         time_limit: Total seconds for all solutions.
 
     Returns:
-        Solutions found in time, in ascending score; bound and gap of each refer to the choices that were still allowed.
+        Solutions found in time, in ascending order of score. Each one's bound and gap refer to the choices that were
+        still allowed.
 
     Raises:
         Infeasible: No choice satisfies the limits.

@@ -1,8 +1,8 @@
 """Search problem: candidates for every block, and limits on the sums of their costs.
 
-A resource is any name for which candidates have a cost: parameters, active_parameters, memory_bytes, cache_bytes,
-prefill_seconds, decode_seconds, attention_blocks. Its total is the amount outside the blocks plus the costs of the
-chosen variants.
+A resource is any name for which candidates have a cost, such as parameters, active_parameters, memory_bytes,
+cache_bytes, prefill_seconds, decode_seconds or attention_blocks. Its total is the amount outside the blocks plus the
+costs of the chosen variants.
 """
 
 import json
@@ -23,8 +23,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TOLERANCE = 1e-9
 """Relative tolerance of limits, as sums of floats are not exact.
 
-It is relative to the part of the limit that is left for the blocks, or to the largest cost if that is over 1000 times
-larger.
+It is relative to the part of the limit that is left for the blocks, or to the largest cost if that is more than 1000
+times larger.
 """
 
 
@@ -34,8 +34,8 @@ class Candidate:
 
     Attributes:
         name: Name of the variant, unique in its block.
-        score: Increase of the model's loss with this variant; lower is better, may be negative.
-        costs: Resource -> cost in the resource's unit.
+        score: Increase in the model's loss with this variant; lower is better, and it may be negative.
+        costs: Mapping from resources to costs, in the resource's unit.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -66,12 +66,12 @@ class Problem:
 
     Attributes:
         blocks: Candidates of each block.
-        limits: Resource -> bounds on its total.
-        outside: Resource -> amount outside the blocks (embedding, runtime overhead); 0 if absent.
+        limits: Mapping from resources to bounds on their totals.
+        outside: Mapping from resources to amounts outside the blocks (embedding, runtime overhead); 0 if absent.
 
     Raises:
-        ValueError: No blocks or an empty block, a repeated name in a block, a number that is not finite, a limit
-            without bounds or with crossed ones, or a limit on a resource for which a candidate has no cost.
+        ValueError: There are no blocks, a block is empty or repeats a name, a number is not finite, a limit has no
+            bounds or crossed ones, or a candidate has no cost for a limited resource.
     """
 
     blocks: Sequence[Sequence[Candidate]]
@@ -106,11 +106,11 @@ class Problem:
         return tuple(name for name in candidates[0].costs if all(name in other.costs for other in candidates))
 
     def score(self, choice: Sequence[int]) -> float:
-        """Total score of a choice, given as one 0-based index per block."""
+        """Compute the total score of a choice, given as one 0-based index per block."""
         return math.fsum(block[index].score for block, index in zip(self.blocks, choice, strict=True))
 
     def costs(self, choice: Sequence[int]) -> dict[str, float]:
-        """Totals of `resources` for a choice, including the part outside the blocks."""
+        """Compute the totals of `resources` for a choice, including the part outside the blocks."""
         chosen = [block[index] for block, index in zip(self.blocks, choice, strict=True)]
         return {
             name: math.fsum([self.outside.get(name, 0.0), *(float(one.costs[name]) for one in chosen)])
@@ -118,11 +118,11 @@ class Problem:
         }
 
     def names(self, choice: Sequence[int]) -> tuple[str, ...]:
-        """Names of the chosen candidates."""
+        """Return the names of the chosen candidates."""
         return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
 
     def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
-        """The same problem with other limits."""
+        """Return the same problem with other limits."""
         return replace(self, limits=limits)
 
 
@@ -148,9 +148,9 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 
 
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
-    """Maximum seconds for a batch of `batch` sequences of `tokens` tokens at a minimum throughput.
+    """Return the maximum seconds for a batch of `batch` sequences of `tokens` tokens at a minimum throughput.
 
-    From batch * tokens / seconds >= tokens_per_second.
+    It follows from batch * tokens / seconds >= tokens_per_second.
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(
@@ -187,12 +187,12 @@ def write_problem(problem: Problem, path: Path) -> Path:
 
 
 def read_problem(path: Path) -> Problem:
-    """Read a problem file.
+    """Read a problem file of the following form.
 
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 
     Raises:
-        ValueError: The file is missing or invalid, with the position and key.
+        ValueError: The file is missing or invalid; the message gives the position and key.
     """
 
     try:

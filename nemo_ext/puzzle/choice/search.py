@@ -1,4 +1,4 @@
-"""Search for one variant per block with the lowest total score within limits, or an explanation of the conflict.
+"""Search for one variant per block with the lowest total score within limits, or explain why the limits conflict.
 
 problem = Problem(blocks=library, limits={"memory_bytes": Limit(upper=72e9)}, outside={"memory_bytes": 2e9})
 solution = solve(problem)
@@ -18,7 +18,7 @@ from nemo_ext.puzzle.choice.problem import Problem
 
 Side = Literal["upper", "lower"]
 LimitSide = tuple[str, Side]
-"""Resource and side of its limit."""
+"""A resource and a side of its limit."""
 
 GAP = 1e-4
 TIME_LIMIT = 600.0
@@ -34,8 +34,8 @@ class Solution:
     Attributes:
         choice: 0-based index of the chosen candidate of every block.
         score: Total score.
-        costs: Totals of every resource that all candidates have, including the part outside the blocks.
-        gap: (score - bound) / |score|, the relative gap of HiGHS. Larger than requested if the time limit was reached.
+        costs: Total of every resource that all candidates have, including the part outside the blocks.
+        gap: (score - bound) / |score|, HiGHS's relative gap; larger than requested if the time limit was reached.
         bound: Lower bound on the score of any choice within the limits (HiGHS's dual bound).
         seconds: Wall-clock time of the search.
     """
@@ -56,7 +56,7 @@ class Conflict:
         resource: Resource of the limit.
         side: Side of the limit, `upper` or `lower`.
         limit: Value of the bound.
-        nearest: Total nearest to the bound that is feasible under the other limits; None if the time limit was reached.
+        nearest: Feasible total under the other limits that is nearest to the bound; None if the time limit was reached.
         with_all_others: True if `nearest` satisfies all other limits of the problem, so that moving this bound to it
             makes the problem feasible; False if they conflict even without this one, so that only the other limits of
             the set are satisfied.
@@ -79,7 +79,7 @@ class Conflict:
 
 
 class Infeasible(ValueError):
-    """No choice of variants satisfies the limits.
+    """Raised if no choice of variants satisfies the limits.
 
     Attributes:
         conflicts: Limits that conflict; if any one is removed, the rest can be satisfied.
@@ -103,10 +103,10 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
     Args:
         problem: Blocks, candidates and limits.
         gap: Relative optimality gap of the score.
-        time_limit: Seconds after which the best choice so far is returned; the same again to explain `Infeasible`.
+        time_limit: Seconds after which the best choice so far is returned; explaining `Infeasible` may take as long.
 
     Raises:
-        Infeasible: No choice satisfies the limits; has the conflicting limits and their nearest feasible values.
+        Infeasible: No choice satisfies the limits; holds the conflicting limits and their nearest feasible values.
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
         RuntimeError: HiGHS failed for numerical reasons.
         ValueError: `gap` or `time_limit` is out of range.
@@ -118,7 +118,7 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
 
 
 def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -> Solution | None:
-    """Solve the problem's program, or one with further rows; None if it is infeasible.
+    """Solve the problem's program, or one with additional rows; return None if it is infeasible.
 
     Raises:
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
@@ -148,14 +148,14 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
 
 
 def relative_gap(score: float, bound: float) -> float:
-    """Distance of a score from its bound, relative to the score."""
+    """Distance of a score from its bound, relative to the score; inf if only the score is 0."""
     if score == bound:
         return 0.0
     return (score - bound) / abs(score) if score else math.inf
 
 
 def limit_sides(problem: Problem) -> tuple[LimitSide, ...]:
-    """Finite bounds of the problem's limits."""
+    """List the finite bounds of the problem's limits."""
     sides: tuple[Side, ...] = ("upper", "lower")
     return tuple(
         (resource, side)
@@ -172,8 +172,8 @@ def to_program(
 
     Args:
         problem: The problem.
-        sides: Bounds to include; None for all.
-        objective: Resource to minimise instead of the score; "" for no objective.
+        sides: Bounds to include; None to include all.
+        objective: Resource to minimise instead of the score; "" to find any feasible choice.
         sign: -1 to maximise the resource.
     """
     sides = limit_sides(problem) if sides is None else sides
@@ -209,8 +209,8 @@ def to_program(
 def explain(problem: Problem, *, time_limit: float) -> Infeasible:
     """Explain why a problem has no feasible choice.
 
-    Finds an irreducible set by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided at
-    the time limit are kept.
+    An irreducible set is found by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided
+    at the time limit are kept.
     """
     deadline = time.monotonic() + time_limit
 

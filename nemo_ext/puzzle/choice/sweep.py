@@ -1,4 +1,4 @@
-"""Pareto front of score and one resource: the best choice under each of several limits, as CSV and picture."""
+"""Pareto front of score against one resource: the best choice under each of several limits, as CSV and picture."""
 
 import csv
 import io
@@ -36,11 +36,12 @@ def sweep(
         time_limit: Seconds per solve.
 
     Returns:
-        One point per value, ascending.
+        One point per distinct value, in ascending order.
 
     Raises:
-        TimeoutError: For some value neither a choice nor a proof of infeasibility was found in time.
-        ValueError: A candidate has no cost for `resource`, or `values` is empty or has a number that is not finite.
+        TimeoutError: For some value, neither a choice nor a proof of infeasibility was found in time.
+        ValueError: A candidate has no cost for `resource`, or `values` is empty or contains a number that is not
+            finite.
     """
     if not values:
         raise ValueError("values is empty: expected upper limits")
@@ -64,7 +65,7 @@ def sweep(
 
 
 def _monotone(points: list[Point]) -> list[Point]:
-    """Points with a tighter limit's choice where it is better, as a solve may return a worse one within the gap."""
+    """Replace choices by a tighter limit's where that is better, as a solve may return a worse one within the gap."""
     better: list[Point] = []
     for point in points:
         tighter = better[-1].solution if better else None
@@ -77,9 +78,9 @@ def _monotone(points: list[Point]) -> list[Point]:
 
 
 def write_csv(points: Sequence[Point], path: Path) -> Path:
-    """Write one line per limit: limit, score, bound, gap, totals of the resources, and indices of the choice.
+    """Write one CSV line per limit: limit, score, bound, gap, total of each resource, and the choice's indices.
 
-    Lines of infeasible limits have only the limit. Times are omitted, so equal searches give equal files.
+    Lines of infeasible limits contain only the limit. Times are omitted, so that equal searches give equal files.
     """
     solved = [point.solution for point in points if point.solution is not None]
     resources = list(solved[0].costs) if solved else []
@@ -106,15 +107,15 @@ def plot(
     child: Sequence[int] | None = None,
     title: str = "",
 ) -> Path:
-    """Draw score against the actual cost of the choices (PNG or SVG by suffix).
+    """Plot the score against the choices' actual cost, as PNG or SVG depending on the suffix.
 
     Args:
         points: Points from `sweep`.
         path: Path of the picture.
         problem: The searched problem.
         resource: Resource on the horizontal axis.
-        parent: Choice of the parent to mark, one index per block.
-        child: Choice of the child to mark.
+        parent: The parent's choice, one index per block, to be marked; None to mark none.
+        child: The child's choice, likewise.
         title: Title of the picture.
 
     Raises:
@@ -143,7 +144,7 @@ def plot(
 
 
 def _axis(resource: str, most: float) -> tuple[float, str]:
-    """Scale of the axis and its label, with a unit derived from the resource's name."""
+    """Return the axis's scale and label, with a unit derived from the resource's name."""
     words, _, last = resource.rpartition("_")
     units: tuple[tuple[float, str], ...] = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1.0, "number"))
     if last == "bytes":

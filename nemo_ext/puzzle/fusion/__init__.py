@@ -1,1 +1,1 @@
-"""FFN fusion: which blocks may run in parallel, and their weights merged into one."""
+"""FFN fusion: finds blocks that may run in parallel, and merges their weights into one block."""

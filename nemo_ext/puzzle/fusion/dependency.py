@@ -4,9 +4,9 @@ h_j(x) = f_j(x) - x is the contribution of block j to the residual stream. M[i][
 between h_j in the whole model and h_j without block i, averaged over the tokens of a calibration set. Where it is
 small, blocks compute nearly the same in parallel as in sequence.
 
-One pass of the whole model gives every block's input. Row i is measured by running from block i + 1 on with the input
-of block i. Rows are lines of JSON; existing ones are not measured again. The residual stream is in the model's
-precision: in bf16, small contributions lose digits that matter in the distance.
+One pass of the whole model gives every block's input. Row i is measured by running the model from block i + 1 on with
+the input of block i. Rows are stored as JSON lines; existing ones are not measured again. The residual stream is in the
+model's precision: in bf16, small contributions lose digits that matter in the distance.
 """
 
 import json
@@ -47,11 +47,11 @@ TOGETHER = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Change of later blocks' contributions without one block.
+    """Change in later blocks' contributions when one block is removed.
 
     Attributes:
         block: 1-based number of the removed block.
-        distances: 1-based number of a later block -> cosine distance, 0 to 2, mean over tokens.
+        distances: mapping from a later block's 1-based number to the cosine distance, 0 to 2, averaged over tokens.
         blocks: number of blocks in the model.
         tokens: number of tokens in the calibration set.
         checksum: checksum of the calibration set (`checksum`).
@@ -67,20 +67,21 @@ class Row:
 def measure_dependency(
     parent: Parent, calibration: Sequence[Tensor], file: Path, *, advance: Callable[[int], None] = lambda passes: None
 ) -> list[list[float]]:
-    """Measure the dependency matrix; only rows that `file` does not have yet are computed.
+    """Measure the dependency matrix, computing only the rows that `file` does not have yet.
 
     Args:
         parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
         file: path of dependency.jsonl.
-        advance: called for every row and batch, including those already in `file`: `(blocks - 1) x batches` in total.
+        advance: called with the number of newly finished passes, one per row and batch; rows already in `file` count
+            as finished, so the total is `(blocks - 1) x batches`.
 
     Returns:
-        The matrix, `[i][j]` by 0-based block numbers; NaN where j <= i.
+        The matrix, indexed `[i][j]` by 0-based block numbers; NaN where j <= i.
 
     Raises:
         ValueError: there are no calibration tokens, `file` is from another model or calibration set or has an invalid
-            line, or the model gives NaN or infinity.
+            line, or the model produces NaN or infinity.
     """
     count = len(parent.layers)
     if not calibration:
@@ -133,16 +134,16 @@ def distance_sums(
     *,
     advance: Callable[[int], None] = lambda passes: None,
 ) -> dict[int, Tensor]:
-    """Distances of some rows, summed over tokens, so that results of data-parallel ranks add up.
+    """Compute the distances of some rows, summed over tokens so that the data-parallel ranks' results can be added.
 
     Args:
         parent: the model.
         removed: 0-based numbers of the blocks to remove, one at a time.
         batches: tokens `[batch, seq]`.
-        advance: called for every row and batch.
+        advance: called with 1 for every row and batch.
 
     Returns:
-        Sums `[later blocks]` in fp64 by row.
+        Mapping from removed blocks to sums `[later blocks]` in fp64.
     """
     count = len(parent.layers)
     sums = {i: torch.zeros(count - 1 - i, dtype=torch.double) for i in removed}
@@ -161,9 +162,9 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - cosine over the last dimension, computed as half the squared distance of unit vectors to avoid cancellation.
+    """1 - cosine over the last dimension, as half the squared distance between unit vectors to avoid cancellation.
 
-    The distance of two zero vectors is 0, of a zero and a nonzero vector 0.5.
+    The distance between two zero vectors is 0, and between a zero and a nonzero vector 0.5.
     """
     return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
 
@@ -175,7 +176,7 @@ def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read rows from a file; empty if it does not exist.
+    """Read the rows in a file; return an empty list if it does not exist.
 
     Raises:
         ValueError: a line is not a row.
@@ -191,9 +192,9 @@ def _row(record: dict[str, Any]) -> Row:
 def draw_dependency(
     matrix: Dependency, path: Path, *, pattern: Pattern, groups: Sequence[Group] = (), title: str = ""
 ) -> Path:
-    """Draw a matrix as a heat map (PNG or SVG by suffix).
+    """Draw a matrix as a heat map, as PNG or SVG depending on the suffix.
 
-    Colours are by the square root of the distance, as blocks that can be fused differ at small distances.
+    Colours follow the square root of the distance, to distinguish the small distances of blocks that can be fused.
 
     Args:
         matrix: matrix from `measure_dependency`.
@@ -203,7 +204,7 @@ def draw_dependency(
         title: title of the picture.
 
     Raises:
-        ValueError: the sizes of matrix and pattern differ.
+        ValueError: matrix and pattern have different numbers of blocks.
     """
     count = len(pattern.blocks)
     if any(len(row) != count for row in [matrix, *matrix]):
@@ -227,14 +228,14 @@ def draw_dependency(
 
 
 def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
-    """Draws a square on the diagonal."""
+    """Draw a square on the diagonal."""
     from matplotlib.patches import Rectangle
 
     axis.add_patch(Rectangle((place - 0.5, place - 0.5), length, length, clip_on=False, **looks))
 
 
 def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
-    """Draws the legend in the empty half of the matrix."""
+    """Draw the legend in the empty half of the matrix."""
     from matplotlib.patches import Patch
 
     kinds = dict.fromkeys(block.kind for block in pattern.blocks)
@@ -245,7 +246,7 @@ def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
 
 
 def _label(axis: "Axes", pattern: Pattern) -> None:
-    """Labels blocks with number and symbol; only every second, fifth or tenth if all would not fit."""
+    """Label blocks with number and symbol; if not all labels fit, only every second, fifth, tenth and so on."""
     count = len(pattern.blocks)
     step = next((step for step in (1, 2, 5, 10, 20, 50) if count / step <= _LABELS), 100)
     places = range(step - 1, count, step)

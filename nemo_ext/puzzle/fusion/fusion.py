@@ -1,10 +1,10 @@
-"""FFN Fusion (arXiv:2503.18908): merge a run of consecutive FFN blocks into one wide block.
+"""FFN Fusion (arXiv:2503.18908): merges a run of consecutive FFN blocks into one wide block.
 
 The blocks of a run compute x + FFN_j(norm_j(x)) in sequence. In parallel, on the same x, they compute
 x + sum_j FFN_j(norm_j(x)), which one FFN computes exactly: each norm's weight is folded into the columns of its block's
-first linear (a LayerNorm's bias into its bias), first linears are stacked along the width, second ones along their
-input. The error of fusion is the difference between sequential and parallel blocks, so runs are fused where blocks
-depend least on each other.
+first linear (a LayerNorm's bias into its bias), first linears are stacked along the width, and second linears along
+their input. The error of fusion is the difference between sequential and parallel blocks, so runs are fused where
+blocks depend least on each other.
 
 Whole checkpoints are rewritten (`fuse`), tensor by tensor, for any tensor-parallel size.
 """
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from nemo_ext.checkpoint.torch_dist import TorchDistReader
 
 Dependency = Sequence[Sequence[float]]
-"""`[i][j]`, i < j, 0-based block numbers: change of block j's contribution without block i (cosine distance, from
-`nemo_ext.puzzle.fusion.dependency`)."""
+"""`[i][j]`, with 0-based block numbers i < j: change in block j's contribution without block i, as a cosine distance
+(from `nemo_ext.puzzle.fusion.dependency`)."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Group:
 
     @property
     def blocks(self) -> range:
-        """Numbers of the blocks."""
+        """0-based numbers of the blocks."""
         return range(self.first, self.last + 1)
 
 
 def runs(description: Description) -> list[Group]:
-    """Maximal runs of two or more consecutive FFN blocks; a linear block ends a run."""
+    """List the maximal runs of two or more consecutive FFN blocks; a linear block ends a run."""
     groups: list[Group] = []
     start: int | None = None
     for number, block in enumerate((*description.blocks, None)):
@@ -89,7 +89,7 @@ def plan(
     max_blocks: int | None = None,
     max_groups: int | None = None,
 ) -> list[Group]:
-    """Groups of blocks to fuse, the least dependent first.
+    """Select the groups of blocks to fuse, the least dependent first.
 
     Every run is divided into the fewest groups that satisfy all limits. With a measured `dependency`, groups are then
     sorted by mean dependency, and `largest_dependency` and `max_groups` select the first ones; so a larger
@@ -98,11 +98,11 @@ def plan(
     Args:
         description: the model.
         dependency: dependency measured on calibration data; without it, groups are in model order.
-        largest_dependency: maximum mean over the pairs of a group; groups above it are not fused, and not divided
+        largest_dependency: maximum mean dependency over a group's pairs; groups above it are neither fused nor divided
             further (`max_blocks` does that).
         keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
         max_width: maximum width of a fused block.
-        max_bytes: maximum bytes of a fused block's weights and norm, over all tensor-parallel ranks.
+        max_bytes: maximum bytes of a fused block's weights and norm, summed over tensor-parallel ranks.
         precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.
         max_blocks: maximum number of blocks in a group.
         max_groups: maximum number of groups.
@@ -112,7 +112,7 @@ def plan(
 
     Raises:
         ValueError: norms are on outputs and cannot be folded, a limit is invalid, or the dependency belongs to another
-            model or does not have all pairs of a group.
+            model or lacks pairs of a group.
     """
     if description.architecture.norm_placement != "input":
         raise ValueError(
@@ -138,7 +138,7 @@ def plan(
 
 
 def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, largest: float | None) -> list[Group]:
-    """Groups with a mean dependency of at most `largest`, the least dependent first."""
+    """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first."""
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
             f"the dependency matrix has {len(dependency)} blocks, but the model {blocks}: measure it on this model"
@@ -149,7 +149,7 @@ def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, large
 
 
 def width_of_bytes(description: Description, size: float, precision: str) -> int:
-    """Maximum width of a fused block whose weights, biases and norm take at most `size` bytes; may be 0.
+    """Return the maximum width of a fused block whose weights, biases and norm take at most `size` bytes; may be 0.
 
     Raises:
         ValueError: the precision is unknown.
@@ -159,7 +159,7 @@ def width_of_bytes(description: Description, size: float, precision: str) -> int
 
 
 def _alone(description: Description, width: int) -> Architecture:
-    """A model of one fused block, with biases if fusion of any FFN block creates them."""
+    """Return a model of one fused block, with biases if fusing any FFN block creates them."""
     bias = _creates_bias(description, range(len(description.blocks)))
     return description.architecture.with_pattern(Pattern((Block.from_values("-", ffn=width, bias=bias),)))
 
@@ -167,7 +167,7 @@ def _alone(description: Description, width: int) -> Architecture:
 def _cut(
     description: Description, numbers: Sequence[int], *, max_width: int | None, max_blocks: int | None
 ) -> list[Group]:
-    """Groups that result in the fewest blocks within the limits, with lengths as equal as possible.
+    """Divide a run into groups that result in the fewest blocks within the limits, with lengths as equal as possible.
 
     A block that does not fit in any group is not fused.
     """
@@ -209,10 +209,10 @@ def mean_dependency(dependency: Dependency, group: Group) -> float:
 
 
 def fused(description: Description, groups: Sequence[Group]) -> Description:
-    """Description of the model after fusion.
+    """Return the description of the model after fusion.
 
     Raises:
-        ValueError: groups overlap or have blocks other than FFNs.
+        ValueError: groups overlap or contain blocks other than FFNs.
     """
     blocks: list[Block] = []
     starts = _by_first(description, groups)
@@ -242,7 +242,7 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
 
 
 def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
-    """True if fusing these blocks creates biases that the model's linears do not have."""
+    """Return whether fusing these blocks creates biases that the model's linears do not have."""
     architecture = description.architecture
     folded = architecture.norm_affine and architecture.normalization == "LayerNorm"
     some = any(
@@ -254,7 +254,7 @@ def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`.
+    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`.
 
     Args:
         reader: reader of the checkpoint.
@@ -290,7 +290,7 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
 
 
 def _fused_work(reader: TorchDistReader, description: Description, group: Group, pieces: Sequence[Piece]) -> Work:
-    """One work item for all tensors of a fused block, so that each source block is read once."""
+    """Return one work item for all tensors of a fused block, so that each source block is read once."""
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype
     names = [piece.key.split(".mlp.", 1)[1] for piece in pieces]
@@ -308,16 +308,16 @@ def _fused_work(reader: TorchDistReader, description: Description, group: Group,
 
 
 def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description) -> dict[str, Tensor]:
-    """Weights of one FFN block that computes the sum of several blocks on the same input.
+    """Merge several FFN blocks' weights into those of one block that computes their sum on the same input.
 
     Args:
-        parts: tensors of each block by their names in Megatron's checkpoint after `mlp.`: `linear_fc1.weight`
-            `[ffn or 2 x ffn, hidden]`, `linear_fc2.weight` `[hidden, ffn]`, `linear_fc1.layer_norm_weight` ...; folding
-            is in fp64.
+        parts: each block's tensors, keyed by their names after `mlp.` in Megatron's checkpoint: `linear_fc1.weight`
+            `[ffn or 2 x ffn, hidden]`, `linear_fc2.weight` `[hidden, ffn]`, `linear_fc1.layer_norm_weight` ... Norms
+            are folded in fp64.
         description: the model, for the norm, the gate and the biases.
 
     Returns:
-        Tensors of the fused block by the same names, in the same dtype.
+        The fused block's tensors, keyed by the same names and in the same dtype.
     """
     import torch
 
@@ -346,7 +346,7 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
 
 
 def _folded(part: Mapping[str, Tensor], description: Description) -> tuple[Tensor, Tensor | None]:
-    """First linear of a block with its norm folded in: weight in its original dtype, bias in fp64."""
+    """Return a block's first linear with its norm folded in: weight in its original dtype, bias (or None) in fp64."""
     original = part["linear_fc1.weight"]
     weight = original.double()
     bias = part["linear_fc1.bias"].double() if "linear_fc1.bias" in part else None

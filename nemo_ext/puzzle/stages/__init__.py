@@ -1,1 +1,1 @@
-"""Stages that run a model."""
+"""Puzzle stages that run a model."""

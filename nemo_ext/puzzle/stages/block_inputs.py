@@ -1,4 +1,4 @@
-"""Files of a block's inputs at every distillation step, from which the next group of variants starts.
+"""Files with a block's inputs at every distillation step, from which the next group of variants starts.
 
 Each group writes the inputs of the next group's first block, so that the parent runs only once for all groups.
 """
@@ -35,7 +35,7 @@ class BlockInputs:
         return self.folder / f"block_{number + 1:03d}" / f"step_{step:06d}_{rank}.safetensors"
 
     def has(self, number: int, steps: Iterable[int]) -> bool:
-        """True if every rank has the inputs of a block (0-based number) for these steps. Collective."""
+        """Return whether every rank has a block's inputs for these steps; the block's number is 0-based. Collective."""
         files = [self._file(number, step) for step in steps]
         sizes = {file.stat().st_size if file.is_file() else 0 for file in files}
         complete = (
@@ -44,7 +44,7 @@ class BlockInputs:
         return int(data_parallel.summed(torch.tensor(int(complete)))) == data_parallel.count()
 
     def read(self, number: int, steps: Iterable[int]) -> Iterator[Tensor]:
-        """This rank's inputs of a block in host memory, with one step of read-ahead."""
+        """Iterate over this rank's inputs of a block in host memory, reading one step ahead."""
 
         def read(step: int) -> Tensor:
             hidden = load_file(self._file(number, step))["hidden"]
@@ -53,7 +53,7 @@ class BlockInputs:
         return read_ahead(read, [*steps])
 
     def write(self, number: int, step: int, hidden: Tensor) -> None:
-        """Write this rank's input of a block in the background, after the previous write has ended."""
+        """Write this rank's input of a block in the background, once the previous write has finished."""
 
         def write() -> None:
             file = self._file(number, step)
@@ -90,7 +90,7 @@ class BlockInputs:
         data_parallel.written(remove, on_every_node=True)
 
     def clear(self) -> None:
-        """Remove the folder and, if it does not belong to a shard, also the folders of shards. Collective."""
+        """Remove the folder and, unless it belongs to a shard, the shards' folders too. Collective."""
         folders = [self.folder] if "_" in self.folder.name else self.folder.parent.glob(f"{self.folder.name}*")
 
         def remove() -> None:

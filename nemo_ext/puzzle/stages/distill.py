@@ -1,9 +1,9 @@
 """Block-wise local distillation: every variant is trained to reproduce its parent block's output.
 
-One forward pass of the parent serves many variants: each gets the input of the parent's block and is trained on the
-block's output, independently of other blocks (Puzzle, section 3.1; "decoupled": attention and FFN variants separately).
-The loss is the squared error relative to the block's contribution, |variant(x) - block(x)|^2 / |block(x) - x|^2, so a
-no-op has a loss of 1.
+One forward pass of the parent serves many variants: each gets the parent block's input and is trained on its output,
+independently of other blocks (Puzzle, section 3.1, "decoupled": attention and FFN variants are trained separately). The
+loss is the squared error relative to the block's contribution, |variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op
+has a loss of 1.
 """
 
 import shutil
@@ -46,7 +46,7 @@ class Result:
 
 
 def trainable(by_block: Sequence[Sequence[Variant]]) -> list[Variant]:
-    """Variants that have weights other than the parent's."""
+    """List the variants to train, which are all except unchanged blocks and no-ops."""
     return [variant for each in by_block for variant in each if variant.block is not None and variant.name != KEEP]
 
 
@@ -73,14 +73,14 @@ def distill(
         library: library of initial weights.
         trained: library of trained weights; a group of variants is written after its last step, and its checkpoint
             every `training.save_interval` steps.
-        batches: function that returns this rank's tokens `[batch, seq]` from a step on; all groups get the same data,
-            so results do not depend on grouping or interruptions.
+        batches: function that iterates over this rank's tokens `[batch, seq]` from a given step on; all groups get the
+            same data, so results do not depend on grouping or interruptions.
         training: settings.
-        shard: shard of `by_block`, for which checkpoints have separate names; without one, checkpoints of shards are
-            resumed.
-        inputs: storage for the inputs of the next group's first block, used only by this training and shard; None to
-            run the whole parent for every group. Results are the same; it is empty at the end.
-        advance: called for every step of a group with its number of variants, also for steps done before.
+        shard: shard to which `by_block` belongs, whose checkpoints have their own names; if None, the checkpoints of
+            any shards are resumed.
+        inputs: storage for the inputs of the next group's first block, used only by this training and shard, and empty
+            at the end; None to run the parent from its first block for every group, with the same results.
+        advance: called after every step of a group with its number of variants; earlier steps are counted too.
 
     Returns:
         One result per trainable variant, in order.
@@ -108,7 +108,7 @@ def distill(
 
 
 def results(by_block: Sequence[Sequence[Variant]], trained: Library) -> list[Result]:
-    """Read the training results of trained variants from their files."""
+    """Read the variants' training results from the files of their trained weights."""
     collected = []
     for variant in trainable(by_block):
         notes = trained.notes(variant)
@@ -144,7 +144,7 @@ class _InTraining:
             weight.data.copy_(data_parallel.whole_of(master.detach().to(weight.dtype), weight))
 
     def state(self) -> dict[str, Any]:
-        """This rank's shards of master weights and optimizer state, and the schedule's state."""
+        """Return this rank's shards of master weights and optimizer state, and the schedule's state."""
         return {
             "masters": [each.detach() for each in self.masters],
             "optimizer": self.optimizer.state_dict(),
@@ -261,7 +261,7 @@ def train_group(
 
 
 def _identity(training: Training) -> dict[str, Any]:
-    """Settings that identify a distillation run, used by resume checks."""
+    """Return the settings that a distillation run must keep to be resumed."""
     return {name: value for name, value in asdict(training).items() if name != "inputs"}
 
 
@@ -279,7 +279,7 @@ def _part(file: Path, step: int, number: int, ranks: int) -> Path:
 
 
 def _index(file: Path, state: Mapping[str, Any]) -> None:
-    """Writes the index that completes a checkpoint of the ranks' shards, and removes older shards."""
+    """Write the index that completes a checkpoint of the ranks' shards, and remove older shards."""
     _write(file, state)
     for part in _parts(file).iterdir():
         if not part.name.startswith(f"step_{state['step']:06d}_"):
@@ -307,7 +307,7 @@ def _prefix(variant: Variant) -> str:
 
 
 def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Path, list[tuple[int, str]]]:
-    """Interrupted groups by checkpoint; some of their variants may already be written."""
+    """Map the checkpoint of each interrupted group to its variants, some of which may already be written."""
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}
     for file in every:
@@ -331,6 +331,6 @@ def _error(parent: Parent, variant: Variant, layer: torch.nn.Module, hidden: Ten
 
 
 def _decay(steps: int) -> Callable[[int], float]:
-    """Learning-rate schedule: cosine decay to zero after a warm-up over a twentieth of the steps."""
+    """Return the learning-rate factor by step: cosine decay to zero after a warm-up over a twentieth of the steps."""
     warm_up = max(1, steps // 20)
     return lambda step: min((step + 1) / warm_up, 0.5 * (1 + cos(pi * min(1.0, step / steps))))

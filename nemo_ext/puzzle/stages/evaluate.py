@@ -19,19 +19,19 @@ SECONDS = 0.2
 
 
 def losses(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[float]:
-    """Mean loss of every sequence in nats per token, over all ranks, in the same order for every model.
+    """Compute the mean loss of every sequence of all ranks in nats per token, in the same order for every model.
 
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`; the next token is the label.
-        replaced: replacement layers; None for a removed block.
+        replaced: mapping from 0-based block numbers to replacement layers, or None for a removed block.
     """
     all_losses: list[float] = data_parallel.joined(losses_of_rank(parent, batches, replaced)).tolist()
     return all_losses
 
 
 def losses_of_rank(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> Tensor:
-    """Mean losses of this rank's sequences only, `[sequences]`; arguments as in `losses`."""
+    """Compute the mean losses of this rank's sequences only, `[sequences]`; arguments as in `losses`."""
     with torch.no_grad():
         parts = [
             -token_log_probabilities(parent.logits(tokens, replaced)[:, :-1], tokens[:, 1:]).mean(1).cpu()
@@ -41,12 +41,12 @@ def losses_of_rank(parent: Parent, batches: Sequence[Tensor], replaced: Replaced
 
 
 def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
-    """Mean loss in nats per token over all ranks; arguments as in `losses`."""
+    """Compute the mean loss in nats per token over all ranks; arguments as in `losses`."""
     return fmean(losses(parent, batches, replaced))
 
 
 def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Measure seconds per forward pass over tokens `[batch, seq]` of two models, one value per round and model.
+    """Measure the seconds of two models' forward passes over tokens `[batch, seq]`, one value per model and round.
 
     The models alternate, so that a slowdown of the machine affects both; the first pass of each is not counted.
     """

@@ -11,11 +11,11 @@ from nemo_ext.blockwise.parent import Parent
 
 
 class Inference:
-    """A reduced model in Megatron's static inference, made by `open_inference`.
+    """A reduced model in Megatron's static inference; created by `open_inference`.
 
     Args:
         decoder: stack of the layers to run.
-        rotary: the model's rotary embedding for `length` tokens, or None.
+        rotary: the model's rotary embedding for `length` tokens; None if it has none.
         batch: batch size.
         length: cache capacity in tokens per sequence.
     """
@@ -27,7 +27,7 @@ class Inference:
         self.context = StaticInferenceContext(batch, length)
 
     def __call__(self, hidden: Tensor, *, start: int) -> Tensor:
-        """Output `[seq, batch, hidden]` for tokens from 0-based position `start`; earlier ones are in the cache."""
+        """Run hidden states `[seq, batch, hidden]` from 0-based position `start`; earlier tokens are in the cache."""
         self.at(start)
         return self.decoder(hidden, None, inference_context=self.context, rotary_pos_emb=self.rotary)
 
@@ -49,7 +49,7 @@ class Inference:
 
 @contextmanager
 def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int, length: int) -> Iterator[Inference]:
-    """Reduces the parent's stack to one layer without the final norm, or to the final norm if `layer` is None."""
+    """Reduce the parent's stack to one layer without the final norm, or to the final norm if `layer` is None."""
     from megatron.core.inference.utils import InferenceMode
 
     decoder = parent.model.decoder
@@ -64,7 +64,7 @@ def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int,
 
 
 def _rotary(model: Any, length: int) -> Tensor | None:
-    """Rotary embedding that HybridModel computes once and passes to all blocks."""
+    """Rotary embedding that HybridModel computes once and passes to all blocks; None if it uses none."""
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
     embedding = model.rotary_pos_emb(length)
@@ -73,7 +73,7 @@ def _rotary(model: Any, length: int) -> Tensor | None:
 
 @contextmanager
 def _decodes_batches(layer: Any) -> Iterator[None]:
-    """Makes static decoding of a Mamba-2 layer correct for more than one sequence.
+    """Make static decoding of a Mamba-2 layer correct for more than one sequence.
 
     Megatron-Core passes `[1, batch, width]` to a function that expects `[batch, 1, width]`: without this, the sequences
     of a batch are treated as tokens of one sequence (core/ssm/mamba_mixer.py: `_decode`, in 0.20 `_static_decode`).

@@ -1,7 +1,7 @@
-"""Initial weights of a variant, from the parent's block.
+"""Initial weights of a variant, derived from the parent's block.
 
-Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The kept channels, heads and experts are those
-of the largest importance on calibration data (`Importance`), or without it of the largest norm of the output weights.
+Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The channels, heads and experts kept are those
+with the largest importance on calibration data (`Importance`) or, without it, with the largest norm of output weights.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Importance:
     """Importance of channels, experts or heads of a block on calibration data; larger is more important.
 
     Attributes:
-        channels: `[ffn]` for an MLP, `[experts, ffn]` for experts.
+        channels: importance of channels, `[ffn]` for an MLP, `[experts, ffn]` for experts.
         experts: total router weight of each expert, `[experts]`.
-        heads: heads of a Mamba-2 block, `[heads]`.
+        heads: importance of a Mamba-2 block's heads, `[heads]`.
     """
 
     channels: Tensor | None = None
@@ -40,8 +40,8 @@ def initial_weights(
     """Derive the tensors of a variant from its parent block.
 
     Args:
-        parent: the parent's block with all values.
-        variant: block of the same kind with all values.
+        parent: the parent's block with all values filled in.
+        variant: a block of the same kind with all values filled in.
         tensors: tensors of the parent's block.
         architecture: the parent's architecture.
         importance: measured importance; None to use the norms of weights.
@@ -76,7 +76,7 @@ def initial_weights(
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """Mean-pools the keys and values of neighbouring groups (GQA, arXiv:2305.13245)."""
+    """Mean-pool the keys and values of neighbouring groups (GQA, arXiv:2305.13245)."""
     import torch
 
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
@@ -117,7 +117,7 @@ def _narrower_mlp(
 
 
 def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
-    """Keeps the same number of heads in every group, as the heads of a group use its B and C."""
+    """Keep the same number of heads in every group, as the heads of a group share its B and C."""
     import torch
 
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
@@ -161,10 +161,10 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
 
 
 def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-    """One linear map after the block's norm: the block with tokens that attend only to themselves, without gates.
+    """Reduce a block to one linear map after its norm: as if tokens attended only to themselves, and without gates.
 
-    Attention: output x value; FFN: down x up; Mamba-2: out_proj x the rows of x (Puzzle, section 3). MoE: product of
-    the shared expert, or mean of the experts' products.
+    Attention: output x value; FFN: down x up; Mamba-2: out_proj x the in_proj rows of x (Puzzle, section 3). MoE: the
+    shared expert's down x up, or the mean of the experts' products.
     """
     import torch
 
@@ -199,7 +199,7 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
 
 
 def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
-    """The block's norm, named as before a linear map; an identity if the parent's norm is on its output."""
+    """The block's norm under its name before a linear map; an identity if the parent's norm is on its output."""
     import torch
 
     if architecture.norm_affine and architecture.norm_placement == "output":
@@ -208,7 +208,7 @@ def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture)
 
 
 def _largest(importance: Tensor, count: int) -> Tensor:
-    """Indices of the largest values, ascending."""
+    """Indices of the `count` largest values, in ascending order."""
     import torch
 
     return torch.sort(torch.topk(importance, count).indices).values

@@ -1,6 +1,6 @@
 """Block library: weights of the variants of all blocks, one file per variant.
 
-    FOLDER/block_003/ffn256.safetensors     tensors by their names in Megatron's checkpoint after `decoder.layers.N.`
+    FOLDER/block_003/ffn256.safetensors     tensors, named as in Megatron's checkpoint after `decoder.layers.N.`
 
 Existing files are reused. `keep` and `no_op` need no file.
 """
@@ -37,15 +37,15 @@ class Library:
     folder: Path
 
     def file(self, variant: Variant) -> Path:
-        """Path of a variant's weights; block numbers in names are 1-based."""
+        """Return the path of a variant's weights; block numbers in names are 1-based."""
         return self.folder / f"block_{variant.number + 1:03d}" / f"{variant.name}.safetensors"
 
     def has(self, variant: Variant) -> bool:
-        """True if a variant's weights are in the library or not needed."""
+        """Return whether a variant's weights are in the library or not needed."""
         return variant.name in (KEEP, NO_OP) or self.file(variant).is_file()
 
     def write(self, variant: Variant, tensors: dict[str, Tensor], **notes: str) -> None:
-        """Write a variant's weights with notes as metadata, by atomic rename."""
+        """Write a variant's weights, with `notes` as metadata, by atomic rename."""
         file = self.file(variant)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}")
@@ -82,7 +82,7 @@ class Library:
         return metadata
 
     def layer(self, parent: Parent, variant: Variant) -> torch.nn.Module | None:
-        """Build the layer of a variant with its weights; None for a no-op."""
+        """Build a variant's layer with its weights; return None for a no-op."""
         if variant.block is None:
             return None
         if variant.name == KEEP:
@@ -99,7 +99,7 @@ def build(
     calibration: Sequence[Tensor],
     advance: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Build the missing variants; returns their number.
+    """Build the missing variants, and return their number.
 
     Args:
         parent: the model.
@@ -137,7 +137,7 @@ def importance(parent: Parent, description: Description, calibration: Sequence[T
     mean square of the head's output x norm of its columns. Experts: total router weight.
 
     Returns:
-        Importance by 0-based block number; attention blocks have none.
+        Mapping from 0-based block numbers to importance; attention and linear blocks are omitted.
     """
     sums: dict[int, Tensor] = {}
     with ExitStack() as hooks, torch.no_grad():

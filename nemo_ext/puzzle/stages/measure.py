@@ -1,14 +1,14 @@
-"""Measured cost of blocks: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
+"""Measured costs of blocks: seconds for prefill and for a decoding step, bytes of weights, cache and activations.
 
 Every distinct block is built once as Megatron's own layer, run in Megatron's static inference (a KV cache for
 attention, convolution and scan states for Mamba-2) in the serving scenario, timed with `torch.utils.benchmark`, and
-freed. Seconds are medians over repetitions, spreads interquartile ranges. Weights and hidden states are arbitrary: they
-affect time only through MoE routing, where the router sees random hidden states.
+freed. Seconds are medians over repetitions, and spreads are interquartile ranges. Weights and hidden states are
+arbitrary: they affect time only through MoE routing, where the router sees random hidden states.
 
 This times eager Megatron, not a serving engine: small blocks wait for kernel launches, a windowed block's cache is as
 long as the context, keys are rotated again at every step, and weights may stay in the device's cache between
-repetitions. Results are lines of JSON after a first line with the machine, the model and the scenario; a file from
-other conditions is refused, as a search needs comparable numbers for all blocks.
+repetitions. Results are lines of JSON after a first line with the machine, the model and the scenario. A file measured
+under other conditions is rejected, as a search needs comparable numbers for all blocks.
 """
 
 import importlib.util
@@ -59,14 +59,15 @@ class Measured:
     """Measurements of one block.
 
     Attributes:
-        block: notation of the block with all values; or `outside`, or `no_op`.
+        block: the block's notation with all values, or `outside`, or `no_op`.
         prefill_seconds: median seconds for a whole batch of prompts.
         prefill_spread: interquartile range of prefill seconds.
         decode_seconds: median seconds for one token of every sequence of the batch at full context.
         decode_spread: interquartile range of decode seconds.
         weight_bytes: bytes of the layer's parameters.
-        cache_bytes: bytes allocated by Megatron for the batch: full context even for windows, in the model's precision.
-        activation_bytes: peak bytes of prefill beyond weights, cache and input; None without a GPU.
+        cache_bytes: cache bytes that Megatron allocates for the batch: for the full context even for windows, in the
+            model's precision.
+        activation_bytes: peak bytes in prefill beyond weights, cache and input; None without a GPU.
     """
 
     block: str
@@ -84,12 +85,12 @@ NOTHING = Measured(NO_OP, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
 
 
 def block_key(block: Block | None) -> str:
-    """Key of a block in results: its notation, or `no_op` for None."""
+    """Return a block's key in results: its notation, or `no_op` for None."""
     return NO_OP if block is None else str(block)
 
 
 def distinct_blocks(by_block: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
-    """First variant of each distinct block by `block_key`, without no-ops; depth does not affect time."""
+    """Map each distinct block's `block_key` to its first variant, without no-ops; depth does not affect time."""
     distinct: dict[str, Variant] = {}
     for variant in (variant for each in by_block for variant in each):
         if variant.block is not None:
@@ -115,14 +116,14 @@ def measure_blocks(
         layer_of: function that returns a variant's layer (`Library.layer`, or `initial_layer` without a library).
         serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` are not used.
         file: path of measured.jsonl.
-        min_seconds: minimum total time of the repetitions of each number, at least `ROUNDS` of them.
+        min_seconds: minimum total seconds of the repetitions behind each number; there are at least `ROUNDS`.
         advance: called with 1 for every distinct block and for `outside`.
 
     Returns:
-        Measurements by `block_key`, including `no_op` and `outside`.
+        Measurements keyed by `block_key`, including `no_op` and `outside`.
 
     Raises:
-        ValueError: the precision is not the parent's or not available here; a line of `file` is not a measurement, or
+        ValueError: the precision is not the parent's or not available here, a line of `file` is not a measurement, or
             `file` is from another machine, model or scenario.
     """
     taken_under = conditions(parent, serving)
@@ -142,17 +143,17 @@ def measure_blocks(
 
 
 def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) -> dict[str, float]:
-    """Costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds instead of the roofline's.
+    """Replace the roofline's seconds in costs (from `cost.block_costs` or `cost.outside_costs`) by measured ones.
 
-    Bytes are still those of the cost model: a serving engine's cache ends at the window, Megatron's static one does
-        not.
+    Bytes are still those of the cost model, as a serving engine's cache ends at the window but Megatron's static one
+    does not.
     """
     seconds = {"prefill_seconds": measured.prefill_seconds, "decode_seconds": measured.decode_seconds}
     return {**analytic, **seconds}
 
 
 def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
-    """Build the layer of a variant without a library, from the parent's weights; None for a no-op.
+    """Build a variant's layer from the parent's weights, without a library; return None for a no-op.
 
     Args:
         parent: the model.
@@ -195,7 +196,7 @@ def _measure_variant(
 
 
 def _measure_outside(parent: Parent, serving: Serving, min_seconds: float) -> Measured:
-    """Measures a model without its blocks: token embedding, final norm, logits of each sequence's last token."""
+    """Measure a model without its blocks: token embedding, final norm, and logits of each sequence's last token."""
     model = parent.model
     device = next(model.parameters()).device
     tokens = torch.randint(model.vocab_size, (serving.batch, serving.prompt), device=device)
@@ -249,7 +250,7 @@ def _measure(
 
 
 def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float, float]:
-    """Median and interquartile range of seconds per call; the timer synchronises the device."""
+    """Measure the median and interquartile range of seconds per call; the timer synchronises the device."""
     from torch.utils.benchmark import Measurement, Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
@@ -270,7 +271,7 @@ def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
 
 
 def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
-    """Conditions of measurements besides the block: machine, versions, serving scenario, model.
+    """Describe the conditions of measurements besides the block: machine, versions, serving scenario and model.
 
     Raises:
         ValueError: the precision is not the parent's or not available here, or the context is too short to decode.
@@ -320,7 +321,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Name of the CPU, on Linux from /proc."""
+    """Name of the CPU, which is read from /proc on Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -328,10 +329,10 @@ def _processor() -> str:
 
 
 def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measured]:
-    """Read measurements from a file, by `block_key`; an incomplete last line is skipped.
+    """Read a file's measurements, keyed by `block_key`; an incomplete last line is skipped.
 
     Raises:
-        ValueError: they were taken under other conditions, or a line is not a measurement.
+        ValueError: they were not taken under the conditions `taken_under`, or a line is not a measurement.
     """
     if not file.is_file():
         return {}

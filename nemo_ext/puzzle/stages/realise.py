@@ -1,4 +1,4 @@
-"""Child of a choice of variants: its description, and its checkpoint from parent and library."""
+"""The child that consists of chosen variants: its description, and its checkpoint from parent and library."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +15,10 @@ from nemo_ext.puzzle.variants import KEEP, Variant
 
 
 def child(parent: Description, choice: Sequence[Variant]) -> Description:
-    """Description of a child.
+    """Return the description of a child.
 
     Args:
-        parent: the description of the parent.
+        parent: the parent's description.
         choice: one variant for each of the parent's blocks, in order.
 
     Raises:
@@ -41,7 +41,7 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
 
 
 def _shortened(architecture: Architecture, block: Block) -> Block:
-    """The block without values that the model implies."""
+    """Return the block without the values that the model implies."""
     values = dict(block.values)
     for name, _ in block.values:
         # If the model sets windows by layer number, a block that changes its number keeps its window.
@@ -54,7 +54,7 @@ def _shortened(architecture: Architecture, block: Block) -> Block:
 
 
 def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
-    """Work items that write a child's checkpoint: kept blocks from the parent, others from the library.
+    """Return work items that write a child's checkpoint: kept blocks from the parent, others from the library.
 
     Args:
         reader: reader of the parent's checkpoint.

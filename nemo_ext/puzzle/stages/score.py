@@ -1,4 +1,4 @@
-"""Replace-one-block scores: loss of the parent when one block is replaced by one of its variants.
+"""Replace-one-block scores: the parent's loss when one block is replaced by one of its variants.
 
 For every variant: KL(parent || changed model) of the next token, the language model loss, and the cosine distance of
 the last hidden states, as means over the tokens of the calibration set. Blocks before the replaced one are not run
@@ -20,7 +20,7 @@ from nemo_ext.puzzle.score_file import Score, append_scores, read_scores
 from nemo_ext.puzzle.variants import Variant
 
 CACHED, ON_GPU = 1 << 20, 1 << 26
-"""Logits processed at a time: on a CPU few enough for its cache, on a GPU more."""
+"""Number of logits processed at a time: on a CPU, few enough for its cache; on a GPU, more."""
 
 
 def score_blocks(
@@ -32,12 +32,12 @@ def score_blocks(
     *,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
-    """Score every variant that has no line in `file` yet; the lines of a block are written together.
+    """Score every variant that has no line in `file` yet, and return all scores; a block's lines are written together.
 
     Args:
         parent: the model.
         by_block: variants of each block, from `variants`.
-        layer_of: function that returns a variant's layer, None for a no-op (`Library.layer`).
+        layer_of: function that returns a variant's layer, or None for a no-op, such as `Library.layer`.
         calibration: this rank's tokens `[batch, seq]`; the next token is the label.
         file: path of scores.jsonl.
         advance: called after every block with its number of variants.
@@ -94,7 +94,7 @@ def _score_block(
 
 
 def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
-    """Sums of KL, loss and cosine distance over tokens.
+    """Sum KL divergence, loss and cosine distance over tokens, `[3]` in FP64.
 
     Args:
         reference: the parent's log-probabilities `[batch, seq, vocabulary]`, in FP32.
@@ -112,7 +112,7 @@ def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor,
 
 
 def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool = False) -> Tensor:
-    """Log-probability `[batch, seq]` of each label, in double precision, from logits `[batch, seq, vocabulary]`.
+    """Return each label's log-probability `[batch, seq]` in FP64, from logits `[batch, seq, vocabulary]`.
 
     Args:
         normalised: True if the logits are log-probabilities already.
@@ -124,7 +124,7 @@ def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool 
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors `[batch, seq, ...]` in chunks of rows; the first has logits, which decide the size of a chunk."""
+    """Split tensors `[batch, seq, ...]` into chunks of rows; the first holds logits, which decide the chunk size."""
     size = tensors[0].shape[-1]
     rows = max(1, (CACHED if tensors[0].device.type == "cpu" else ON_GPU) // size)
     for each in zip(*tensors, strict=True):  # by sample, so that no memory layout needs a copy

@@ -1,8 +1,8 @@
-"""Shards: the variants of one stage divided among concurrent commands, on one or several machines. No torch.
+"""Shards divide a stage's variants among concurrent commands, on one or several machines. Does not import torch.
 
 Every variant is trained and scored independently. The division depends only on the variants, not on finished work.
-Shards use the same run directory; locks prevent starting a shard twice, and running shards together with a command
-without a shard.
+Shards use the same run directory. Locks prevent a shard from being started twice, and shards from running together with
+a command without a shard.
 """
 
 import re
@@ -38,10 +38,10 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """Parse `puzzle.shard=I/N`.
+        """Parse the value `I/N` of `puzzle.shard`.
 
         Raises:
-            ValueError: the text is malformed, or the shard does not exist.
+            ValueError: the value is malformed, or the shard does not exist.
         """
         match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
         if match is None:
@@ -54,7 +54,7 @@ class Shard:
         return cls(number, count)
 
     def __str__(self) -> str:
-        """`I/N`, as on the command line."""
+        """Format as `I/N`, as on the command line."""
         return f"{self.number}/{self.count}"
 
     @property
@@ -64,12 +64,12 @@ class Shard:
 
     @classmethod
     def from_label(cls, file: Path) -> "Shard":
-        """Parse the label at the end of a file's name."""
+        """Parse the label `IofN` at the end of a file's name."""
         number, _, count = file.stem.rpartition("_")[2].partition("of")
         return cls(int(number), int(count))
 
     def select(self, by_block: Sequence[Sequence[Variant]]) -> list[list[Variant]]:
-        """This shard's variants of every block, in order; some blocks may have none.
+        """Return this shard's variants of every block, in order; some blocks may have none.
 
         Every variant is in exactly one shard. Variants of the same sizes take about the same time, so each kind is
         divided evenly: shards differ by at most one variant, per kind and in total.
@@ -82,7 +82,7 @@ class Shard:
 
 @contextmanager
 def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> Iterator[None]:
-    """Locks a shard: no second start of it, and no run without a shard, can begin in the directory.
+    """Lock a shard, so that neither the same shard nor a run without a shard can start in the directory.
 
     Args:
         run_dir: run directory of the compression.
@@ -105,7 +105,7 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
 
 
 def refuse_beside_shards(run_dir: Path) -> None:
-    """Refuse a run without a shard while shards are running; the caller holds the directory's lock (`only_run_in`).
+    """Reject a run without a shard while shards are running; the caller holds the directory's lock (`only_run_in`).
 
     Raises:
         ValueError: shards are running.

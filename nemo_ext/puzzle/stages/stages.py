@@ -65,14 +65,14 @@ RANDOM_CHOICES = 3
 
 
 def run(config_path: str, names: Sequence[str]) -> None:
-    """Run stages on this rank, except finished ones.
+    """Run stages on this rank, skipping finished ones.
 
     Args:
-        config_path: path of the composed config, data arguments filled in.
+        config_path: path of the composed config, with data arguments filled in.
         names: names from `workspace.STAGES`, in order.
 
     Raises:
-        ValueError: a stage was run with other settings before, or its settings do not fit the model or the data.
+        ValueError: a stage was run before with other settings, or its settings do not fit the model or the data.
     """
     config = read_config(Path(config_path))
     with process_group():
@@ -85,10 +85,10 @@ def run(config_path: str, names: Sequence[str]) -> None:
 
 
 class Stages:
-    """Stages of one child, as methods.
+    """One child's stages, each a method of the same name as the stage.
 
     Args:
-        config: composed config, with `puzzle`.
+        config: composed config, including the `puzzle` section.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Stages:
         return open_parent(config, checkpoint, self.chosen.fsdp)
 
     def tokens(self, split: Any, size: Batches) -> list[torch.Tensor]:
-        """This rank's batches of the training or validation data."""
+        """Return this rank's batches of the training or validation data (`split` is `train` or `valid`)."""
         return self._token_batches(split, size.sequences).batches(size.batch)
 
     def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
@@ -163,7 +163,7 @@ class Stages:
             self._distill(by_block, initial, trained, "distill", shard)
 
     def _of_shard(self, by_block: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
-        """Variants of this shard, by block; all without a shard."""
+        """Return this shard's variants, grouped by block; all variants if the stage is not sharded."""
         shard = self.workspace.shard
         if shard is None:
             return by_block
@@ -223,7 +223,7 @@ class Stages:
             data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
-        """Write the costs of every variant."""
+        """Write every variant's costs."""
         serving, architecture = self.chosen.serving, self.description.architecture
         costs = Costs(
             outside_costs(architecture, serving),
@@ -243,7 +243,7 @@ class Stages:
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
-        """Costs with latencies measured on this machine, by one rank."""
+        """Replace the latencies in `costs` by ones that this rank measures on this machine."""
         with data_parallel.progress("cost", len(distinct_blocks(self.variants)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,
@@ -257,7 +257,7 @@ class Stages:
         return _with_latencies(costs, measured)
 
     def compare(self) -> None:
-        """Evaluate the choices of the search; the one with the lowest loss on calibration data becomes the child.
+        """Evaluate the search's choices; the one with the lowest loss on calibration data becomes the child.
 
         The reported losses are on validation data, which are not used for the selection.
         """
@@ -276,7 +276,7 @@ class Stages:
         self._write_json("choice.json", best)
 
     def _write_json(self, name: str, content: Any) -> None:
-        """Writes a JSON file in the child's folder."""
+        """Write a JSON file to the child's folder."""
         text = json.dumps(content, indent=1) + "\n"
         data_parallel.written(lambda: write_text(self.workspace.folder / name, text))
 
@@ -293,7 +293,7 @@ class Stages:
         }
 
     def _named(self, names: Sequence[str]) -> list[Variant]:
-        """The variant with the given name for each block."""
+        """Return the variant with the given name for each block."""
         return [next(v for v in each if v.name == name) for each, name in zip(self.variants, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
@@ -307,14 +307,14 @@ class Stages:
         return replaced
 
     def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
-        """Total of a resource over a model with these blocks."""
+        """Compute the total of a resource over a model with these blocks."""
         architecture, serving = self.description.architecture, self.chosen.serving
         for block in {*blocks} - self._costs.keys():
             self._costs[block] = block_costs(architecture, block, serving)
         return sum((self._costs[block][resource] for block in blocks), outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Evaluate baselines at the child's cost, and a search limited by that resource alone."""
+        """Evaluate baselines with the child's limit on one resource, and a search limited by that resource alone."""
         if not self.chosen.baselines:
             return False
         choices = json.loads((self.workspace.folder / "choices.json").read_text())
@@ -364,7 +364,7 @@ class Stages:
         return True
 
     def realise(self) -> None:
-        """Write the child's checkpoint, notation and Puzzle block_configs."""
+        """Write the child's checkpoint, its notation and its Puzzle block_configs."""
         names = json.loads((self.workspace.folder / "choice.json").read_text())["variants"]
         picked = self._named(names)
         description = child(self.description, picked)
@@ -468,7 +468,7 @@ class Stages:
         self._write_json("evaluation.json", [_compared(row, rows[0]) for row in rows])
 
     def _bytes(self) -> int | None:
-        """Bytes of text behind the predicted tokens of the validation set; None if the config has no tokenizer."""
+        """Count the bytes of text behind the validation set's predicted tokens; None if the config has no tokenizer."""
         tokenizer = (self.config.get("data") or {}).get("tokenizer")
         if tokenizer is None:
             return None
@@ -478,7 +478,7 @@ class Stages:
 
 
 def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[str, Latency]) -> Costs:
-    """Costs with measured latencies by `block_key`; no-ops have none."""
+    """Replace the latencies in `costs` by measured ones, which are keyed by `block_key`; no-ops have none."""
     return Costs(
         measured_costs(costs.outside, latencies[OUTSIDE]),
         {
@@ -491,7 +491,7 @@ def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[st
 def _compared(
     row: dict[str, Any], parent: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A row with paired differences of its per-sequence losses from the parent and the chosen child."""
+    """Add to a row the paired differences of its per-sequence losses from the parent's and the chosen child's."""
     sides = {"from_parent": parent, "from_child": chosen}
     return row | {
         name: asdict(difference(side["losses"], row["losses"], seed=1234)) for name, side in sides.items() if side
@@ -499,7 +499,7 @@ def _compared(
 
 
 def _as_json(description: Description) -> dict[str, Any]:
-    """Notation of a child, and Puzzle's block_configs if they can express it."""
+    """Return a child's notation, and Puzzle's block_configs if they can express it, otherwise the reason."""
     pattern = description.architecture.pattern
     sizes = to_config(description)["megatron"]
     result: dict[str, Any] = {"pattern": format_pattern(pattern), "block_configs": None}
