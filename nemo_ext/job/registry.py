@@ -8,6 +8,7 @@ from importlib import metadata
 from importlib.metadata import EntryPoint
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path
 
 import nemo_ext
@@ -58,13 +59,16 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
 
 @cache
 def config_packages() -> tuple[str, ...]:
-    """Packages that contain config groups: ours first, which takes precedence; missing ones are reported on stderr."""
+    """Packages that contain config groups: ours first, which takes precedence. Unusable ones are reported on stderr."""
     packages = [CONFIGS]
     for point in entry_points(CONFIG_GROUP).values():
         try:
-            files(point.value)
-        except Exception as error:  # third-party packages may raise anything on import
-            print(f"{point.name} = {point.value} of {CONFIG_GROUP} cannot be imported: {error}", file=sys.stderr)
+            spec = find_spec(point.value)  # does not run the package's code
+        except Exception:  # the package above may raise anything on import
+            spec = None
+        if spec is None or spec.origin is None or not spec.submodule_search_locations:
+            reason = "not a package with an __init__.py"
+            print(f"{point.name} = {point.value} of {CONFIG_GROUP} is ignored: {reason}", file=sys.stderr)
         else:
             packages.append(point.value)
     return tuple(dict.fromkeys(packages))
@@ -74,7 +78,8 @@ def config_files(group: str) -> dict[str, Traversable]:
     """YAML files of a config group in all packages, by name without suffix, sorted by name."""
     folders = [files(package).joinpath(*group.split("/")) for package in reversed(config_packages())]
     paths = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
-    return dict(sorted((path.name.removesuffix(".yaml"), path) for path in paths if path.name.endswith(".yaml")))
+    by_name = {path.name.removesuffix(".yaml"): path for path in paths if path.name.endswith(".yaml")}
+    return dict(sorted(by_name.items()))
 
 
 @cache

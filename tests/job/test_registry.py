@@ -30,6 +30,7 @@ newer = "mine.newer:NEWER"
 [project.entry-points."nemo_ext.configs"]
 mine = "mine.conf"
 absent = "mine.absent"
+module = "mine.counting"
 [project.entry-points."nemo_ext.environments"]
 rhymes = "mine.rhymes"
 [tool.setuptools]
@@ -155,7 +156,8 @@ def test_its_groups_and_options_are_those_of_any_job(run: Run, tmp_path: Path) -
 def test_another_packages_recipes_pipelines_and_benchmarks_are_used(run: Run, tmp_path: Path) -> None:
     script = (
         "from nemo_ext.evaluation.benchmark import names, read_benchmark\n"
-        "print('rivers' in names('benchmark'), read_benchmark('rivers').about, read_benchmark('rivers').environment)"
+        "print('rivers' in names('benchmark'), read_benchmark('rivers').about, read_benchmark('rivers').environment)\n"
+        "print(read_benchmark('letters').about)"
     )
 
     recipe = run("train", "recipe=mine/short", "run_dir=r", "--cfg", "job", "-p", "megatron.train_iters", cwd=tmp_path)
@@ -166,8 +168,10 @@ def test_another_packages_recipes_pipelines_and_benchmarks_are_used(run: Run, tm
     assert recipe.stdout == "3\n", recipe.stderr
     assert "did you mean 'mine/short'" in typo.stderr
     assert (tmp_path / "r" / "b").is_dir(), pipeline.stderr
-    assert benchmark.stdout == "True rivers multiple_choice\n", benchmark.stderr
-    assert "absent = mine.absent of nemo_ext.configs cannot be imported" in benchmark.stderr
+    assert benchmark.stdout == ("True rivers multiple_choice\nthe questions of `choice`, answered with a letter\n"), (
+        benchmark.stderr
+    )
+    assert "absent = mine.absent of nemo_ext.configs is ignored" in benchmark.stderr
 
 
 def test_it_is_used_in_a_pipeline_and_submitted(run: Run, tmp_path: Path) -> None:
@@ -206,7 +210,8 @@ def test_a_broken_package_does_not_affect_other_commands(run: Run, tmp_path: Pat
     ]
     assert ours.returncode == 0
     assert ours.stderr == (
-        "absent = mine.absent of nemo_ext.configs cannot be imported: No module named 'mine.absent'\n"
+        "absent = mine.absent of nemo_ext.configs is ignored: not a package with an __init__.py\n"
+        "module = mine.counting of nemo_ext.configs is ignored: not a package with an __init__.py\n"
     )
     assert (broken.returncode, broken.stderr.count("cannot be imported")) == (2, 1)
 

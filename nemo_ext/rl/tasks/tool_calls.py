@@ -51,7 +51,7 @@ class Goods(TypedDict):
 
 
 def get_weather(_: Any, city: str, unit: Unit = "celsius") -> str:
-    """Get the current weather in a city."""
+    """Current weather in a city."""
     return f"I would like to know the weather in {city}, in degrees {unit.capitalize()}."
 
 
@@ -61,7 +61,7 @@ def convert_currency(_: Any, amount: Annotated[int, Field(gt=0)], source: Curren
 
 
 def set_timer(_: Any, label: str, minutes: Annotated[int, Field(ge=1, le=600)], repeat: bool = False) -> str:
-    """Start a timer; if it is to be repeated, it restarts whenever it ends."""
+    """Start a timer, which begins anew when it ends if it is to be repeated."""
     return f'Start a timer "{label}" of {minutes} minutes, {"repeated" if repeat else "once"}.'
 
 
@@ -81,7 +81,7 @@ def find_trains(_: Any, origin: str, destination: str, day: Day, first_class: bo
 
 
 def play_music(_: Any, artist: str, shuffle: bool = False) -> str:
-    """Play an artist's songs, in random order if shuffled."""
+    """Play an artist's songs, in random order if they are to be shuffled."""
     return f"Play the songs of {artist}, {'shuffled' if shuffle else 'not shuffled'}."
 
 
@@ -108,7 +108,7 @@ def translate(_: Any, text: str, language: Language) -> str:
 
 
 def set_lamp(_: Any, name: str, brightness: Annotated[int, Field(ge=0, le=100)], colour: Colour | None = None) -> str:
-    """Set the brightness of a lamp in percent, and optionally its colour."""
+    """Set the lamp of a name to a brightness in percent, and to a colour."""
     return f'Set the lamp "{name}" to {brightness} percent' + (f" and to {colour}." if colour else ".")
 
 

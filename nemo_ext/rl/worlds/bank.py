@@ -35,7 +35,7 @@ Loss = Literal["lost", "stolen", "damaged"]
 
 
 def find_customer(database: Database, name: Text) -> Any:
-    """Find customer numbers by name."""
+    """Customer numbers of a name."""
     wanted = " ".join(name.casefold().split())
     return [key for key, row in database.rows("customers") if row["name"].casefold() == wanted]
 
@@ -43,7 +43,7 @@ def find_customer(database: Database, name: Text) -> Any:
 def verify_identity(
     database: Database, customer_id: Id, birth_date: Annotated[str, Field(description="YYYY-MM-DD", max_length=10)]
 ) -> Any:
-    """Check the date of birth stated by the customer against the one on file. Failed checks are recorded."""
+    """Compare the date of birth that the customer has said with the one on file. Failed checks are recorded."""
     row = database.get("customers", customer_id)
     if row["birth_date"] != birth_date:
         # Recorded in the database, so that guessing dates makes a change that no task requests.
@@ -54,7 +54,7 @@ def verify_identity(
 
 
 def list_accounts(database: Database, customer_id: Id) -> Any:
-    """List a verified customer's accounts."""
+    """A verified customer's accounts."""
     _verified(database, customer_id)
     return [
         {"id": key, "kind": row["kind"], "balance": row["balance"] / 100}
@@ -64,7 +64,7 @@ def list_accounts(database: Database, customer_id: Id) -> Any:
 
 
 def list_cards(database: Database, customer_id: Id) -> Any:
-    """List a verified customer's cards."""
+    """A verified customer's cards."""
     _verified(database, customer_id)
     return [
         {"id": key, **row, "limit": row["limit"] / 100}
@@ -76,7 +76,7 @@ def list_cards(database: Database, customer_id: Id) -> Any:
 def list_transactions(
     database: Database, account_id: Id, page: Annotated[int, Field(description="from 1", ge=1, le=1000)] = 1
 ) -> Any:
-    """List the transactions of a verified customer's account, latest first."""
+    """The transactions of a verified customer's account, the latest first."""
     _own_account(database, account_id)
     found: list[Row] = [
         {"id": key, **row, "amount": row["amount"] / 100}
@@ -88,7 +88,7 @@ def list_transactions(
 
 
 def list_disputes(database: Database, customer_id: Id) -> Any:
-    """List a verified customer's disputes."""
+    """A verified customer's disputes."""
     _verified(database, customer_id)
     return [
         {"id": key, **row}
@@ -114,7 +114,7 @@ def transfer(database: Database, from_account: Id, to_account: Id, amount: Amoun
 
 
 def block_card(database: Database, card_id: Id, reason: Loss) -> Any:
-    """Permanently block a verified customer's card; replace_card sends a new one."""
+    """Block a verified customer's card for good; a new one needs replace_card."""
     card = _own_card(database, card_id)
     if card["state"] not in ("active", "blocked by PIN"):
         raise ToolError(f"the card is {card['state']}")
@@ -123,7 +123,7 @@ def block_card(database: Database, card_id: Id, reason: Loss) -> Any:
 
 
 def unblock_card(database: Database, card_id: Id) -> Any:
-    """Unblock a card that was blocked because of a wrong PIN."""
+    """Unblock a card that was blocked by a wrong PIN."""
     card = _own_card(database, card_id)
     if card["state"] != "blocked by PIN":
         raise ToolError(f"the card is {card['state']}: only cards blocked by PIN can be unblocked")
@@ -132,7 +132,7 @@ def unblock_card(database: Database, card_id: Id) -> Any:
 
 
 def replace_card(database: Database, card_id: Id) -> Any:
-    """Send a replacement for a card that is blocked as lost, stolen or damaged."""
+    """Send a new card for one that is blocked as lost, stolen or damaged."""
     card = _own_card(database, card_id)
     if not card["state"].startswith("blocked: "):
         raise ToolError(f"the card is {card['state']}: block it first")
@@ -142,7 +142,7 @@ def replace_card(database: Database, card_id: Id) -> Any:
 
 
 def set_card_limit(database: Database, card_id: Id, limit: Amount) -> Any:
-    """Set the monthly limit of an active card, at most 10000."""
+    """Set the monthly limit of an active card, 10000 at most."""
     card, cents = _own_card(database, card_id), _cents(limit)
     if card["state"] != "active":
         raise ToolError(f"the card is {card['state']}")

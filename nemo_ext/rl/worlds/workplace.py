@@ -87,7 +87,7 @@ ME = address("Alex Moreau")
 
 
 def find_email_address(database: Database, name: Text) -> Any:
-    """Find the addresses of colleagues whose name contains the given words."""
+    """Addresses of the colleagues whose name holds the given words."""
     wanted = name.casefold().split()
     return [row["address"] for _, row in database.rows("directory") if _contains(row["name"], wanted)]
 
@@ -103,14 +103,14 @@ def search_emails(
     date_to: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Search for emails whose subject, body or correspondent contain all words, latest first."""
+    """Emails whose subject, body or correspondent hold all words, the latest first."""
     found = _search(database, "emails", query, ("subject", "body", "correspondent"), box=box)
     found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
     return paged(sorted(found, key=lambda row: row["sent"], reverse=True), page, 5)
 
 
 def get_email(database: Database, email_id: Id) -> Any:
-    """Get one email."""
+    """One email."""
     return {"id": email_id, **database.get("emails", email_id)}
 
 
@@ -120,13 +120,13 @@ def send_email(database: Database, recipient: Address, subject: Text, body: Text
 
 
 def reply_to_email(database: Database, email_id: Id, body: Text) -> Any:
-    """Reply to an email; its subject is kept."""
+    """Answer an email; its subject is kept."""
     email = database.get("emails", email_id)
     return _send(database, email["correspondent"], email["subject"], body)
 
 
 def forward_email(database: Database, email_id: Id, recipient: Address) -> Any:
-    """Forward an email unchanged."""
+    """Send an email on to someone else, as it is."""
     email = database.get("emails", email_id)
     return _send(database, recipient, "FW: " + email["subject"], email["body"])
 
@@ -147,19 +147,19 @@ def search_events(
     time_to: Time | None = None,
     page: Page = 1,
 ) -> Any:
-    """Search for events whose name or participant contain all words, starting between two times, earliest first."""
+    """Events whose name or participant hold all words and that begin between the times, the earliest first."""
     found = _search(database, "events", query, ("name", "participant"))
     found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
     return paged(sorted(found, key=lambda row: row["start"]), page, 5)
 
 
 def get_event(database: Database, event_id: Id) -> Any:
-    """Get one event."""
+    """One event."""
     return {"id": event_id, **database.get("events", event_id)}
 
 
 def create_event(database: Database, name: Text, participant: Address, start: Time, minutes: Minutes) -> Any:
-    """Add an event to the calendar."""
+    """Put an event into the calendar."""
     row = {"name": name, "participant": participant, "start": start, "minutes": minutes}
     return {"id": database.insert("events", row, "event-")}
 
@@ -172,12 +172,12 @@ def update_event(
     start: Time | None = None,
     minutes: Minutes | None = None,
 ) -> Any:
-    """Change the given fields of an event."""
+    """Change what is given of an event."""
     return _update(database, "events", event_id, name=name, participant=participant, start=start, minutes=minutes)
 
 
 def delete_event(database: Database, event_id: Id) -> Any:
-    """Remove an event from the calendar."""
+    """Take an event out of the calendar."""
     database.delete("events", event_id)
     return "deleted"
 
@@ -194,14 +194,14 @@ def search_tasks(
     due_before: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Search for tasks whose name contains all words, by board, state, assignee and due date, earliest due first."""
+    """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
     found = _search(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
     found = [row for row in found if row["due"] < (due_before or _LAST)]
     return paged(sorted(found, key=lambda row: (row["due"], row["id"])), page, 5)
 
 
 def get_task(database: Database, task_id: Id) -> Any:
-    """Get one task."""
+    """One task."""
     return {"id": task_id, **database.get("tasks", task_id)}
 
 
@@ -220,7 +220,7 @@ def update_task(
     assigned_to: Address | None = None,
     due: Day | None = None,
 ) -> Any:
-    """Change the given fields of a task."""
+    """Change what is given of a task."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     given = {"name": name, "board": board, "state": state, "assigned_to": colleague, "due": due}
     return _update(database, "tasks", task_id, **given)
@@ -243,7 +243,7 @@ def search_customers(
     assigned_to: Address | None = None,
     page: Page = 1,
 ) -> Any:
-    """Search for customers whose name, company or address contain all words, by status, product and assignee."""
+    """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
     given = {"status": status, "product": product, "assigned_to": assigned_to}
     found = _search(database, "customers", query, ("name", "company", "address"), **given)
     return paged(sorted(found, key=lambda row: (row["name"], row["id"])), page, 5)
@@ -264,7 +264,7 @@ def update_customer(
     product: Product | None = None,
     assigned_to: Address | None = None,
 ) -> Any:
-    """Change the given fields of a customer."""
+    """Change what is given of a customer."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     return _update(database, "customers", customer_id, status=status, product=product, assigned_to=colleague)
 
@@ -279,28 +279,28 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
-    """List the visits of one day."""
+    """The visits of one day."""
     return paged(_search(database, "visits", "", (), day=day), page, 5)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """Count the visits from one day to another, both included."""
+    """How many visits there were from one day to another, both included."""
     return len(visits(database, date_from, date_to, source))
 
 
 def count_engaged_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """Count the engaged visits from one day to another, both included."""
+    """How many of the visits were engaged."""
     return sum(row["engaged"] for row in visits(database, date_from, date_to, source))
 
 
 def average_session_minutes(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """Compute the mean length of a visit in minutes, to one decimal."""
+    """The mean length of a visit in minutes, to one decimal."""
     found = visits(database, date_from, date_to, source)
     return round(sum(row["minutes"] for row in found) / len(found), 1) if found else 0.0
 
 
 def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"], date_from: Day, date_to: Day) -> Any:
-    """Plot a metric from one day to another, and save the plot."""
+    """Make a plot of a metric from one day to another and keep it."""
     row = {"metric": metric, "kind": kind, "from": date_from, "to": date_to}
     return {"id": database.insert("plots", row, "plot-")}
 
