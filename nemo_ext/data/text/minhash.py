@@ -1,4 +1,4 @@
-"""MinHash of n-grams by rensa's R-MinHash: bands to find near duplicates, and low bytes of slots to compare them."""
+"""MinHash of n-grams with rensa's R-MinHash: bands find near duplicates, and the low bytes of slots compare them."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
-"""Test sets of benchmarks, indexed by word n-grams, for finding their items in training data.
+"""Benchmark test sets, indexed by word n-grams to find their items in training data.
 
-GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are a
-benchmark's phrasing and are excluded; the rest count more, the fewer items share them. An item shorter than an n-gram
-has to occur as a whole; an item shorter than `min_words` only counts as an entire message of a user.
+GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are
+benchmark phrasing and are excluded; the fewer items share one of the others, the more it counts. An item shorter than
+an n-gram must occur as a whole; an item shorter than `min_words` only counts as an entire user message.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class TestSets:
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
-        """Read the files again and index them; raises ValueError if a file cannot be used."""
+        """Reread and index the files; raises ValueError if a file cannot be used."""
         index_of.cache_clear()
         index_of(self)
 
@@ -82,18 +82,18 @@ class Index:
     """Index of test sets' items by their n-grams.
 
     Attributes:
-        items: name of each item, `gsm8k test.jsonl:12`.
+        items: name of each item, such as `gsm8k test.jsonl:12`.
         report: counts of items read, items without text or words, and excluded n-grams.
         length: number of words per n-gram.
-        min_words: number of words of the beginnings of short items.
-        grams: [n-grams] sorted hashes; an n-gram of several items is repeated for each.
+        min_words: number of words in the beginnings of short items.
+        grams: [n-grams] sorted hashes; an n-gram shared by several items is repeated for each of them.
         owners: [n-grams] item of each entry of `grams`.
         weights: [n-grams] 1 + log(number of all items / number of items with the n-gram).
         sizes: [items] sum of the weights of the item's n-grams in `grams`.
         beginnings: [short texts] sorted hashes of their first `min_words` words.
         short: [short texts] item of each text.
         lengths: [short texts] number of words of each text.
-        wholes: (number of words, hash) of a short text -> item.
+        wholes: mapping from (number of words, hash) of a short text to its item.
     """
 
     items: list[str]
@@ -157,13 +157,13 @@ class Index:
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    """Mask of the `wanted` values that are in the sorted `known`, [wanted]."""
+    """Mask of the `wanted` values that occur in the sorted array `known`, [wanted]."""
     return known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
 
 
 @lru_cache(maxsize=1)
 def index_of(settings: TestSets) -> Index:
-    """Index test sets, once per process.
+    """Build the index of these test sets, once per process.
 
     Raises:
         ValueError: a file cannot be read, or there are no items.
@@ -220,7 +220,7 @@ def index_of(settings: TestSets) -> Index:
 
 
 def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and texts of every item of a test set."""
+    """Yield the name and texts of every item in a test set."""
     where = f"decontamination: test set {test_set.name}"
     if all(Path(path).suffix == ".txt" for path in test_set.path):
         for name, path in JsonlSource(path=test_set.path).inputs():
