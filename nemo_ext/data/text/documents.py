@@ -64,7 +64,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Number of input bytes."""
         return sum(part.size for part in self.parts)
 
 
@@ -195,7 +195,8 @@ def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> 
 
 
 class Admission:
-    """Decides in stream order which documents are kept: no byte-identical duplicates, and at most `max_bytes` in total.
+    """Filter that decides in stream order which documents to keep: no byte-identical duplicates, at most `max_bytes`
+    in total.
 
     Duplicates are recognised by 16-byte digests, which take about 100 bytes of memory per document.
     """

@@ -49,7 +49,7 @@ class TestSets:
     Attributes:
         test_sets: the test sets.
         ngram: number of words per n-gram.
-        min_words: number of words below which items are compared only with entire messages of a user.
+        min_words: number of words below which items are compared only with entire user messages.
         share: share of an item's n-grams that a sample must contain, rare n-grams weighted higher; 0 if one n-gram is
             enough.
         common: maximum number of items that may share an n-gram; n-grams shared by more are excluded.
@@ -112,13 +112,13 @@ class Index:
     def found_in(
         self, words: Words, *, share: float, judged: Collection[int] | None = None, whole: Collection[int] = ()
     ) -> str | None:
-        """Name of an item that the texts contain, or None.
+        """Name of a test set item that occurs in the texts; None if there is none.
 
         Args:
             words: words of the texts.
-            share: share of an item's n-grams, weighted by `weights`, that they must contain; 0 if one is enough.
-            judged: texts to search; None for all.
-            whole: texts that are also compared as a whole with items of fewer than `min_words` words.
+            share: fraction of an item's n-grams, weighted by `weights`, that must occur; 0 if one is enough.
+            judged: indices of the texts to search; None for all.
+            whole: indices of texts that are also compared as a whole with items of fewer than `min_words` words.
         """
         for text in whole:
             text_words = words.hashes_of(text)

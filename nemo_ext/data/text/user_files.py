@@ -34,7 +34,7 @@ DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
-    """Base class of sources of files with many records each.
+    """Base class of sources whose files hold many records each.
 
     path: Paths and globs.
     text_key: Key of the JSON object, or column of the table, that holds the text.
