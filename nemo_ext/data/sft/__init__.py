@@ -1,1 +1,3 @@
-"""SFT data: read conversations, filter, render with a chat template, mask, sample, pack, report."""
+"""SFT data: conversations are read, filtered, rendered with a chat template, masked, sampled, packed and reported
+on.
+"""
