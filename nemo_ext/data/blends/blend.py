@@ -40,8 +40,8 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
     """Number of tokens that a training run reads from `data`; None if the config does not determine it.
 
-    Steps x batch size x sequence length, else `train.tokens`. If some phases have separate data, the sum over the other
-    phases.
+    This is steps x batch size x sequence length or, if one of these is not set, `train.tokens`. If some phases have
+    separate data, it is the sum over the other phases.
     """
     phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
     if any(phase.get("data") is not None for phase in phases):
