@@ -131,7 +131,7 @@ def to_sample(
 def template_messages(
     turns: Sequence[Any], where: str, *, unfinished: bool = False, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Normal form of a request's messages in the OpenAI format, as input for chat templates; other keys are kept.
+    """Convert a request's OpenAI messages to their normal form, for chat templates; other keys are kept.
 
     Args:
         turns: the request's messages.
@@ -206,8 +206,7 @@ def without_mode_line(sample: Sample) -> Sample:
 def normal_messages(
     messages: Sequence[Message], key: str, changed: Counter[str] | None = None
 ) -> list[tuple[int, Message]]:
-    """Normal form of messages, with their indices in the record: no empty traces, tool results in the order of their
-    calls.
+    """Return messages with their record indices: no empty traces, tool results in the order of their calls.
 
     Raises:
         FormatError: a message or call would be removed, and `changed` is None.
@@ -227,9 +226,7 @@ def normal_messages(
 
 
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """Messages with calls, then their results in the order of the call ids; order unchanged if the calls have no
-    ids.
-    """
+    """Return messages with calls, then their results sorted by the calls' ids; unchanged if calls have no ids."""
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
     if len(set(named)) < len(named) or (callers and not named):
@@ -396,7 +393,7 @@ def optional_text(value: object, key: str) -> str:
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Text of a message's value; the parts of a multi-part message are joined."""
+    """Return the text of a message's value; the parts of a multi-part message are joined."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []

@@ -84,7 +84,7 @@ class Control:
         self._truncate = truncate
 
     def apply(self, sample: Sample) -> list[Sample]:
-        """Return the samples to train on, with `thinking` set: one, or two for a pair.
+        """Return the samples to train on, with `thinking` set: one, or two if the sample is paired.
 
         In a pair, the id of the sample without reasoning has the suffix `#off`.
         """
@@ -159,16 +159,14 @@ def stripped(sample: Sample) -> Sample:
 
 
 def mode_of(sample: Sample) -> Mode:
-    """Mode of a sample, judged by its traces if `thinking` is None; `fixed` is on, with traces that cannot be
-    stripped.
-    """
+    """Return a sample's mode, by its traces if `thinking` is None; `fixed` is on, but cannot be stripped."""
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 
 
 def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """How many samples to strip, `fixed` samples to drop and `off` samples to drop in order to reach a share.
+    """Return how many samples to strip, `fixed` samples to drop and `off` samples to drop in order to reach a share.
 
     The share of samples with thinking on is reached to the nearest sample, dropping as few samples as possible. If too
     many are on, samples are stripped, and `fixed` samples are dropped only if that is not enough. If too few are on,

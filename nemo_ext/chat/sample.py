@@ -31,8 +31,8 @@ class Message:
         role: role of the speaker.
         content: text, without the reasoning.
         reasoning: the assistant's trace before its answer, without tags; None without a trace.
-        tool_calls: calls at the end of an assistant's message.
-        tool_call_id: id of the call that a tool's message answers.
+        tool_calls: calls at the end of an assistant message.
+        tool_call_id: id of the call that a tool message answers.
     """
 
     role: Role
@@ -107,7 +107,7 @@ def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def spoken(messages: Iterable[Message]) -> list[str]:
-    """All non-empty texts of messages: traces, contents, and the names and JSON arguments of calls."""
+    """Return all non-empty texts of messages: traces, contents, and the names and JSON arguments of calls."""
     texts = []
     for message in messages:
         texts += [message.reasoning or "", message.content]

@@ -211,7 +211,7 @@ class Template:
         turns: Literal["split", "last", "whole"] = "split",
         control: ControlTokens | None = None,
     ) -> list[Rendered]:
-        """Texts to train on: every answer after the prompt from which the model will generate it.
+        """Return the texts to train on: every answer after the prompt from which the model will generate it.
 
         Args:
             sample: conversation.
@@ -267,9 +267,7 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Span of the message at `place` in the text, after its prompt; None if the text does not start with that
-        prompt.
-        """
+        """Return the span of message `place` after its prompt; None if the text does not start with that prompt."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -345,7 +343,7 @@ def names() -> list[str]:
 
 
 def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any = None) -> frozenset[int]:
-    """Ids of the tokens that end an answer, from the generation config, the tokenizer, and the template's end of turn.
+    """Return the ids that end an answer, from the generation config, the tokenizer and the template's end of turn.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -363,18 +361,19 @@ def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any
 
 
 def thinks(sample: Sample) -> bool:
-    """Mode of a sample: its `thinking`; if that is None, whether its last turn has reasoning."""
+    """Return the mode of a sample: its `thinking`; if that is None, whether its last turn has reasoning."""
     return has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
 def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages after the last user message; all messages if there is no user message."""
+    """Return the messages after the last user message; all messages if there is no user message."""
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return messages[users[-1] + 1 :] if users else messages
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """Split a sample into one per answered turn, ending with that turn and in its mode; ids get suffixes `#1`, `#2` ...
+    """Split a sample into one per answered turn, ending with that turn and in its mode; ids get suffixes `#1`, `#2`,
+    ...
 
     A sample without reasoning is not split unless its mode is on, since the prompts of its turns are prefixes of the
     whole sample.
@@ -475,9 +474,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja environment for Hugging Face templates, with the names that transformers' utils/chat_template_utils.py
-    defines.
-    """
+    """Return a Jinja environment for Hugging Face templates, with the names that transformers defines."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], autoescape=False
     )
@@ -494,7 +491,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The `tojson` filter as in transformers, with options that templates may also pass by position."""
+    """Return the `tojson` filter as in transformers, with options that templates may also pass by position."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -523,7 +520,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens in a tokenizer_config.json, as template variables."""
+    """Return the special tokens in a tokenizer_config.json, as template variables."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     words = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: word for name, word in words.items() if isinstance(word, str)}

@@ -122,9 +122,7 @@ def read_openai_calls(items: Any) -> ParsedCalls:
 
 
 def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style: Style = "any") -> ParsedCalls:
-    """Calls of a response: those that the engine parsed, otherwise those parsed from its answer; never from its
-    reasoning.
-    """
+    """Return a response's calls: those the engine parsed, otherwise those in its answer, never in its reasoning."""
     if response.tool_calls:
         parsed = read_openai_calls(
             [
@@ -159,7 +157,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Reason why a call does not match the declared tools; "" if it does.
+    """Return the reason why a call does not match the declared tools; "" if it does.
 
     A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked, because their time can grow with model
     output.
@@ -303,7 +301,7 @@ def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[Too
 
 
 def _parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Parameter schemas of the declared tools, keyed by tool name."""
+    """Return the parameter schemas of the declared tools, keyed by tool name."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions if function.get("name")}
 
@@ -335,7 +333,7 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
 
 
 def _broken(schema: Any, key: str, value: Any) -> set[str]:
-    """Keywords of a schema that the value of parameter `key` violates; empty if it is valid."""
+    """Return the keywords of a schema that the value of parameter `key` violates; empty if it is valid."""
     try:
         errors = list(validator(_as_text(schema or {}), quick=True).iter_errors({key: value}))
     except Exception:  # an invalid schema, or an unresolvable reference

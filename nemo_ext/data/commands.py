@@ -26,7 +26,7 @@ def _files(*keys: str) -> Any:
 
 
 def _tokenized(config: Config) -> Sequence[Any]:
-    """Prefixes of the files that `nemo-ext tokenize` writes."""
+    """Return the prefixes of the files that `nemo-ext tokenize` writes."""
     if config["output"]:
         return [config["output"]]
     from nemo_ext.data.blends.hierarchy import read_tree
@@ -86,7 +86,7 @@ def _check_curate(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _passes(config: Config) -> int:
-    """Number of curation passes; each pass requires all units of the previous one."""
+    """Return the number of curation passes; each pass requires all units of the previous one."""
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 

@@ -54,7 +54,7 @@ class Piece:
         object.__setattr__(self, "end", self.start if style == "constant" else self.end)
 
     def at(self, share: float) -> float:
-        """Learning rate once the given fraction (0 to 1) of the phase's tokens has been trained on."""
+        """Return the learning rate once the given fraction (0 to 1) of the phase's tokens has been trained on."""
         assert self.end is not None
         shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "minus_sqrt": 1 - math.sqrt(share)}
         return self.end + (self.start - self.end) * shapes.get(str(self.style), 1 - share)
@@ -130,30 +130,30 @@ class Plan:
         return [tuple(group) for _, group in itertools.groupby(self.phases, key=lambda phase: phase.megatron)]
 
     def at_step(self, step: int) -> Phase:
-        """Phase that contains a step, counting from 1."""
+        """Return the phase that contains a step, counting from 1."""
         return next((phase for phase in self.phases if step <= phase.last_step), self.phases[-1])
 
     def at_sample(self, sample: int) -> Phase:
-        """Phase that contains a sequence, counting from 0."""
+        """Return the phase that contains a sequence, counting from 0."""
         return next((p for p in self.phases if sample < p.first_sample + p.samples), self.phases[-1])
 
     def tokens_at_step(self, step: int) -> int:
-        """Number of tokens trained on by the end of a step."""
+        """Return the number of tokens trained on by the end of a step."""
         phase = self.at_step(step)
         return phase.first_token + (step - phase.first_step) * phase.tokens_per_step
 
     def samples_at_step(self, step: int) -> int:
-        """Number of sequences trained on by the end of a step."""
+        """Return the number of sequences trained on by the end of a step."""
         phase = self.at_step(step)
         return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
     def tokens_at_sample(self, sample: int) -> int:
-        """Number of tokens that precede a sequence."""
+        """Return the number of tokens that precede a sequence."""
         phase = self.at_sample(sample)
         return phase.first_token + (sample - phase.first_sample) * phase.seq_length
 
     def table(self) -> str:
-        """Human-readable table with one line per phase."""
+        """Return a human-readable table with one line per phase."""
         rows: list[tuple[str, ...]] = [("phase", "from step", "steps", "from token", "tokens", "sequence", "batch")]
         for p in self.phases:
             numbers = (p.first_step + 1, p.steps, p.first_token, p.steps * p.tokens_per_step)
@@ -167,7 +167,7 @@ class Plan:
 
 
 def sections_of(config: Mapping[str, Any]) -> dict[str, Section]:
-    """Validated sections of a config's phases, keyed by name, in order.
+    """Return the validated sections of a config's phases, keyed by name, in order.
 
     Raises:
         ValueError: a phase is invalid.
@@ -290,7 +290,7 @@ def segments(
 
 
 def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | None]:
-    """Blend of each phase as Megatron's argument, keyed by phase name; None where the phase uses the run's blend.
+    """Return each phase's blend as Megatron's argument, keyed by phase; None where it uses the run's.
 
     Raises:
         ValueError: see `nemo_ext.data.training.with_data`. Also raised if a phase has a different tokenizer than the
@@ -333,7 +333,7 @@ Drawn = Mapping[Reading, Mapping[str, int]]
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
-    """For each phase, keyed by name, how many sequences of each stream the earlier phases have read.
+    """Return how many sequences of each stream earlier phases have read, for each phase, keyed by name.
 
     Args:
         plan: phases of the run.
@@ -356,7 +356,7 @@ def _readings(phase: Phase, mixed: Mapping[str, Any] | None) -> dict[Reading, in
 
 
 def most_drawn(share: float, count: int) -> int:
-    """Upper bound on how many of the first `count` sequences of a blend come from one stream; at most a few too high.
+    """Return an upper bound, at most a few too high, on a stream's sequences among a blend's first `count`.
 
     Megatron's blend takes the next sequence from the stream that lags most behind its share
     (megatron/core/datasets/helpers.cpp, build_blending_indices), so no stream gets more than one sequence ahead.
@@ -366,7 +366,7 @@ def most_drawn(share: float, count: int) -> int:
 
 
 def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
-    """A phase's training data as Megatron's argument, and its `mixed_lengths` section; both default to the run's.
+    """Return a phase's training data as Megatron's argument, and its `mixed_lengths`; by default, the run's.
 
     Args:
         config: config of a segment (see `segments`).
@@ -378,7 +378,7 @@ def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | No
 
 
 def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs: float) -> list[str]:
-    """Notices about streams read by several phases: where later phases resume, and totals above `max_epochs`.
+    """Return notices about streams read by several phases: where later phases resume, and totals above `max_epochs`.
 
     Args:
         config: config of a segment (see `segments`).

@@ -110,8 +110,7 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict[str, tuple[Source, float]]:
-    """Sources of a config's streams (`input` or `data`) with their weights, keyed by name; at least one weight is
-    positive.
+    """Return the sources of a config's streams with their weights, of which at least one is positive, keyed by name.
 
     Args:
         config: composed config.
@@ -140,7 +139,7 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
 
 
 def _blend_of_files(files: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
-    """`directory` and `streams` of a single-stream blend for the user's files, globs or directory."""
+    """Return `directory` and `streams` of a single-stream blend for the user's files, globs or directory."""
     paths = [files] if isinstance(files, str) else files
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {files!r}")

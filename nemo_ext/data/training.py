@@ -31,7 +31,7 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
 
 
 def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the .idx files of all data that a run reads, keyed by prefix; see `index_digest`.
+    """Return the digests of the .idx files of all data that a run reads, keyed by prefix; see `index_digest`.
 
     Args:
         config: config of a training run or of one of its segments, including data arguments.
@@ -59,7 +59,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Non-empty `data` sections of a training config and of its phases."""
+    """Return the non-empty `data` sections of a training config and of its phases."""
     phases = (config.get("phases") or {}).values()
     of_phases = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
     return [data for data in (config.get("data"), *of_phases) if data]

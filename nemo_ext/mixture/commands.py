@@ -17,9 +17,7 @@ def _check(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes and of GPUs per node for a run: one node, with the GPUs that its training and its evaluation
-    need.
-    """
+    """Return the number of nodes and of GPUs per node for a run: one node, with the GPUs that its jobs need."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 

@@ -73,7 +73,7 @@ class Streams:
         return [leaf.name for leaf in self.leaves]
 
     def written(self, shares: Shares) -> list[dict[str, Any]]:
-        """Streams with a positive share, as a list for `data.streams`."""
+        """Return the streams with a positive share, as a list for `data.streams`."""
         return [
             {"name": leaf.name, "weight": float(share), "prefix": str(leaf.prefix.absolute())}
             for leaf, share in zip(self.leaves, shares, strict=True)
@@ -81,7 +81,7 @@ class Streams:
         ]
 
     def describe(self, shares: Shares) -> str:
-        """Summary of a mixture for a message: the streams with a positive share, and their shares."""
+        """Return a summary of a mixture for a message: the streams with a positive share, and their shares."""
         return ", ".join(f"{name} {share:.3f}" for name, share in zip(self.names, shares, strict=True) if share > 0)
 
 
@@ -115,7 +115,7 @@ class Plan:
         return f"{EVALUATION}{digest(self.settings.evaluate)[:8]}"
 
     def results(self, name: str) -> Path:
-        """Path of a run's results file."""
+        """Return the path of a run's results file."""
         return self.settings.folder / RUNS / name / self.evaluation / RESULTS
 
     def is_done(self, name: str) -> bool:
@@ -210,7 +210,7 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
-    """Names of the benchmarks that are scored in bits per byte.
+    """Return the names of the benchmarks that are scored in bits per byte.
 
     Raises:
         ValueError: no benchmark is scored in bits per byte.
@@ -264,7 +264,7 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
 
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
-    """Shares of each run, keyed by name; the mixtures of an earlier start are kept."""
+    """Return the shares of each run, keyed by name; the mixtures of an earlier start are kept."""
     mixture, streams = plan.settings.mixture, plan.streams
     count = mixture.runs or RUNS_PER_STREAM * len(streams.leaves)
     before = noted(plan.settings.own / _MIXTURES) or {}
@@ -282,9 +282,7 @@ def _mixtures(plan: Plan) -> dict[str, Shares]:
 
 
 def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
-    """Minimum and maximum share of each stream in the optimum, both [streams], for the small runs and the target run
-    alike.
-    """
+    """Return each stream's minimum and maximum share in the optimum, for both small and target runs, [streams]."""
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
     by_repeats = np.minimum(1, streams.repeats * streams.sizes / longest)
@@ -335,7 +333,7 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
 
 
 def _losses(plan: Plan, name: str) -> list[float]:
-    """Bits per byte of a run, one value per benchmark.
+    """Return the bits per byte of a run, one value per benchmark.
 
     Raises:
         ValueError: a benchmark has problems without an answer or a score.
@@ -411,7 +409,7 @@ def _rounded(shares: Shares, highest: Shares) -> Shares:
 
 
 def _data_file(streams: Streams, results: report.Results) -> str:
-    """Contents of the optimum's data file, in the format of `hydra_conf/data`."""
+    """Return the contents of the optimum's data file, in the format of `hydra_conf/data`."""
     kept = {key: value for key, value in streams.data.items() if key not in ("streams", "blend") and value is not None}
     kept["directory"] = str(Path(str(streams.data["directory"])).absolute())
     path = Path(str(streams.data["tokenizer"].get("path") or "")).expanduser()

@@ -37,7 +37,7 @@ class Law:
     slopes: Shares
 
     def at(self, shares: Shares) -> Shares:
-        """Bits per byte at these shares, [..., streams] -> [...]."""
+        """Return the bits per byte at these shares, [..., streams] -> [...]."""
         values: Shares = np.exp(self.constant) + np.exp(shares @ self.slopes)
         return values
 

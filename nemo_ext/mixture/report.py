@@ -66,7 +66,7 @@ class Results:
 
 
 def verdict(results: Results) -> str:
-    """Sentence that states the predicted and measured mean loss."""
+    """Return a sentence that states the predicted and measured mean loss."""
     before, after = float(results.values[0] @ results.weights), float(results.predicted @ results.weights)
     text = f"Mean bits per byte of small runs: {before:.4f} on the prior, {after:.4f} predicted for the optimum"
     if results.measured is not None:
@@ -75,7 +75,7 @@ def verdict(results: Results) -> str:
 
 
 def doubt(results: Results) -> str | None:
-    """Reason not to trust the optimum; None if predictions are much better than predicting the mean of the runs."""
+    """Return a reason not to trust the optimum; None if the laws predict runs much better than their mean does."""
     error, spread = results.mean_quality.error, results.mean_quality.spread
     if error < _GOOD * spread:
         return None
@@ -166,7 +166,7 @@ def _page(results: Results) -> Report:
 
 
 def _best_sample(results: Results) -> str:
-    """Sentence about the best of the runs other than the optimum's, which the optimum should beat."""
+    """Return a sentence about the best of the runs other than the optimum's, which the optimum should beat."""
     means = results.values @ results.weights
     place = int(means.argmin())
     shares = zip(results.streams, results.shares[place], strict=True)

@@ -64,7 +64,7 @@ class Mixture:
                 raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
 
     def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
-        """Weights of benchmarks in their mean, [benchmarks], summing to 1.
+        """Return the weights of benchmarks in their mean, [benchmarks], summing to 1.
 
         Raises:
             ValueError: a weight names an unknown benchmark, or all weights are 0.
@@ -120,7 +120,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Jobs of one small run, training and evaluation, as (name, composed config) pairs.
+    """Return the jobs of one small run, training and evaluation, as (name, composed config) pairs.
 
     Raises:
         ValueError: their arguments are invalid.
@@ -129,7 +129,7 @@ def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Composed config for training a small model.
+    """Return the composed config for training a small model.
 
     Raises:
         ValueError: its arguments are invalid, it requires several nodes, or it has no streams to mix.
@@ -150,7 +150,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Composed config for evaluating a small model.
+    """Return the composed config for evaluating a small model.
 
     Raises:
         ValueError: its arguments are invalid, or require more than one server.

@@ -38,7 +38,7 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 
 
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
-    """Number of tokens that a training run reads from `data`; None if the config does not determine it.
+    """Return the number of tokens that a training run reads from `data`; None if the config does not determine it.
 
     This is steps x batch size x sequence length or, if one of these is not set, `train.tokens`. If some phases have
     separate data, it is the sum over the other phases.
@@ -98,7 +98,7 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
 
 
 def shares_of(words: Sequence[object]) -> dict[str, float]:
-    """Shares of a blend, keyed by prefix, summing to 1.
+    """Return the shares of a blend, keyed by prefix, summing to 1.
 
     Args:
         words: Megatron's list: weight, prefix, weight, prefix, ..., or a single prefix.
@@ -135,7 +135,7 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
 
 
 def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Warning about streams whose order differs from that before the run was resumed; None if there are none.
+    """Return a warning about streams whose order differs from that before the run was resumed; None if there are none.
 
     Megatron's GPTDataset shuffles all epochs of a run together, so a stream's order depends on its number of epochs.
     Packs, mixed lengths and phases keep their order.

@@ -11,7 +11,7 @@ from nemo_ext.data.blends.sizes import Size
 
 
 def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None) -> dict[str, Fraction]:
-    """Share of the run's tokens for each stream, keyed by name and summing to 1.
+    """Return the share of the run's tokens for each stream, keyed by name and summing to 1.
 
     A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
     epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
@@ -46,7 +46,7 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """Parts of the children by the group's rule, ignoring caps, summing to 1.
+    """Return the parts of the children by the group's rule, ignoring caps, summing to 1.
 
     Raises:
         ValueError: The rule requires a size that is unknown.
@@ -68,7 +68,7 @@ def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
 
 
 def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
-    """Size of a node in tokens, which is the total of its streams.
+    """Return the size of a node in tokens, which is the total of its streams.
 
     Raises:
         ValueError: A size is unknown; the message includes `why` it is needed.
@@ -108,7 +108,7 @@ def _first_cap(node: Node) -> str | None:
 
 
 def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
-    """Maximum number of tokens that a node's caps allow; None if there is no limit."""
+    """Return the maximum number of tokens that a node's caps allow; None if there is no limit."""
     most = None
     if isinstance(node, Group):
         parts = [_capacity(child, sizes) for child in node.children]

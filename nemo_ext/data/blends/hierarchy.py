@@ -1,4 +1,4 @@
-"""A blend as a tree: groups divide their share among their children by a rule, leaves are streams.
+"""A blend as a tree, in which groups divide their share among their children by a rule, and leaves are streams.
 
     blend:                                     # the root is a group, too; by default it divides by shares
       code: 20                                 # a leaf is a stream; shares are divided by their sum
@@ -10,7 +10,7 @@
         names: multilingual_*                  # leaf `spa` is the stream multilingual_spa
         of: {A: {each: 0.1, of: [spa, ita, fra, deu]}, B: [por, nld], others: [mlt, gle]}
 
-Reading makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
+Reading a tree makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
 """
 
 import math
@@ -57,7 +57,7 @@ class Leaf:
 
     @property
     def children(self) -> tuple["Node", ...]:
-        """Empty, since a stream is a leaf of the tree."""
+        """Always empty, since a stream is a leaf of the tree."""
         return ()
 
     def leaves(self) -> Iterator["Leaf"]:

@@ -96,9 +96,7 @@ def _check_files(plan: BlendPlan) -> None:
 
 
 def _often_in_total(plans: Sequence[BlendPlan]) -> str:
-    """Streams that no single blend reads too often, but all blends together do, worded for a warning; "" if there are
-    none.
-    """
+    """List, for a warning, the streams that only all blends together read too often; "" if there are none."""
     total: dict[Path, float] = {}
     alone: set[Path] = set()
     for plan in plans:

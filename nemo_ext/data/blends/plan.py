@@ -42,7 +42,7 @@ class Part:
 
     @property
     def epochs(self) -> float | None:
-        """Number of passes over the node in the run; None if unknown."""
+        """Number of passes over the node in the run; None if its size or the run's length is unknown."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 
@@ -81,7 +81,7 @@ class BlendPlan:
         return next(part for part in self.parts if part.node is node)
 
     def megatron_words(self, split: str) -> list[str]:
-        """Megatron's list for a split: weight, prefix, weight, prefix, ..."""
+        """Return Megatron's list for a split: weight, prefix, weight, prefix, ..."""
         weights = {name: repr(float(share)) for name, share in self.shares.items()}
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
@@ -90,7 +90,7 @@ class BlendPlan:
         return isinstance(part.node, Leaf) and (part.epochs or 0) > self.max_epochs
 
     def warning(self) -> str | None:
-        """Warning about streams that are read more than `max_epochs` times, the worst first; None if there are none."""
+        """Return a warning about streams read more than `max_epochs` times, the worst first; None if there are none."""
         often = sorted((part for part in self.parts if self.too_often(part)), key=lambda part: -(part.epochs or 0))
         if not often:
             return None
@@ -98,7 +98,7 @@ class BlendPlan:
         return f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or set caps"
 
     def notes(self) -> list[str]:
-        """Notes on normalised shares, tiers out of order, epochs that differ from the config, and unknown sizes."""
+        """Return notes on normalised shares, tiers out of order, epochs other than configured, and unknown sizes."""
         notes = []
         for part in self.parts:
             node = part.node
@@ -138,7 +138,7 @@ class BlendPlan:
         return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
 
     def _rising(self, group: Group) -> list[str]:
-        """Notes on tiers whose children get more than the children of the tier above."""
+        """Return notes on tiers whose children get more than the children of the tier above."""
         if group.by != "tiers":
             return []
         parts = zip(proportions(group, self.sizes), group.children, strict=True)

@@ -21,7 +21,7 @@ ABOUT = "classifier.json"
 WANTED = "wanted"
 """Label of the positive class in fastText models trained by `curate_classifier`."""
 MOST_WORDS = 20_000
-"""Maximum number of words read from a document."""
+"""Maximum number of words that are read from a document."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scorer:
 
 
 def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Features of a text, its hashed words and word pairs: ascending indices below 2**bits, and weights with norm 1."""
+    """Hash a text's words and word pairs to features: ascending indices below 2**bits, and weights of norm 1."""
     words = Words([text[: 20 * MOST_WORDS]])
     both = np.concatenate([words.hashes[:MOST_WORDS], words.ngrams(2)[0][:MOST_WORDS]])
     numbers, counts = np.unique((both >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
@@ -49,7 +49,7 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """Beginning of a text on one line, as fastText requires, without anything that fastText would parse as a label."""
+    """Return the beginning of a text on one line, as fastText requires, without its label prefix `__label__`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 

@@ -77,7 +77,7 @@ class Through:
 
 
 def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
-    """Entry with its hash negated, since `heapq` removes the smallest item, but the largest hash has to go."""
+    """Negate an entry's hash, since `heapq` removes the smallest item, but the largest hash has to go."""
     return -entry[0], entry[1], entry[2]
 
 

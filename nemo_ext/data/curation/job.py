@@ -127,7 +127,7 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
 
 
 def _label(current: Pass, passes: Sequence[Pass]) -> str:
-    """Name of a pass for progress and notices, such as `pass 1 of 2 (read to language, to same_text)`."""
+    """Return the name of a pass for progress and notices, such as `pass 1 of 2 (read to language, to same_text)`."""
     names = [*([current.begin] if current.begin else ["read"]), *current.names]
     more = "" if current.end is None else f", to {current.end}"
     return f"pass {current.number + 1} of {len(passes)} ({names[0]}{f' to {names[-1]}' if names[1:] else ''}{more})"
@@ -188,7 +188,7 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
 
 
 def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
-    """Data config (as in `hydra_conf/data`) for the output's streams, weighted by bytes times their buckets' rates."""
+    """Return the data config for the output's streams, weighted by bytes times their buckets' rates."""
     folder = plan.settings.folder.absolute()
     rated = (stage for stage in plan.stages.values() if isinstance(stage, Buckets) and stage.rate is not None)
     buckets = next(rated, None)
@@ -206,7 +206,7 @@ def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
 
 
 def _made_of(plan: Plan) -> dict[str, Any]:
-    """The settings and input that determine the output, which shards, workers and memory do not."""
+    """Return the settings and input that determine the output, which shards, workers and memory do not."""
     curate = dataclasses.asdict(plan.curate)
     del curate["memory"]
     curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}

@@ -303,9 +303,7 @@ def _documents(
 
 @contextmanager
 def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
-    """Context manager that yields a function for appending a document's features to files, which are named at the
-    end.
-    """
+    """Context manager that yields a function for appending a document's features to files, named when it exits."""
     ends = [0]
     with complete_file(work.units.file(unit.number, VALUES)) as file:
 
@@ -319,7 +317,7 @@ def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
 
 
 def _place(plan: Plan, unit: Unit, document: Document) -> str:
-    """Folder of a document, relative to `documents` in the output."""
+    """Return the folder of a document, relative to `documents` in the output."""
     values = [str(value_at(document.metadata, key)) for key in plan.curate.divide]
     for key, value in zip(plan.curate.divide, values, strict=True):
         if len(value) > _LONGEST:

@@ -38,7 +38,7 @@ class Stage:
         """
 
     def reads(self) -> list[Path]:
-        """Paths of the files whose content affects the decisions, such as models and lists."""
+        """Return the paths of the files whose content affects the decisions, such as models and lists."""
         return []
 
     def start(self) -> Judge:
@@ -77,7 +77,7 @@ class Barrier(Stage):
     """Base class of stages that need the features of all documents before they decide on any."""
 
     verdict_of_values: ClassVar[bool] = True
-    """True if each value has a verdict, False if each document has one."""
+    """Whether each value has a verdict; otherwise, each document has one."""
 
     def features(self, document: Document) -> Values:
         """Compute the features of a document."""
@@ -88,7 +88,7 @@ class Barrier(Stage):
 
         Args:
             units: features of every unit, in order.
-            mark: function that sets verdicts.
+            mark: function that sets verdicts; see `Mark`.
             memory: approximate memory in bytes that may be used.
         """
         raise NotImplementedError
@@ -105,7 +105,7 @@ class Barrier(Stage):
 
 
 def url_of(document: Document) -> str | None:
-    """URL of a document; None if it has none."""
+    """Return the URL of a document; None if it has none."""
     for key in URL_KEYS:
         if isinstance(found := value_at(document.metadata, key), str) and found:
             return found
@@ -113,11 +113,11 @@ def url_of(document: Document) -> str | None:
 
 
 def language_of(document: Document) -> str | None:
-    """Language code of a document, from a language stage or its record; None if there is none."""
+    """Return the language code of a document, from a language stage or its record; None if there is none."""
     language = document.metadata.get("language")
     return language if isinstance(language, str) else None
 
 
 def shown(text: str, length: int = 100) -> str:
-    """Beginning of a text, on a single line of at most `length` characters."""
+    """Return the beginning of a text, on a single line of at most `length` characters."""
     return " ".join(text[: 2 * length].split())[:length]

@@ -210,14 +210,14 @@ def _report(
 
 
 def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
-    """Lowest threshold that keeps at most a fraction `share` of the negatives."""
+    """Return the lowest threshold that keeps at most a fraction `share` of the negatives."""
     above = np.sort(negatives)[::-1]
     first_out = above[min(int(share * len(above)), len(above) - 1)]
     return float(np.nextafter(first_out, np.inf))
 
 
 def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:
-    """Precision, recall and share of negatives kept at threshold `least`, formatted for the report."""
+    """Return precision, recall and share of negatives kept at threshold `least`, formatted for the report."""
     recall, kept = float((positives >= least).mean()), float((negatives >= least).mean())
     precision = recall / (recall + kept) if recall + kept else 0.0
     return f"{precision:.3f}", f"{recall:.3f}", f"{kept:.3f}"
@@ -252,6 +252,6 @@ def _picture(
 
 
 def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """The settings and input files that determine the classifier."""
+    """Return the settings and input files that determine the classifier."""
     values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
     return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

@@ -1,4 +1,6 @@
-"""The `nemo-ext curriculum` job: rollouts -> profile of pass rates -> filters -> plan -> files."""
+"""The `nemo-ext curriculum` job: profiles rollouts, filters and plans prompts by their pass rates, and writes the
+files.
+"""
 
 import dataclasses
 import json
@@ -38,7 +40,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores
 
 LEAST_TO_TEACH = 0.05
-"""Minimum factor by which `adapted` multiplies a domain's share."""
+"""Minimum learning signal of a domain in `adapted`."""
 MOST_LEVELS = 64
 
 
@@ -148,7 +150,7 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
 
 
 def _used(settings: Settings) -> tuple[Keys, Numbers]:
-    """Sorted keys of the prompts that previous curricula trained on, and how often they did."""
+    """Return the sorted keys of the prompts that previous curricula trained on, and how often they did."""
     if settings.previous is None:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     path = Path(settings.previous).expanduser() / ARRAYS

@@ -192,7 +192,7 @@ def _draw(
 def _order(
     pools: list[DomainPools], steps: int, batch: int, keys: Keys, *, first_step: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """The prompts of each step in shuffled order, [steps, batch]."""
+    """Return the prompts of each step in shuffled order, [steps, batch]."""
     drawn = [piece for pool in pools for piece in pool.drawn(steps)]
     items = np.concatenate([items for items, _ in drawn])
     at = np.concatenate([at for _, at in drawn])
@@ -210,7 +210,7 @@ def _order(
 
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Mask of the candidates that share their text with another one, [candidates]; None if none do."""
+    """Return the mask of the candidates that share their text with another one, [candidates]; None if none do."""
     _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
     return counts[text] > 1 if (counts > 1).any() else None
 

@@ -182,7 +182,7 @@ class DomainPools:
         return len(chosen)
 
     def _texts_of(self, step: int, texts: Keys) -> set[int]:
-        """Keys of the texts that a step drew from the current pass."""
+        """Return the keys of the texts that a step drew from the current pass."""
         epoch = self._epochs[-1]
         if not epoch.steps or epoch.steps[-1] != step:
             return set()
@@ -191,7 +191,7 @@ class DomainPools:
         return set(texts[np.concatenate(pieces)].tolist()) if pieces else set()
 
     def drawn(self, steps: int) -> list[tuple[Numbers, Numbers]]:
-        """Candidates drawn in the first `steps` steps, as pairs of arrays: indices, and the step of each."""
+        """Return the candidates drawn in the first `steps` steps, as pairs of arrays: indices, and the step of each."""
         pieces = []
         for epoch in self._epochs:
             numbers = np.array(epoch.steps, dtype=np.int64)
@@ -207,7 +207,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """Number still wanted from each level, [levels], at most `quota` in total."""
+    """Return the number still wanted from each level, [levels], at most `quota` in total."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

@@ -58,7 +58,7 @@ class Profile:
         return len(self.key)
 
     def levels(self, most: int) -> int:
-        """Number of equal steps from 0 to 1 that distinguish the pass rates, at most `most`.
+        """Return the number of equal steps from 0 to 1 that distinguish the pass rates, at most `most`.
 
         This is the largest number of rollouts of any prompt or, if rollouts are not counted, the smallest n for which
         all pass rates are multiples of 1/n.
@@ -174,7 +174,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def rows_of(known: Keys, keys: Keys) -> Numbers:
-    """Index of every key in the sorted `known` keys, such as a profile's; -1 if it is not among them."""
+    """Return the index of every key in the sorted `known` keys, such as a profile's; -1 if it is not among them."""
     if not len(known):
         return np.full(len(keys), -1)
     # Searching in sorted order reads memory sequentially.
@@ -242,7 +242,7 @@ def _grouped(tables: Sequence[Any]) -> Any:
 
 
 def _keys_of(ids: Any) -> Keys:
-    """Keys for a column of ids: the `digest` of each id, inlined for speed."""
+    """Return the keys for a column of ids: the `digest` of each id, inlined for speed."""
     blake2b = hashlib.blake2b
     pieces = [
         b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])

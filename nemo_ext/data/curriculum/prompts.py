@@ -139,7 +139,7 @@ class _Piece:
 
 
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
-    """Read the prompts of a part."""
+    """Read the prompts in one part of a file."""
     offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
     ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
@@ -186,7 +186,7 @@ def _joined(digests: Sequence[bytes]) -> Keys:
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
-    """Digests of a record's id and text, and the name of its domain; raises Malformed."""
+    """Return the digests of a record's id and text, and the name of its domain; raises Malformed."""
     text = digest(prompt_bytes(required(record, keys.prompt)))
     if keys.id == PROMPT:
         identity = digest(text.hex().encode())  # as in a profile, where the id is the text's digest in hex
@@ -218,7 +218,7 @@ def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
 
 
 def _first_lines(parts: Sequence[Part]) -> list[int]:
-    """Number of the first non-blank line of each part, counted over all files."""
+    """Return the number of the first non-blank line of each part, counted over all files."""
     firsts, lines = [], 0
     for part in parts:
         firsts.append(lines)
@@ -227,7 +227,7 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
-    """Mask of the first entry with each key; further entries are counted in `report`."""
+    """Return the mask of the first entry with each key; further entries are counted in `report`."""
     keep = np.zeros(len(keys), dtype=np.bool_)
     keep[np.unique(keys, return_index=True)[1]] = True
     if again := int((~keep).sum()):

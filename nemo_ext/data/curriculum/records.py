@@ -90,7 +90,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def required(record: Mapping[str, Any], key: str) -> Any:
-    """Value in a record under a key or a path of nested keys; raises Malformed if it is missing."""
+    """Return the value in a record under a key or a path of nested keys; raises Malformed if it is missing."""
     if (value := value_at(record, key)) is None:
         raise Malformed(f"no key {key!r}; the keys are {sorted(record)[:12]}")
     return value
@@ -116,7 +116,7 @@ def prompt_bytes(prompt: Any) -> bytes:
 
 
 def digest(data: bytes) -> bytes:
-    """Eight-byte hash of an id or a text (ten million of them contain a collision once in 400,000 runs)."""
+    """Return an eight-byte hash of an id or a text (ten million of them contain a collision once in 400,000 runs)."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
@@ -165,7 +165,7 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _line_number(part: Part, offset: int) -> int:
-    """Line number of a byte offset, from 1; for Parquet, the row number."""
+    """Return the line number of a byte offset, from 1; for Parquet, the row number."""
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset

@@ -98,6 +98,6 @@ def _plot(report: Report, plan: Plan, steps: Steps) -> None:
 
 
 def _means(values: npt.NDArray[Any], width: int) -> Floats:
-    """Means over windows of `width` steps; the last window may be shorter."""
+    """Return the means over windows of `width` steps; the last window may be shorter."""
     starts = np.arange(0, len(values), width)
     return np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))

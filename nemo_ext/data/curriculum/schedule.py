@@ -11,13 +11,13 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
-    """Shares of the domains in every step, [domains], scaled to sum to 1; 0 for a domain that is not in `shares`."""
+    """Scale the domains' shares in every step to sum to 1, [domains]; 0 for a domain that is not in `shares`."""
     weights = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
     return weights / weights.sum()
 
 
 def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
-    """Number of prompts from each domain in each step, [steps, domains]; every row sums to `batch`.
+    """Return the number of prompts from each domain in each step, [steps, domains]; every row sums to `batch`.
 
     Rounded by largest remainders, with rounding errors carried over to the next step, so that over all steps, a domain
     stays within two prompts of its share.
@@ -46,7 +46,7 @@ def rounded(owed: Floats, batch: int) -> Counts:
 
 
 def means(*, first: float, last: float, steps: int) -> Floats:
-    """Target mean pass rate of each step, [steps], linear from `first` to `last`."""
+    """Return the target mean pass rate of each step, [steps], linear from `first` to `last`."""
     return np.linspace(first, last, steps) if steps > 1 else np.array([first])
 
 
@@ -59,7 +59,7 @@ def wanted(
     sigma: float,
     start: float,
 ) -> Counts:
-    """Number of prompts that each step requests from each pass-rate level, [steps, levels]; rows sum to `quota`.
+    """Return how many prompts each step requests from each level, [steps, levels]; rows sum to `quota`.
 
     A step's counts are proportional to the Gaussian's density at the levels. They are rounded by systematic sampling:
     each expectation is rounded up or down such that rounding averages out over the steps. Rounding to the nearest
@@ -90,7 +90,7 @@ def wanted(
 
 
 def from_the_largest(left: Counts, short: int) -> Counts:
-    """Number to take from each pool, [pools]: `short` in total, one at a time from the pool that is then the largest.
+    """Return the number to take from each pool, [pools], `short` in total, one at a time from the largest.
 
     The pool sizes `left` must sum to at least `short`.
     """

@@ -109,7 +109,7 @@ def select(
 
 
 def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numbers:
-    """Rows of the prompts to copy: as many in each domain as make copies `off_share` of its candidates."""
+    """Return the rows of the prompts to copy: as many in each domain as make copies `off_share` of its candidates."""
     if not off_share:
         return row[:0]
     draw = ordering_keys(prompts.key[row], digest(seed, "curriculum", "thinking"))

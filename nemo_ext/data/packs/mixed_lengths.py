@@ -90,9 +90,7 @@ class MixedLengths:
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """Number of sequences per reading in `rows` rows of `seq_length` tokens; with `mixed`, the long reading comes
-    first.
-    """
+    """Return how many sequences `rows` rows contain, keyed by reading; with `mixed`, the long reading first."""
     if mixed is None:
         return {Reading(seq_length): rows}
     short, share = mixed.schedule.short_before(rows), mixed.short_share
@@ -122,7 +120,7 @@ class RowSchedule:
         return self._groups_before(group + 1) > self._groups_before(group)
 
     def short_before(self, row: int) -> int:
-        """Number of rows with short sequences before this row."""
+        """Return the number of rows with short sequences before this row."""
         group, inside = divmod(row, self.together)
         return self._groups_before(group) * self.together + (inside if self.is_short(row) else 0)
 

@@ -98,7 +98,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """One-line summary for the user."""
+        """Return a one-line summary for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -220,7 +220,7 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
 
 
 def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's data and tokenizer arguments for a config's `data.packed`, without those that the user has set.
+    """Return Megatron's data and tokenizer arguments for a config's `data.packed`, without those that the user has set.
 
     `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid`, evaluation is disabled. `data.tokenizer` must be
     the packs' tokenizer; by default, the vocabulary size is read from the packs.
@@ -284,7 +284,7 @@ def check_packed(config: Mapping[str, Any]) -> None:
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
-    """Prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or a single prefix."""
+    """Return the prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or a single prefix."""
     listed = [words] if isinstance(words, str) else [str(word) for word in words or ()]
     return listed if len(listed) == 1 else listed[1::2]
 
@@ -349,7 +349,7 @@ def _write_tokens(
 
 
 def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples with about `_WINDOW_TOKENS` tokens each."""
+    """Yield ranges (first, last) of samples with about `_WINDOW_TOKENS` tokens each; `last` is exclusive."""
     first, before = 0, 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, before + _WINDOW_TOKENS, side="right")))
@@ -377,7 +377,7 @@ def _gather(
 
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
-    """Copy pieces of a binary file from `offsets` to `targets` in `out`; all three are counted in items of `out`."""
+    """Copy pieces of a binary file from `offsets` to `targets` in `out`, which count items, as `lengths` do."""
     # One read per piece, directly into its place: a memory map reads whole pages, with 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)

@@ -50,7 +50,7 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> Lengths:
-        """Numbers of the samples in one pack."""
+        """Return the numbers of the samples in one pack."""
         if not 0 <= pack < len(self):  # without this check, iteration would not end
             raise IndexError(pack)
         return self.samples[self.starts[pack] : self.starts[pack + 1]]
@@ -276,5 +276,5 @@ class _SortedNumbers:
 
 
 def _lowest(bits: int) -> int:
-    """Index of the lowest bit that is set."""
+    """Return the index of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1

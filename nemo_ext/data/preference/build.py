@@ -1,4 +1,4 @@
-"""Building of one part of a source: records -> groups -> pairs -> filters -> lines of a file, with counts.
+"""Building of one part of a source: groups its records, pairs and filters their answers, and writes lines with counts.
 
 Each part is written to a separate file, so an interrupted run resumes with the missing parts.
 """
@@ -123,7 +123,7 @@ def read_counts(output: Path) -> tuple[Counts, list[Row]]:
 
 
 def counts_path(output: Path) -> Path:
-    """Path of the file that holds a part's counts."""
+    """Return the path of the file that holds a part's counts."""
     return output.with_name(f"{output.name}.json")
 
 

@@ -80,7 +80,7 @@ class Filters:
 
 
 def _content(messages: Sequence[Message]) -> str:
-    """Contents and calls of messages as JSON, without reasoning or white space, for comparison."""
+    """Return the contents and calls of messages as JSON, without reasoning or white space, for comparison."""
     records = [{**record, "content": "".join(record["content"].split())} for record in message_records(messages)]
     for record in records:
         record.pop("reasoning_content", None)

@@ -23,7 +23,7 @@ _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for TRL's DPOTrainer, with an explicit prompt, as messages or, if rendered, as text."""
+    """Return a pair as a record for TRL's DPOTrainer, with an explicit prompt; as text if it is rendered."""
     labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
@@ -38,7 +38,7 @@ def trl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for NeMo-RL's PreferenceDataset; rendered pairs require `policy.tokenizer.chat_template: null`.
+    """Return a pair for NeMo-RL's PreferenceDataset; if rendered, set `policy.tokenizer.chat_template: null`.
 
     NeMo-RL does not pass tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so the model sees
     a pair's tools only if the pair is rendered; the `tools` column is for human readers.
@@ -58,7 +58,7 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def genrm_line(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a sample that trains a reward model: its `genrm_record`, with source, task and language added."""
+    """Return a reward model sample's record: its `genrm_record`, with source, task and language added."""
     return {**staged["genrm"], **{key: staged[key] for key in ("source", "task", "language")}}
 
 

@@ -48,7 +48,7 @@ class GenrmSample:
 
 
 def swapped(sample: GenrmSample) -> GenrmSample:
-    """Return the sample with its answers, scores and ranking swapped."""
+    """Return the sample with its answers swapped, and its scores and ranking adapted."""
     return replace(
         sample,
         answers=sample.answers[::-1],
@@ -105,8 +105,7 @@ def from_pair(pair: Pair, *, chosen: int, rejected: int, ranking: int) -> GenrmS
 
 
 def genrm_record(sample: GenrmSample) -> dict[str, Any]:
-    """Record to write: the prompt and the answers to judge (roles `response_1` and `response_2`), and the expected
-    labels.
+    """Return the record to write: prompt and answers (roles `response_1` and `response_2`), and expected labels.
 
     The judge sees answers without their reasoning ("only final answer is judged by GenRM", section 3.3.2). Roles and
     score names are the same as in NeMo Gym's genrm_compare.

@@ -76,7 +76,7 @@ class Pair:
 
 
 def message_records(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format, with call arguments as JSON strings."""
+    """Return the messages in the OpenAI format, with call arguments as JSON strings."""
     return openai_messages(messages, arguments_as_text=True)
 
 

@@ -30,7 +30,7 @@ _NAMED = r"(?=\s*:\s*[{\"])(?!\s*:\s*\{\s*\"(?:type\"\s*:\s*\"object\"|propertie
 
 
 def _json_calls(names: str, arguments: str, *, value: str = "") -> tuple[str, str]:
-    """Patterns of a JSON object with one of the keys `names` and one of `arguments`, in either order.
+    """Return patterns of a JSON object with one of the keys `names` and one of `arguments`, in either order.
 
     `value` is a pattern that must follow the key of the arguments.
     """

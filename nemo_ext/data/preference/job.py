@@ -1,4 +1,6 @@
-"""The `nemo-ext preference_data` job: generations -> pairs -> filters -> files for TRL and NeMo-RL, and a report."""
+"""The `nemo-ext preference_data` job: turns generations into filtered pairs, and writes files for trainers and a
+report.
+"""
 
 import dataclasses
 import json
@@ -169,9 +171,7 @@ def _report(settings: Settings, counts: Mapping[str, Counts], written: Written, 
 
 
 def _fingerprint(work: Work, files: Mapping[str, RecordSource]) -> str:
-    """Fingerprint of the settings and inputs on which a source's parts depend; excludes `limit`, which is applied
-    later.
-    """
+    """Hash the settings and inputs on which a source's parts depend, excluding `limit`, which is applied later."""
     relevant = dataclasses.asdict(dataclasses.replace(work, source=dataclasses.replace(work.source, limit=None)))
     inputs = {side: reader.fingerprint(reader.inputs()) for side, reader in files.items()}
     if work.template is not None:

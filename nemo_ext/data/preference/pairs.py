@@ -75,7 +75,7 @@ def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair safe over unsafe answers to harmful prompts, and safe answers over refusals of safe prompts.
+    """Pair safe answers over unsafe ones for harmful prompts, and safe answers over refusals for safe prompts.
 
     A refusal is a safe answer to a harmful prompt (Nemotron 3 Nano, appendix D).
     """

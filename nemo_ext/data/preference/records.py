@@ -62,7 +62,7 @@ class RecordKeys:
 
 
 def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
-    """Key that identifies a record's group: the id, otherwise the prompt.
+    """Return the key that identifies a record's group: the id, otherwise the prompt.
 
     Raises:
         FormatError: the record has neither an id nor a prompt.

@@ -34,7 +34,7 @@ class Written:
     lengths: dict[str, list[int]] = field(default_factory=dict)
 
     def see(self, staged: Mapping[str, Any], split: str) -> None:
-        """Count one line."""
+        """Count one output line, which belongs to `split`."""
         self.rows[staged["source"], staged["kind"], staged["task"], staged["language"], split] += 1
         if "genrm" not in staged:
             self.models[staged["chosen_model"], staged["rejected_model"]] += 1
@@ -46,7 +46,7 @@ class Written:
                 sums[index] += value
 
     def total(self, *, genrm: bool, split: str | None = None) -> int:
-        """Number of pairs or, with `genrm`, of reward model samples, in one split or, if None, in all."""
+        """Return the number of pairs (with `genrm`, reward model samples) in one split; None counts all splits."""
         return sum(
             count
             for (_, kind, _, _, where), count in self.rows.items()
@@ -114,7 +114,7 @@ def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
 
 
 def _edges(largest: int) -> np.ndarray[Any, Any]:
-    """Edges of bins that are equally wide on the symlog axis: ten up to 100, and ten for each further power of ten."""
+    """Return edges of equally wide bins on the symlog axis: ten up to 100, ten for each further power of ten."""
     decades = 0
     while _LINEAR * 10**decades < largest + 1:
         decades += 1

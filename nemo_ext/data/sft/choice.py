@@ -174,7 +174,7 @@ def _skip(
 
 
 def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags:
-    """Mask of the samples that neither repeat an earlier sample's id nor are its near duplicate, [samples]."""
+    """Return the mask of samples that repeat no earlier id and have no earlier near duplicate, [samples]."""
     first = first_of_each(table.ids)
     repeats = first != np.arange(len(first))
     differ = repeats & (table.contents != table.contents[first])
@@ -206,7 +206,7 @@ def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags
 def _balanced(
     table: Table, settings: SftSettings, keep: Flags, fits: Flags, skipped: ReadReport, changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
-    """Mask of the rows that give each task its share of thinking, [rows], and the value of `Chosen.shares`."""
+    """Return the mask of rows that give each task its share of thinking, [rows], and `Chosen.shares`."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:
         return rows, {}
@@ -256,13 +256,13 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
-    """Indices of the samples with at least one of these rows of that kind, ascending."""
+    """Return the indices of the samples with at least one of these rows of that kind, ascending."""
     found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
     return found
 
 
 def _trained_within(shard: Shard, capacity: int) -> Numbers:
-    """Number of tokens that count in the loss among the first `capacity` tokens of each row, [rows]."""
+    """Return the number of tokens that count in the loss among the first `capacity` tokens of each row, [rows]."""
     trained, lengths = shard.trained.copy(), shard.file.lengths
     starts = np.cumsum(lengths) - lengths
     for row in np.flatnonzero(lengths > capacity).tolist():

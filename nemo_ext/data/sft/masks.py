@@ -167,7 +167,7 @@ class ChatEncoder:
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 
     def _secret(self, rendered: Rendered, start: int, end: int) -> str:
-        """Part of the text with secret names for the template's control tokens; those in quoted data are unchanged."""
+        """Give the template's control tokens in a span their secret names; quoted data are left unchanged."""
         parts = []
         for quote_start, quote_end in rendered.quoted:
             if start <= quote_start and quote_end <= end:

@@ -11,7 +11,7 @@ from nemo_ext.data.sft.settings import Sampling
 
 
 def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
-    """Number of passes over each source, given the sources' numbers of training tokens.
+    """Return the number of passes over each source, given the sources' numbers of training tokens.
 
     A source's share of the budget is proportional to its tokens to the power `alpha`; the part that it cannot use
     within `max_epochs` goes to the other sources.

@@ -90,9 +90,7 @@ class SftSettings:
         return load_filters(self.filters)
 
     def thinking_share(self, task: str) -> float | None:
-        """Target share of a task's samples with thinking on; None if it has no target, in which case it is
-        unchanged.
-        """
+        """Return the target share of a task's samples with thinking on; None if it has none and is unchanged."""
         return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 

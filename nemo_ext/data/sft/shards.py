@@ -117,7 +117,7 @@ def make_shard(work: Work, piece: Piece) -> None:
 
 
 def open_shard(work: Work, piece: Piece) -> Shard:
-    """Open a finished shard."""
+    """Open a finished shard and read its arrays and counts."""
     base = work.units.file(piece.number, "")
     vocab_size = work.encoder.tokenizer.vocab_size
     with np.load(base.with_suffix(".npz")) as arrays:

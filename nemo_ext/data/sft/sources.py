@@ -174,7 +174,7 @@ def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Id for a record without one: a digest of its content, independent of other records and of the order of files."""
+    """Derive an id from a record's content, independently of other records and of the order of files."""
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:

@@ -76,7 +76,7 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
 
 
 def letters() -> list[str]:
-    """Characters that byte-level tokenizers use to represent the bytes 0 to 255 (GPT-2's `bytes_to_unicode`)."""
+    """Return the characters by which byte-level tokenizers represent the bytes 0 to 255 (`bytes_to_unicode`)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]

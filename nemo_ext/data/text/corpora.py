@@ -168,7 +168,7 @@ class PackageDocsSource(InstalledSource):
 
 
 def _roots(packages: set[str]) -> list[str]:
-    """Folders of the packages that Python finds outside site-packages, as after `pip install --target`."""
+    """Return the folders of the packages that Python finds outside site-packages, as after `pip install --target`."""
     outside: set[str] = set()
     for package in packages:
         if (spec := importlib.util.find_spec(package)) is not None:
@@ -178,7 +178,7 @@ def _roots(packages: set[str]) -> list[str]:
 
 
 def _package(entry: str) -> str:
-    """Name of the package an entry of site-packages belongs to: `torch` for `Torch-2.1.dist-info` and `torch.py`."""
+    """Return the package that an entry of site-packages belongs to, such as `torch` for `Torch-2.1.dist-info`."""
     if entry.endswith((".dist-info", ".egg-info")):
         entry = entry.rsplit(".", 1)[0].split("-", 1)[0]
     return re.sub(r"[-.]", "_", entry.removesuffix(".py")).lower()

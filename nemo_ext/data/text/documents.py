@@ -93,7 +93,7 @@ class ReadReport:
             self.examples[reason] = (self.examples.get(reason, []) + places)[:EXAMPLES_PER_REASON]
 
     def summary(self, *, examples: int = EXAMPLES_PER_REASON) -> str:
-        """Skipped records on one line, such as `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
+        """Return the skipped records on one line, `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
         reasons = []
         for reason, count in sorted(self.skipped.items()):
             places = self.examples.get(reason, [])[:examples]
@@ -127,11 +127,11 @@ class Source:
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_source` rebuilds this source."""
+        """Return a mapping from which `load_source` rebuilds this source."""
         return {"kind": self.kind} | dataclasses.asdict(self)
 
     def identity(self) -> dict[str, object]:
-        """Everything that determines the documents: the settings, and a fingerprint of the input files."""
+        """Return everything that determines the documents: the settings, and a fingerprint of the input files."""
         return {**self.describe(), "files": self.fingerprint(self.inputs())}
 
     def inputs(self) -> list[tuple[str, Path]]:
@@ -143,7 +143,7 @@ class Source:
         raise NotImplementedError
 
     def check(self) -> list[tuple[str, Path]]:
-        """Check cheaply that the source can be read, and return its `inputs`.
+        """Run a cheap check that the source can be read, and return its `inputs`.
 
         Raises:
             ValueError: A file cannot be read.
@@ -280,7 +280,7 @@ def file_text(part: Part, report: ReadReport) -> str | None:
 
 
 def encoding_hint(start: bytes) -> str:
-    """Phrase for messages that names the likely encoding of a text from its first bytes; "" if it may be UTF-8."""
+    """Return a phrase, for messages, that names a text's likely encoding; "" if it may be UTF-8."""
     if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) or start[:4].count(0) == 3:
         return " (it seems to be UTF-32)"
     utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff")) or (start[0:4:2] == b"\0\0") != (start[1:4:2] == b"\0\0")

@@ -22,7 +22,7 @@ _BLOCKS, _BLOCK = 64, 64
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Integer type that Megatron uses to store ids from a vocabulary of this size."""
+    """Return the integer type that Megatron uses to store ids from a vocabulary of this size."""
     return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
@@ -90,7 +90,7 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
 
 
 def index_digest(path: Path) -> str:
-    """Constant-time digest (16 hex digits) of an .idx file: its header, and 64 evenly spaced runs of 64 sequences.
+    """Hash an .idx in constant time to 16 hex digits: its header, and 64 evenly spaced runs of 64 sequences.
 
     A sequence's start is the sum of the lengths before it, so different data collide only if all of these runs have the
     same lengths and starts.

@@ -50,12 +50,12 @@ class Manifest:
     reached_max_bytes: bool
 
     def split_prefix(self, split: str) -> str:
-        """Path prefix (without .bin/.idx, as Megatron expects it) of the split "train" or "valid"."""
+        """Return the path prefix (without .bin/.idx, as Megatron expects it) of the split "train" or "valid"."""
         assert split in SPLITS, split
         return f"{self.prefix}_{split}"
 
     def contents(self) -> str:
-        """Numbers of documents and tokens, worded for notices."""
+        """Return the numbers of documents and tokens, worded for notices."""
         train, valid = (self.splits[split] for split in SPLITS)
         documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
         if valid.documents:
@@ -65,12 +65,12 @@ class Manifest:
         return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
     def where(self) -> str:
-        """Paths of the files and the token that ends documents, worded for notices."""
+        """Return the paths of the files and the token that ends documents, worded for notices."""
         end = self.tokenizer.get("eod")
         return f"{self.prefix}_*.bin and .idx, documents end with {f'{end}, ' if end else ''}id {self.eod}"
 
     def skipped(self) -> str:
-        """Skipped records, and whether `max_bytes` was reached, worded for notices; "" if neither applies."""
+        """Return what was skipped, and whether `max_bytes` was reached, worded for notices; "" if neither applies."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
         return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
 
@@ -135,7 +135,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def stored(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Read the values of a manifest; None if the file does not exist.
+    """Read the values of a manifest; return None if the file does not exist.
 
     Raises:
         ValueError: the file is not JSON or does not have all of the keys.

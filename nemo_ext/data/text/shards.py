@@ -60,7 +60,7 @@ class ShardRows:
 
 
 def shards_in(directory: Path) -> Units:
-    """The shard files in a directory, as units of work."""
+    """Return the shard files in a directory, as units of work."""
     return Units(directory, mark=_ROWS, digits=5)
 
 

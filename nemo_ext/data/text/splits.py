@@ -28,7 +28,7 @@ class Selection:
     full: bool
 
     def masks(self, split: str) -> list[npt.NDArray[np.bool_]]:
-        """Masks of the documents in a split ("train" or "valid"), one per shard."""
+        """Return the masks of the documents in a split ("train" or "valid"), one per shard."""
         if split == "valid":
             return self.validation
         return [kept & ~held for kept, held in zip(self.kept, self.validation, strict=True)]

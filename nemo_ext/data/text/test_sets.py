@@ -73,7 +73,7 @@ class TestSets:
         index_of(self)
 
     def reads(self) -> list[Path]:
-        """Paths of the test sets' files."""
+        """Return the paths of the test sets' files."""
         return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
 
 
@@ -112,7 +112,7 @@ class Index:
     def found_in(
         self, words: Words, *, share: float, judged: Collection[int] | None = None, whole: Collection[int] = ()
     ) -> str | None:
-        """Name of a test set item that occurs in the texts; None if there is none.
+        """Return the name of a test set item that occurs in the texts; None if there is none.
 
         Args:
             words: words of the texts.
@@ -157,7 +157,7 @@ class Index:
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    """Mask of the `wanted` values that occur in the sorted array `known`, [wanted]."""
+    """Return the mask of the `wanted` values that occur in the sorted array `known`, [wanted]."""
     return known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
 
 

@@ -50,7 +50,7 @@ class ByteTokenizer:
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_tokenizer` rebuilds this tokenizer."""
+        """Return a mapping from which `load_tokenizer` rebuilds this tokenizer."""
         return {"kind": "byte"}
 
 
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         return ids_of(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Encode each text, without eod and other special tokens."""
+        """Encode each text, without eod or other special tokens."""
         return [self._ids_of(text).astype(ids_type(self.vocab_size)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(without_eod, skip_special_tokens=False)
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_tokenizer` rebuilds this tokenizer."""
+        """Return a mapping from which `load_tokenizer` rebuilds this tokenizer."""
         return {
             "kind": "huggingface",
             "path": str(self.path),
@@ -116,7 +116,7 @@ _KEYS: dict[str, tuple[str, ...]] = {"byte": (), "huggingface": ("path", "eod", 
 
 
 def named_tokenizer(name: str) -> dict[str, object]:
-    """Config for `load_tokenizer`, given `byte` or the path of a Hugging Face tokenizer."""
+    """Return a config for `load_tokenizer`, given `byte` or the path of a Hugging Face tokenizer."""
     return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
 
 
@@ -147,7 +147,7 @@ def load_tokenizer(config: object) -> Tokenizer:
 
 
 def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[str, object]:
-    """Megatron arguments (snake_case) that give Megatron's tokenizer this vocabulary size and eod.
+    """Return the Megatron arguments (snake_case) that give Megatron's tokenizer this vocabulary size and eod.
 
     Training on tokenised files needs nothing else from a tokenizer. `ids_only` selects Megatron's NullTokenizer with
     the
@@ -182,7 +182,7 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Number of token ids the model of a training config supports: `model.vocab_size`, at most its embedding's rows.
+    """Return the number of ids of a training config's model: `model.vocab_size`, at most its embedding's rows.
 
     Returns:
         The number; None if neither is set, in which case Megatron derives it from the data.
@@ -192,7 +192,7 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
 
 
 def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
-    """Check that the data's tokenizer does not have more ids than the model.
+    """Check that the data's tokenizer has no more ids than the model.
 
     Raises:
         ValueError: the tokenizer has more ids.
@@ -283,7 +283,7 @@ def _end_token(vocabulary: Mapping[str, int], path: Path, eod: str | None) -> st
 
 
 def _configured_eos(path: Path) -> str | None:
-    """Name of `eos_token` in the tokenizer_config.json next to a tokenizer.json; None if there is none."""
+    """Return the name of `eos_token` in the tokenizer_config.json next to a tokenizer.json; None if there is none."""
     config_path = path.parent / "tokenizer_config.json"
     try:
         config = json.loads(config_path.read_bytes())

@@ -89,7 +89,7 @@ class RecordSource(Source):
         return ((place, well_formed(row, place)) for place, row in self.placed(strict=strict))
 
     def place(self, part: Part, number: int) -> str:
-        """Place of a record, worded for messages, such as `a.jsonl:7`."""
+        """Return the place of a record, worded for messages, such as `a.jsonl:7`."""
         return f"{part.path}{self._numbering}{number}"
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
@@ -98,7 +98,7 @@ class RecordSource(Source):
                 yield Document(f"{part.name}:{number}", text)
 
     def text_of(self, record: Mapping[str, Any], part: Part, number: int, report: ReadReport) -> str | None:
-        """Text of a record; None if it has none, which is counted as malformed."""
+        """Return the text of a record; None if it has none, which is counted as malformed."""
         text = record.get(self.text_key)
         if isinstance(text, str):
             return text
@@ -273,7 +273,7 @@ class TreeSource(Source):
 
 
 def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
-    """Source that reads records from jsonl or parquet files; if `kind` is None, it is inferred from the file names.
+    """Return a source of records in jsonl or parquet files; a `kind` of None is inferred from the file names.
 
     Raises:
         ValueError: the names mix .parquet and others; the message begins with `where`.
@@ -287,7 +287,7 @@ def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> Recor
 
 
 def value_at(record: Mapping[str, Any], key: str) -> Any:
-    """Value under a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
+    """Return the value under a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
     if key in record or "." not in key:
         return record.get(key)
     value: Any = record
@@ -297,7 +297,7 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Row of an Arrow table without the nulls inside structs, where every row has all rows' keys.
+    """Return the row of an Arrow table without the nulls inside structs, where every row has all rows' keys.
 
     JSONL rows do not pass through here, as their nulls are values, such as a JSON schema's `const: null`.
     """
@@ -370,7 +370,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def json_object(line: bytes, *, strict: bool = False) -> Row | str:
-    """JSON object on a line (see `read_json`), or the reason why the line is malformed."""
+    """Return the JSON object on a line (see `read_json`), or the reason why the line is malformed."""
     try:
         record = read_json(line, strict=strict)
     except (ValueError, RecursionError) as error:
@@ -386,7 +386,7 @@ def well_formed(row: Row | str, place: str) -> Row:
 
 
 def _readable_rows(batch: Any) -> list[Row | str]:
-    """Rows of an Arrow batch; a row that is not UTF-8 is replaced by an error message."""
+    """Return the rows of an Arrow batch; a row that is not UTF-8 is replaced by an error message."""
     try:
         return cast(list[Row | str], batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -437,7 +437,7 @@ def open_lines(path: str) -> IO[bytes]:
 
 
 def utf8_text(path: Path) -> str:
-    """Text of a UTF-8 file (plain, .gz or .zst), without its byte order mark.
+    """Return the text of a UTF-8 file (plain, .gz or .zst), without its byte order mark.
 
     Raises:
         ValueError: the file is not UTF-8, or cannot be read.

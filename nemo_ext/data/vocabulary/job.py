@@ -112,14 +112,14 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
 
 
 def _load(path: str) -> "Tokenizer":
-    """Load a tokenizer, set to encode the names of special tokens in a text as ordinary text."""
+    """Load a tokenizer, and set it to encode the names of special tokens in a text as ordinary text."""
     tokenizer, _ = read_tokenizer(_folder(path) / "tokenizer.json")
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _name(path: str, settings: Settings) -> str:
-    """Name of a tokenizer in the report: its folder's name if that is unique, otherwise its path."""
+    """Return the name of a tokenizer in the report: its folder's name if that is unique, otherwise its path."""
     names = [_folder(other).name for other in settings.compare]
     return _folder(path).name if names.count(_folder(path).name) == 1 else path
 
@@ -130,7 +130,7 @@ def _folder(path: str) -> Path:
 
 
 def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
-    """The settings and input files that determine the tokenizer."""
+    """Return the settings and input files that determine the tokenizer."""
     excluded = ("output", "preset", "compare", "held_out", "template")
     values = {key: value for key, value in dataclasses.asdict(settings).items() if key not in excluded}
     template = Template.load(settings.template).source if settings.template else None

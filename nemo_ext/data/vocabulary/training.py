@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def special_tokens(settings: Settings) -> list[str]:
-    """Special tokens in the order of their ids: those in the settings, then the chat template's control tokens.
+    """Return the special tokens in order of id: those in the settings, then the template's control tokens.
 
     Raises:
         ValueError: the template does not exist, the vocabulary is too small, or `end` is not a special token.
@@ -116,14 +116,14 @@ def write(tokenizer: "Tokenizer", settings: Settings) -> None:
 
 
 def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
-    """The `count` longest tokens as decoded strings, without special tokens."""
+    """Return the `count` longest tokens as decoded strings, without special tokens."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     names = sorted(set(tokenizer.get_vocab()) - special, key=lambda name: (-len(name), name))[:count]
     return [tokenizer.decoder.decode([name]) for name in names]
 
 
 def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
-    """Tokens that do not occur in the texts, as decoded strings, without single bytes and special tokens."""
+    """Return the tokens that do not occur in the texts, as decoded strings, without single bytes and special tokens."""
     seen: set[int] = set()
     for batch in batched(texts, 1000):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -98,7 +98,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _host(url: str) -> str:
-    """Host of a URL or list entry, without `www.`, in its ASCII form (IDNA)."""
+    """Return the host of a URL or list entry, without `www.`, in its ASCII form (IDNA)."""
     parts = _split(url.strip().lstrip("."))
     host = (parts.hostname or "" if parts else "").strip(".").removeprefix("www.")
     try:
@@ -108,7 +108,7 @@ def _host(url: str) -> str:
 
 
 def _plain(url: str) -> str:
-    """URL normalised for comparison: host, path and query, without scheme, fragment or trailing slash."""
+    """Normalise a URL for comparison: host, path and query, without scheme, fragment or trailing slash."""
     parts = _split(url)
     if parts is None:
         return url.lower()
@@ -135,9 +135,7 @@ def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _refusals(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
-    """Return a function from a host to a URL test, which is True if the host's robots.txt disallows the URL to any
-    agent.
-    """
+    """Return a function from a host to a test of URLs: whether its robots.txt disallows one to any of the agents."""
 
     @lru_cache(maxsize=10_000)
     def refusal_of(host: str) -> Callable[[str], bool]:

@@ -30,7 +30,7 @@ _SAMPLE = 256
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Buckets(Barrier):
-    """Assigns documents to buckets of equal bytes by score, each bucket with a repetition rate.
+    """Assigns documents by score to buckets of equal size in bytes, each with a repetition rate.
 
     A bucket's rate is C (x - a)^p e^(l (x - a)), where x is the share of worse data; below x = a it is 0
     (allenai/dolma3, mixes/6T-1025). p is the largest for which the mean rate is `rate` and no rate exceeds `most`.
@@ -40,7 +40,7 @@ class Buckets(Barrier):
         buckets: number of buckets.
         within: document key for groups, such as topics, that are divided into buckets separately; null for a single
             group.
-        rate: mean rate, which is the desired number of bytes over the available one; null for a rate of 1 everywhere.
+        rate: mean rate, i.e. desired bytes divided by available bytes; null for a rate of 1 everywhere.
         most: maximum rate of a bucket.
         throwaway: share of the worst data, whose rate is 0; a in the formula.
     """
@@ -150,7 +150,7 @@ def _rows(units: Sequence[Features]) -> Iterator[Values]:
 
 
 def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
-    """Bytes keyed by group, and the total number of documents."""
+    """Return the bytes keyed by group, and the total number of documents."""
     totals, documents = dict[int, float](), 0
     for rows in _rows(units):
         groups, inverse = np.unique(rows[:, 0], return_inverse=True)
@@ -161,7 +161,7 @@ def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
 
 
 def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
-    """Ends (group, score, index) of parts with about the same number of documents, estimated from a sample."""
+    """Return the bounds (group, score, index) between parts with similar numbers of documents, from a sample."""
     if parts == 1:
         return []
     step = max(1, documents // (_SAMPLE * parts))
@@ -171,7 +171,7 @@ def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[i
 
 
 def _between(rows: Values, start: tuple[int, ...] | None, end: tuple[int, ...] | None) -> Values:
-    """Rows from `start` (inclusive) to `end` (exclusive) in the order of group, score and index; None is unbounded."""
+    """Return the rows from `start` (inclusive) to `end` (exclusive) by group, score and index; None is unbounded."""
     inside = np.ones(len(rows), bool)
     if start is not None:
         inside &= ~_below(rows, start)

@@ -50,7 +50,7 @@ class _Repeats(Barrier):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameUrl(_Repeats):
-    """Drops documents that have the URL of an earlier one; documents without a URL are kept."""
+    """Drops documents whose URL equals an earlier one's; documents without a URL are kept."""
 
     kind: ClassVar[str] = "same_url"
 
@@ -231,7 +231,7 @@ class NearDuplicates(Barrier):
     def _similarity(
         self, units: Sequence[Features], firsts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Jaccard similarity of pairs of documents, [pairs], estimated from their slots."""
+        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots."""
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
         for start in range(0, len(pairs), 1 << 16):

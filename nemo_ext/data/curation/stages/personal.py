@@ -96,9 +96,7 @@ style.
 
 
 def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, list[Find]]:
-    """Functions that find each kind, keyed by kind, longest patterns first, as digits of one kind may look like
-    another.
-    """
+    """Return functions that find each kind, longest patterns first, as digits of one kind may look like another."""
     try:
         import phonenumbers
         from stdnum import iban, luhn

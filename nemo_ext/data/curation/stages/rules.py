@@ -106,7 +106,7 @@ class _Rules(Stage):
 
 
 def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
-    """Load datatrove's tokenizer for a language. If it has none, raise ValueError if `named`, else use `characters`."""
+    """Load datatrove's tokenizer for a language; if there is none, fail if settings name it, else use `characters`."""
     try:
         tokenizer = load_word_tokenizer(language)
         tokenizer.word_tokenize("a b")
@@ -120,7 +120,9 @@ def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class C4(_Rules):
-    """C4's rules: remove lines that are not sentences; drop documents with few sentences, braces or lorem ipsum."""
+    """C4's rules: remove lines that are not sentences; drop documents with few sentences, with braces or with lorem
+    ipsum.
+    """
 
     kind: ClassVar[str] = "c4"
     block: ClassVar[type[BaseFilter]] = C4QualityFilter

@@ -1,4 +1,4 @@
-"""Base class of all filters."""
+"""Base class of all filters, and the values that filters share."""
 
 import json
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Filter:
         """
 
     def reads(self) -> list[Path]:
-        """Paths of the files whose content affects the filter's decisions."""
+        """Return the paths of the files whose content affects the filter's decisions."""
         return []
 
     def drop(self, texts: Texts) -> Drop | None:

@@ -98,7 +98,7 @@ class Language(Filter):
         return None
 
     def _foreign(self, text: str, allowed: set[str]) -> str | None:
-        """Language of the text if it is confidently not an allowed one; otherwise None."""
+        """Return the language of the text if it is confidently not an allowed one; otherwise None."""
         likely = _with_confusable(frozenset(allowed))
         prose = _FENCE.sub(" ", text) if "```" in text or "~~~" in text else text
         pieces = 1 if len(prose) < _LONG else 3
@@ -133,7 +133,7 @@ def _is_english(piece: str) -> bool:
 
 
 def _weight(piece: str) -> int:
-    """Number of letters that a character counts as: 4 in Chinese, Japanese or Korean text, otherwise 1."""
+    """Return the number of letters that a character counts as: 4 in Chinese, Japanese or Korean text, otherwise 1."""
     return 4 if not piece.isascii() and sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
 
 

@@ -70,7 +70,7 @@ class _Lists(NamedTuple):
 
 
 def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | None:
-    """Excerpt around the first keyword in the text; None if there is none."""
+    """Return an excerpt around the first keyword in the text; None if there is none."""
     for length, known in keywords.items():
         if (found := np.isin(ngram_hashes(words, length), known)).any():
             place = int(found.argmax())

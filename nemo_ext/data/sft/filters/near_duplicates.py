@@ -96,7 +96,7 @@ class NearDuplicates:
         return whole ^ np.uint64(digest(0, first.content))
 
     def duplicate_of(self, sketches: Sketches) -> Samples:
-        """Index of the earlier kept sample that each sample is a near duplicate of, or -1 if there is none, [samples].
+        """Return the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
 
         Samples are visited in order, and one is dropped if a kept sample shares a band value with it and is similar
         enough.
@@ -132,7 +132,7 @@ class NearDuplicates:
 
 
 def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
-    """Index of the first sample that has the same id (a 64-bit digest of source and id) as each sample, [samples]."""
+    """Return the index of the first sample with the same id (a 64-bit digest) as each sample, [samples]."""
     _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     found: Samples = first[number]
     return found

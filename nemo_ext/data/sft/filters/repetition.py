@@ -72,8 +72,7 @@ class Repetition(Filter):
 def repeated(
     grams: Hashes, places: npt.NDArray[np.int64], *, length: int, times: int, window: int | None
 ) -> int | None:
-    """Index of the first word of the first n-gram that occurs at least `times` times without overlap; None if there is
-    none.
+    """Find the first n-gram that occurs `times` times without overlap; return its first word's index, or None.
 
     Args:
         grams: [n-grams] hashes.
@@ -108,7 +107,7 @@ def repeated(
 
 
 def longest_run(text: str, least: int) -> int:
-    """Length in bytes of the longest run of a repeated pattern of at most 8 bytes; 0 if it is below `least`."""
+    """Return the length in bytes of the longest run of a pattern of at most 8 bytes; 0 if below `least`."""
     whole = text.encode()
     # A run of `least` bytes covers at least one of these places, where the next bytes repeat within a period.
     probes = range(0, len(whole) - _LONGEST_PERIOD, least // 2)

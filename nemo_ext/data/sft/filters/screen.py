@@ -22,7 +22,7 @@ FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, 
 
 @dataclass(frozen=True)
 class Screen:
-    """Chain of filters, picklable for workers."""
+    """Chain of filters that can be pickled and so sent to workers."""
 
     filters: tuple[Filter, ...]
 
@@ -32,7 +32,7 @@ class Screen:
             judge.check()
 
     def reads(self) -> list[Path]:
-        """Paths of the files whose content affects the filters' decisions."""
+        """Return the paths of the files whose content affects the filters' decisions."""
         return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
