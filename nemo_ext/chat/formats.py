@@ -166,8 +166,7 @@ def to_record(sample: Sample) -> dict[str, Any]:
 
 
 def thinking_mode(value: object, where: str) -> bool | None:
-    """Parse a thinking mode as spelled in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`; None
-    stays None.
+    """Parse a thinking mode as in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`; None stays None.
 
     Raises:
         FormatError: the value is not a thinking mode.
@@ -184,8 +183,7 @@ def without_mode_line(sample: Sample) -> Sample:
     """Set the sample's mode from a line of its system message (`detailed thinking on`) and remove that line.
 
     The line is removed because the template states the mode in its own form. A system message that becomes empty is
-    also
-    removed.
+    also removed.
 
     Raises:
         FormatError: two lines contradict each other, or a line contradicts the sample's mode.

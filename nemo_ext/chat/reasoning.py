@@ -27,8 +27,7 @@ Mode = Literal["on", "fixed", "off"]
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReasoningSettings:
-    """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5), which does not state the budgets
-    (choice).
+    """Settings of `Control`; the shares are Nemotron 3 Nano's (section 3.1.5), which does not state budgets (choice).
 
     Attributes:
         strip: share of the samples with reasoning whose traces are removed, to train the mode without reasoning.

@@ -217,22 +217,18 @@ class Template:
             sample: conversation.
             turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
-                split: one text per turn, which ends with that turn and is trained on only there, so that every answer
-                    is
+                split: one text per turn, which ends with it and is trained on only there, so that every answer is
                 trained on once, while prompts repeat. last: only the last turn. whole: one text, trained on where the
                 template marks it.
             control: see `render`.
 
         For a template without marks, the prompt of each answer is rendered, and the text after it is trained on. The
-        result
-        is one text if every answer in it follows its prompt, otherwise (except with `whole`) one text per answer. If
-        the
-        template drops reasoning, a sample with reasoning is trained on only in its last turn.
+        result is one text if every answer in it follows its prompt, otherwise (except with `whole`) one text per
+        answer. If the template drops reasoning, a sample with reasoning is trained on only in its last turn.
 
         Raises:
             ValueError: see `render` and `check_complete`. Also raised if, in a template without marks, an answer does
-                not
-                start where its prompt ends.
+                not start where its prompt ends.
         """
         pieces = split_turns(sample) if turns == "split" and self.drops_reasoning else [sample]
         last = turns == "last" or len(pieces) > 1
@@ -372,8 +368,7 @@ def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """Split a sample into one per answered turn, ending with that turn and in its mode; ids get suffixes `#1`, `#2`,
-    ...
+    """Split a sample into one per answered turn, ending with it and in its mode; ids get suffixes `#1`, `#2`, ...
 
     A sample without reasoning is not split unless its mode is on, since the prompts of its turns are prefixes of the
     whole sample.
@@ -395,9 +390,7 @@ def split_turns(sample: Sample) -> list[Sample]:
 
 
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
-    """Copy of the sample with a unique word in place of each text, and descriptions of the words that must be
-    rendered.
-    """
+    """Copy the sample with a unique word for each text, and describe the words that must be rendered."""
     words: dict[str, str] = {}
 
     def word(text: str, stands_for: str | None) -> str:

@@ -104,8 +104,8 @@ def read_openai_calls(items: Any) -> ParsedCalls:
     """Read the structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
 
     Args:
-        items: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are a
-            JSON string or an object.
+        items: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are a JSON string
+            or an object.
     """
     if items is None:
         return ParsedCalls("")

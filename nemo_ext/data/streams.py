@@ -54,8 +54,8 @@ def read_blend(config: Mapping[str, object]) -> Blend:
     Args:
         config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and optionally `validation_share`, `seed`
             and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; omitted if its
-            files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree
-            in `blend` may replace `streams`.
+            files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree in `blend` may
+            replace `streams`.
 
     Raises:
         ValueError: A key is missing or invalid, or the input cannot be read.

@@ -3,9 +3,8 @@
 A stream is cut into shards, lists of parts of its source. Workers tokenise shards into `<prefix>.shards/`; then one
 process writes them in order to `<prefix>_train` and `<prefix>_valid`. Decisions that depend on several documents
 (duplicates, `max_bytes`, the split) are made in this last pass, so the files are byte-identical for any number of
-workers and interruptions.
-Each file gets its final name only when it is complete; the manifest `<prefix>.json` comes last. A second run that
-would write the same prefix at the same time is rejected.
+workers and interruptions. Each file gets its final name only when it is complete; the manifest `<prefix>.json` comes
+last. A second run that would write the same prefix at the same time is rejected.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""The `nemo-ext mixture` job: trains small models on sampled mixtures, fits their losses, and computes the best
-mixture.
+"""The `nemo-ext mixture` job: trains small models on sampled mixtures, fits their losses, and finds the optimum.
 
 conf/pipeline/NAME.yaml   each run as a pipeline of two stages, training and evaluation, which can also be run by hand
 runs/NAME                 folder of a run: prior, sample_001 and so on, and best_HASH, trained on the optimum

@@ -121,9 +121,7 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Reject files whose manifest names a different tokenizer; files made elsewhere have no manifest and are
-    accepted.
-    """
+    """Reject files whose manifest names a different tokenizer; files made elsewhere have none and are accepted."""
     if not Path(f"{leaf.prefix}.json").is_file():
         return
     manifest = read_manifest(leaf.prefix)

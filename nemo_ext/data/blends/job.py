@@ -51,8 +51,7 @@ def audit(config: Mapping[str, Any]) -> None:
 
 
 def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
-    """Yield the name, `data` section and number of tokens of each blend: the run's, and those of phases with separate
-    data.
+    """Yield the name, `data` section and number of tokens of each blend: the run's, and those of phases with data.
 
     If `tokens` overrides the length of the run, phases are scaled in proportion.
     """

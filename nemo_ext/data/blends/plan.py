@@ -11,9 +11,7 @@ from nemo_ext.data.blends.hierarchy import Group, Leaf, Node, positive, read_tre
 from nemo_ext.data.blends.sizes import Size, size_of
 
 MAX_EPOCHS = 4.0
-"""Number of passes up to which repeated text is about as good as new text (Muennighoff et al. 2023, arXiv
-2305.16264).
-"""
+"""Passes up to which repeated text is about as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 LIMITS = ("max_epochs", "refuse_epochs")
 

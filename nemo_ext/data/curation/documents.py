@@ -19,8 +19,7 @@ _OURS = ("id", "text")
 
 
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
-    """Yield documents from parts of a source; a record's other keys become metadata, in which `source` names the
-    stream.
+    """Yield documents from parts of a source; other keys become metadata, in which `source` names the stream.
 
     Blank and unencodable documents are only counted. A record keeps its own `id`; if `text_key` is a different key, its
     own `text` is kept as `text_`. Numbers that JSON cannot represent (NaN) become null.

@@ -42,9 +42,7 @@ class Reason:
 
 @dataclass
 class Through:
-    """Counts for one stage: documents that came in, were kept and were changed, and dropped documents keyed by
-    reason.
-    """
+    """Counts for one stage: documents that came in, were kept or were changed, and those dropped, by reason."""
 
     came: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -83,9 +81,7 @@ def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
 
 @dataclass
 class Counts:
-    """Counts of a pass over a unit or stream: records read, documents keyed by stage, documents written keyed by
-    folder.
-    """
+    """Counts of a pass over a unit or stream: records read, documents by stage, and documents written by folder."""
 
     read: ReadReport = field(default_factory=ReadReport)
     stages: dict[str, Through] = field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""The `nemo-ext curate` job: passes over raw documents in any number of shards and workers, and a report on the
-funnel.
-"""
+"""The `nemo-ext curate` job: passes over raw documents in any number of shards, and a report on the funnel."""
 
 import dataclasses
 import json

@@ -139,9 +139,7 @@ def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
 
 
 def tokenizer_of(curate: Curate) -> Tokenizer | None:
-    """Return the tokenizer for counting tokens; None if they are not counted. Raises ValueError if it cannot be
-    read.
-    """
+    """Return the tokenizer for counting tokens; None if they are not counted. Raises ValueError if unreadable."""
     config = curate.tokenizer
     return None if config is None else load_tokenizer(named_tokenizer(config) if isinstance(config, str) else config)
 
@@ -269,9 +267,7 @@ class _Size:
 def _documents(
     work: Work, unit: Unit, report: ReadReport
 ) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
-    """Yield a unit's documents before a pass, each with a function that applies the previous barrier's verdict to
-    it.
-    """
+    """Yield a unit's documents before a pass, each with a function that applies the last barrier's verdict to it."""
     if work.number == 0:
         for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
             yield document, lambda document: None

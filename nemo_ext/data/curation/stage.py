@@ -94,8 +94,7 @@ class Barrier(Stage):
         raise NotImplementedError
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
-        """Apply verdicts to a document: change it if necessary, and return the reason for dropping it, or None to keep
-        it.
+        """Apply verdicts to a document: change it if necessary; return the reason to drop it, or None to keep it.
 
         Args:
             document: the document from which the features were computed.

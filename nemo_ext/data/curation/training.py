@@ -1,6 +1,4 @@
-"""The `nemo-ext curate_classifier` job: trains a quality classifier on two sets of documents, and reports its
-accuracy.
-"""
+"""The `nemo-ext curate_classifier` job: trains a quality classifier on two sets of documents and evaluates it."""
 
 import json
 import tempfile
@@ -226,9 +224,7 @@ def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray
 def _reliability(
     positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]
 ) -> list[tuple[float, int, float, float]]:
-    """Lower edge, number of documents, mean score and share of positives for each non-empty tenth of the score
-    range.
-    """
+    """Return (lower edge, documents, mean score, share of positives) for each non-empty tenth of the score range."""
     scores = np.concatenate([positives, negatives])
     is_positive = np.concatenate([np.ones(len(positives)), np.zeros(len(negatives))])
     tenth = np.minimum((scores * 10).astype(int), 9)

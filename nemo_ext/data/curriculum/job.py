@@ -1,6 +1,4 @@
-"""The `nemo-ext curriculum` job: profiles rollouts, filters and plans prompts by their pass rates, and writes the
-files.
-"""
+"""The `nemo-ext curriculum` job: profiles rollouts, filters and orders prompts by pass rate, and writes files."""
 
 import dataclasses
 import json
@@ -124,13 +122,11 @@ def _make(
 def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:
     """Weight each domain's share by a power of its remaining learning signal: adaptive weights of multi-environment RL.
 
-    The learning signal of a prompt that is solved with probability p is 4 p (1 - p). It is proportional to the
-    variance of
-    the reward, and so to advantages that are not divided by the standard deviation. A domain's signal is the mean over
-    its
-    prompts, but at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new profile,
-    gets
-    new weights. OLMo 3's slides mention adaptive weights of datasets without details; all of this is a (choice).
+    The learning signal of a prompt that is solved with probability p is 4 p (1 - p). It is proportional to the variance
+    of the reward, and so to advantages that are not divided by the standard deviation. A domain's signal is the mean
+    over its prompts, but at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new
+    profile, gets new weights. OLMo 3's slides mention adaptive weights of datasets without details; all of this is a
+    (choice).
 
     Args:
         shares: shares of the domains, keyed by name.

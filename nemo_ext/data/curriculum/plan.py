@@ -144,9 +144,7 @@ def _draw(
     repeated: npt.NDArray[np.bool_] | None,
     settings: Settings,
 ) -> Iterator[int | str]:
-    """Draw step by step; yield the number of prompts off target, or finally the reason why no further step is
-    possible.
-    """
+    """Draw step by step; yield the number of prompts off target, or finally why no further step is possible."""
     first_step = settings.first_step
     starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):

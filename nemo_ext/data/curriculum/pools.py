@@ -139,9 +139,7 @@ class DomainPools:
         check: npt.NDArray[np.bool_] | None,
         in_step: set[int] | None,
     ) -> int:
-        """Take prompts from the front of each level; return their number, which is lower if texts are already in the
-        step.
-        """
+        """Take prompts from the front of each level; return their number, lower if texts are already in the step."""
         epoch = self._epochs[-1]
         if check is not None and in_step is not None:
             take = take.copy()

@@ -128,8 +128,7 @@ def write_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile: the file of `write_profile`, or a user's Parquet or JSONL with id, pass_rate and optional
-    rollouts.
+    """Read a profile from `write_profile`, or a Parquet or JSONL file with id, pass_rate and optional rollouts.
 
     Raises:
         ValueError: the file or a column is missing or has the wrong type, a pass rate is not from 0 to 1, or an id is

@@ -55,8 +55,7 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
 
 
 def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, with their numbers from
-    0).
+    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, and their numbers).
 
     Raises:
         ValueError: the file is damaged.

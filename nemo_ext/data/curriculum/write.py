@@ -165,9 +165,7 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
 
 
 def _maps(files: Sequence[Path], advice: int) -> Maps:
-    """Return a function that memory-maps a file, given its number; the `MOST_OPEN` most recently used maps stay
-    open.
-    """
+    """Return a function that memory-maps a file, given its number; `MOST_OPEN` maps, the last used, stay open."""
 
     @functools.lru_cache(maxsize=MOST_OPEN)
     def mapped(number: int) -> mmap.mmap:

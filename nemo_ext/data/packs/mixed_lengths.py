@@ -55,8 +55,7 @@ class MixedLengths:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
-        """Read the settings from a training config and validate them against its sequence length and layout; None if
-        not set.
+        """Read the settings from a training config, validated against its sequence length and layout; None if not set.
 
         Raises:
             ValueError: a key is unknown or missing, or a value is invalid.

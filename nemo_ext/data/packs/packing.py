@@ -219,9 +219,7 @@ def _place(
 
 
 def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
-    """Assign each sample to the emptiest of `packs` packs, or by best fit if that has no room; return pack numbers,
-    [samples].
-    """
+    """Assign each sample to the emptiest of `packs` packs, or by best fit if it is full; pack numbers, [samples]."""
     pack_of_sample = np.empty(len(places), dtype=np.int64)
     taken, sizes = [0] * packs, [0] * packs
     emptiest = [(0, number) for number in range(packs)]

@@ -184,9 +184,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
 
 
 def _separate(groups: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
-    """Yield the distinct existing pairs with one id, each as a separate group; ids after the first get a number
-    appended.
-    """
+    """Yield the distinct existing pairs with one id, each as a separate group; ids after the first get a number."""
     distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in groups}
     if len(groups) > len(distinct):
         counts.groups.skip("identical pairs", same[0].where, count=len(groups) - len(distinct))

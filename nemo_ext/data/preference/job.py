@@ -1,6 +1,4 @@
-"""The `nemo-ext preference_data` job: turns generations into filtered pairs, and writes files for trainers and a
-report.
-"""
+"""The `nemo-ext preference_data` job: turns generations into filtered pairs, and writes files and a report."""
 
 import dataclasses
 import json

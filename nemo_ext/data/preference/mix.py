@@ -60,9 +60,7 @@ def is_validation(row: Row, share: float, seed: int) -> bool:
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Return the lines of the `most` smallest units; `redraw` draws new units, as an earlier limit left only small
-    ones.
-    """
+    """Return the lines of the `most` smallest units; `redraw` draws new units, as earlier limits left small ones."""
     drawn = [digest(0, line.row.unit, line.source) if redraw else line.row.unit for line in lines]
     units = sorted(set(drawn))
     if most is None or len(units) <= most:

@@ -122,9 +122,7 @@ def balanced(
 
 
 def grid(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield every (row, column) once, such that the numbers of uses of two rows, or columns, never differ by more than
-    one.
-    """
+    """Yield every (row, column) once, such that the use counts of rows, or columns, never differ by more than one."""
     if rows and columns:
         # Along the diagonals: each closes after the least common multiple, and the next starts one column to the right.
         period = math.lcm(rows, columns)

@@ -214,9 +214,7 @@ def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
-    """Read an existing pair's prompt and two generations; for whole conversations, the prompt is their common
-    beginning.
-    """
+    """Read an existing pair's prompt, which whole conversations have in common, and its two generations."""
     sample = _prompt(record, keys)
     sides = {}
     for key in (keys.chosen, keys.rejected):

@@ -1,3 +1,1 @@
-"""SFT data: conversations are read, filtered, rendered with a chat template, masked, sampled, packed and reported
-on.
-"""
+"""SFT data: reads, filters, renders, masks, samples and packs conversations, and reports on them."""

@@ -1,5 +1,4 @@
-"""The `nemo-ext sft_data` job: workers write shards, then one process selects samples over all shards, packs and
-reports.
+"""The `nemo-ext sft_data` job: workers write shards, then one process selects samples, packs them and reports.
 
 OUTPUT/.work/              shards of tokenised texts; kept, so that different sampling or packing can reuse them
 OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)

@@ -104,9 +104,7 @@ class ChatEncoder:
         return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
 
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
-        """Truncate the text to each budget (in tokens) that it exceeds, without a partial character at the end; keyed
-        by budget.
-        """
+        """Truncate the text to each budget (in tokens) that it exceeds, at a whole character; keyed by budget."""
         starts, ends = self._ends(text)
         cuts = {}
         for budget in budgets:
@@ -160,9 +158,7 @@ class ChatEncoder:
         return number
 
     def _cut_is_clean(self) -> bool:
-        """Return whether text after an added token is encoded as it is elsewhere, without a prefix space, for
-        example.
-        """
+        """Return whether text after an added token is encoded as elsewhere, without a prefix space, for example."""
         ids = self._tokenizer.encode(f"a{self._open}a", add_special_tokens=False).ids
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 

@@ -59,9 +59,7 @@ def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> list[li
 def _counts(
     table: "Table", rows: npt.NDArray[np.int64], groups_of: npt.NDArray[np.int64], names: Sequence[str]
 ) -> list[list[str]]:
-    """Table rows with texts and tokens per group; `groups_of` is the group of every row of `table`, as an index into
-    `names`.
-    """
+    """Return rows with texts and tokens per group; `groups_of` is each row's group, as an index into `names`."""
     weights, count = (None, table.lengths[rows], table.trained[rows]), len(names)
     amounts = np.stack([np.bincount(groups_of[rows], weight, count) for weight in weights]).astype(np.int64)
     order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]

@@ -37,8 +37,7 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
 
 
 def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number of copies of each sample, [samples]; the last, partial pass consists of the samples with the smallest
-    keys.
+    """Return the number of copies of each sample, [samples]; a partial pass takes the samples with the smallest keys.
 
     Args:
         passes: number of passes over all samples.

@@ -19,8 +19,7 @@ from nemo_ext.job.settings import REPLACED, STRICT, Place, Share, checked
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of sources, with more passes over small ones than over large ones (Nemotron 3 Nano, section 3.1;
-    (choice)).
+    """Sampling of sources: small ones are passed over more often than large ones (Nemotron 3 Nano, 3.1; (choice)).
 
     Attributes:
         tokens: total number of training tokens; None to use every sample once.

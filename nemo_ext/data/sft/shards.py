@@ -131,9 +131,7 @@ def open_shard(work: Work, piece: Piece) -> Shard:
 def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
 ) -> Iterator[tuple[int, Texts, list[Sample]]]:
-    """Yield each sample that passes the filters: its record number, its texts, and the samples that `Control` returns
-    for it.
-    """
+    """Yield each sample that passes the filters: record number, texts, and the samples that `Control` makes of it."""
     settings, encoder = work.settings, work.encoder
     control = None
     if settings.reasoning is not None:

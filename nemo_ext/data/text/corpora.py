@@ -124,8 +124,7 @@ class PackageDocsSource(InstalledSource):
     """Prose of installed packages as a source: READMEs (from METADATA), change logs, licences, C++ header comments.
 
     The comments of a header that read like sentences, except its licence, form one document. Unless `packages` is set,
-    the
-    language reference of Python's `help` is included, one document per topic.
+    the language reference of Python's `help` is included, one document per topic.
     """
 
     kind: ClassVar[str] = "package_docs"
@@ -200,9 +199,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _literal_topics(source: str) -> dict[str, str]:
-    """Read the `topics` dictionary from the source of pydoc_data.topics without running it; return {} if it has
-    none.
-    """
+    """Read the `topics` dictionary of pydoc_data.topics without running it; return {} if it has none."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             return {str(topic): str(body) for topic, body in ast.literal_eval(statement.value).items()}

@@ -26,9 +26,7 @@ BAD = ("malformed", "schema")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text with an id that is unique within its source and free of local paths; `about` holds metadata such as
-    `url`.
-    """
+    """Text with an id, unique within its source and free of local paths; `about` holds metadata such as `url`."""
 
     id: str
     text: str
@@ -40,9 +38,8 @@ class Part:
     """Piece of a source that is read separately: a file, some lines of a file, or a Parquet row group.
 
     `size` is the number of input bytes; `documents` is the expected number of documents (0: unknown). `start` and
-    `stop` are
-    byte offsets in a JSONL file (`stop` 0: to the end); in a Parquet file, `start` is the row group. `first` is the
-    number of the first line or row.
+    `stop` are byte offsets in a JSONL file (`stop` 0: to the end); in a Parquet file, `start` is the row group. `first`
+    is the number of the first line or row.
     """
 
     name: str
@@ -77,9 +74,7 @@ class ReadReport:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, where: str = "", *, count: int = 1) -> None:
-        """Count a skipped record under `reason`, and keep its place `where` for the first few records of each
-        reason.
-        """
+        """Count a skipped record under `reason`, and keep its place `where` for each reason's first few records."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
         if where and len(places := self.examples.setdefault(reason, [])) < EXAMPLES_PER_REASON:
             places.append(where)
@@ -102,9 +97,7 @@ class ReadReport:
         return ", ".join(reasons) or "nothing"
 
     def check_bad_share(self, where: str, most: float) -> None:
-        """Raise ValueError if all records, or more than a fraction `most` of them, were skipped for a reason in
-        `BAD`.
-        """
+        """Raise ValueError if all records, or more than a fraction `most`, were skipped for a reason in `BAD`."""
         bad = sum(self.skipped.get(reason, 0) for reason in BAD)
         if bad > most * self.records or bad == self.records > 0:
             places = [place for reason in BAD for place in self.examples.get(reason, [])]
@@ -176,9 +169,7 @@ class Source:
 
 
 def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
-    """Group the streams' parts into units within limits of documents and bytes; a larger part gets a unit of its
-    own.
-    """
+    """Group the streams' parts into units within limits of documents and bytes; a larger part becomes a unit alone."""
     number = 0
     for stream, source in streams.items():
         parts: list[Part] = []
@@ -195,8 +186,7 @@ def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> 
 
 
 class Admission:
-    """Filter that decides in stream order which documents to keep: no byte-identical duplicates, at most `max_bytes`
-    in total.
+    """Filter that decides in stream order what to keep: no byte-identical duplicates, at most `max_bytes` in total.
 
     Duplicates are recognised by 16-byte digests, which take about 100 bytes of memory per document.
     """

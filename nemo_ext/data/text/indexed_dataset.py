@@ -61,8 +61,7 @@ def write_index(
 
 
 def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
-    """Read every sequence's length in tokens and start in the .bin in bytes, both [sequences], and the ids' integer
-    type.
+    """Read each sequence's length in tokens and start in bytes, both [sequences], and the ids' integer type.
 
     Args:
         path: path of the .idx.

@@ -14,8 +14,7 @@ def sketches(
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
     """Compute MinHash bands and slots of texts; most efficient for a few hundred texts at a time.
 
-    Two texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with probability
-    s**rows.
+    Texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with probability s**rows.
 
     Args:
         grams: hashes of each text's n-grams.

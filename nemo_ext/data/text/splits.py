@@ -74,9 +74,7 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files and move them into place; `advance` receives the bytes of
-    text.
-    """
+    """Write the selected documents as Megatron's files, and move them into place; `advance` gets bytes of text."""
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []

@@ -30,8 +30,7 @@ COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class ByteTokenizer:
-    """Byte tokenizer, which needs no file and can encode any text: ids 0 to 255 are the bytes, and id 256 ends a
-    document.
+    """Byte tokenizer, which needs no file and encodes any text: ids 0 to 255 are the bytes, and 256 ends a document.
 
     Matches Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
     (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
@@ -150,8 +149,7 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
     """Return the Megatron arguments (snake_case) that give Megatron's tokenizer this vocabulary size and eod.
 
     Training on tokenised files needs nothing else from a tokenizer. `ids_only` selects Megatron's NullTokenizer with
-    the
-    same size and eod instead of a Hugging Face tokenizer, so that transformers is not required. Otherwise Megatron
+    the same size and eod instead of a Hugging Face tokenizer, so that transformers is not required. Otherwise Megatron
     loads the files with transformers, can decode ids, and saves the files in checkpoints.
 
     Raises:

@@ -169,9 +169,7 @@ class JsonlSource(RecordSource):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(RecordSource):
-    """Parquet files as a source: one document per row, read by row group; a null text is malformed. Requires
-    pyarrow.
-    """
+    """Parquet files as a source: one document per row, read by row group; null is malformed. Requires pyarrow."""
 
     kind: ClassVar[str] = "parquet"
     _numbering: ClassVar[str] = ": row "
@@ -222,9 +220,7 @@ class ParquetSource(RecordSource):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Text files, given as paths and globs, as a source with one document per file; a file that is not UTF-8 is an
-    error.
-    """
+    """Text files, given as paths and globs, as a source: one document per file; files must be UTF-8."""
 
     kind: ClassVar[str] = "text"
     path: Strings
@@ -243,8 +239,7 @@ class TextSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSource(Source):
-    """Files below a directory as a source, one document each; binary, undecodable and unreadable files are only
-    counted.
+    """Files below a directory as a source, one document each; binary, undecodable and unreadable files are skipped.
 
     A glob may match a file's path below `path` (where `*` also matches `/`) or its name; an exclude glob may also match
     a directory above it. Links to directories are not followed.
@@ -348,9 +343,7 @@ def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List (relative path, path) of the files below `root` whose relative path `takes` accepts, sorted by relative
-    path.
-    """
+    """List (relative path, path) of the files below `root` whose relative path `takes` accepts, sorted."""
     listed = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if not matches(name, skip_directories)]
@@ -396,9 +389,7 @@ def _readable_rows(batch: Any) -> list[Row | str]:
 
 
 def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
-    """Import and return pyarrow with `pyarrow.parquet`; raises ValueError, beginning with `what`, if it is not
-    installed.
-    """
+    """Import and return pyarrow with `pyarrow.parquet`; raises ValueError, beginning with `what`, if missing."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")

@@ -18,8 +18,7 @@ from nemo_ext.job.settings import STRICT, PlacesOrNone, StringsOrNone
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Listed(Stage):
-    """Drops documents whose domain, URL or id is listed. List files have one entry per line; lines starting with `#`
-    are comments.
+    """Drops documents whose domain, URL or id is listed, one entry per line; lines starting with `#` are comments.
 
     Attributes:
         domains: files with domains, which include their subdomains; this and the other lists may be .gz or .zst.

@@ -253,9 +253,7 @@ class NearDuplicates(Barrier):
 def _parts(
     units: Sequence[Features], memory: int, *, width: int = 1, column: int = 0
 ) -> Iterator[tuple[Values, npt.NDArray[np.int64]]]:
-    """Yield one column of the units' rows and the rows' numbers, ascending, in parts of its value range that fit in
-    memory.
-    """
+    """Yield a column of the units' rows and the ascending row numbers, in parts of its range that fit in memory."""
     rows = sum(unit.number for unit in units) // width
     number = max(1, -(-rows * _BYTES_A_VALUE // memory))
     for part in range(number):
@@ -272,9 +270,7 @@ def _parts(
 
 
 def _to_firsts(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Replace links [links, 2] with one link (first, other) from the first document of each group to every other
-    one.
-    """
+    """Replace links [links, 2] with one link from the first document of each group to each of the others."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 

@@ -90,9 +90,7 @@ _USUAL = {
     "card": "|||CARD_NUMBER|||",
     "tax": "|||TAX_NUMBER|||",
 }
-"""Default replacements: Dolma's for e-mail addresses, telephone numbers and IP addresses; the others follow its
-style.
-"""
+"""Default replacements: Dolma's for e-mail addresses, telephone numbers and IP addresses; others in its style."""
 
 
 def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, list[Find]]:

@@ -69,9 +69,7 @@ class Texts:
 
 
 class Filter:
-    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, so they can be sent to
-    workers.
-    """
+    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, which workers can receive."""
 
     name: ClassVar[str]
 

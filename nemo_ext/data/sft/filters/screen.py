@@ -36,9 +36,7 @@ class Screen:
         return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
-        """Return the sample's texts if it passes all filters; otherwise None, after counting the first reason in
-        `report`.
-        """
+        """Return the sample's texts if it passes all filters; otherwise count the first reason, and return None."""
         report.records += 1
         texts = Texts(located.sample)
         for judge in self.filters:
@@ -51,8 +49,7 @@ class Screen:
 
 
 def load_filters(config: Mapping[str, Any]) -> Screen:
-    """Build filters from a mapping of names to settings (null disables a filter). They are applied in the order of
-    `FILTERS`.
+    """Build filters from a mapping of names to settings (null disables a filter), in the order of `FILTERS`.
 
     Raises:
         ValueError: a filter or key is unknown or invalid; the message suggests the nearest known name.
