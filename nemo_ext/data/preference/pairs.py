@@ -40,9 +40,7 @@ class Rules:
 
 
 def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair strong models' answers over weak ones', regardless of content (Geng et al. 2025; OLMo 3, Domyn-Small
-    4.3).
-    """
+    """Pair strong over weak models' answers, whatever they contain (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
     strong = [answer for answer in group.generations if _is(answer, "strong", rules.strong_models)]
     weak = [answer for answer in group.generations if _is(answer, "weak", rules.weak_models)]
     both = [answer for answer in strong if answer in weak]
