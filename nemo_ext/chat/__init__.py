@@ -1,1 +1,1 @@
-"""Conversations: formats, chat templates, control of reasoning and tool calls."""
+"""Conversations: record formats, chat templates, reasoning control and tool calls."""

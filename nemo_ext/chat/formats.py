@@ -4,9 +4,9 @@
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
 `nemo`      the same with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
 
-An invalid record raises a `FormatError` with the path in the record, such as `messages[3].role`. Other keys of a
-message are ignored and counted. All formats are converted to one normal form: content is text, arguments of calls are
-objects, and tools' answers are in the order of their calls. `<think>...</think>` at the start of an assistant's content
+An invalid record raises a `FormatError` with the path within the record, such as `messages[3].role`. Other keys of a
+message are ignored and counted. All formats are converted to one normal form: content is a string, call arguments are
+objects, and tool results follow the order of their calls. `<think>...</think>` at the start of an assistant's content
 becomes its reasoning, stripped of white space at both ends, unless the message already has reasoning; the opening tag
 may be missing, as in answers to prompts that end with it. A trace of only white space counts as no trace, since
 templates write `<think></think>` in the mode without reasoning.
@@ -51,18 +51,18 @@ MODE_LINE = "mode lines removed from system messages"
 
 
 class FormatError(ValueError):
-    """Error in a record that is not a valid conversation; the message has the path in the record."""
+    """Raised for a record that is not a valid conversation; the message contains the path within the record."""
 
 
 class UnfinishedTrace(FormatError):
-    """Error for an answer whose trace does not end, such as a truncated answer."""
+    """Raised for an answer whose trace has no end, such as a truncated answer."""
 
 
 def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
-    """Detect the format of a record.
+    """Return the format of a record.
 
     Raises:
-        FormatError: the record has neither messages nor conversations.
+        FormatError: the record has neither a list of messages nor a list of conversations.
     """
     if isinstance(record.get("messages"), Sequence):
         return "openai"
@@ -92,10 +92,11 @@ def to_sample(
     Args:
         format: format of the record; `auto` detects it.
         ignored: counter of ignored message keys, such as `messages[].name`.
-        changed: counter of changes made while reading; None to refuse records in which something must be removed.
+        changed: counter of changes made while reading; if None, records from which something must be removed are
+            rejected.
 
     Raises:
-        FormatError: the record is invalid; the message has the path, the value and the expected values.
+        FormatError: the record is invalid; the message states the path, the value and the expected values.
     """
     kind = detect(record) if format == "auto" else format
     key = "messages" if kind == "openai" and record.get("messages") is not None else "conversations"
@@ -130,14 +131,16 @@ def to_sample(
 def template_messages(
     turns: Sequence[Any], where: str, *, unfinished: bool = False, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Normal form of a request's messages in the OpenAI format, as input of chat templates; other keys are kept.
+    """Convert a request's OpenAI messages to their normal form, for chat templates; other keys are kept.
 
     Args:
+        turns: the request's messages.
+        where: path of the messages, for error messages.
         unfinished: True if the model continues the last message, whose trace then need not end.
-        arguments_as_text: True to pass arguments of calls as JSON text (see `Template.takes_argument_text`).
+        arguments_as_text: True to pass call arguments as JSON strings (see `Template.takes_argument_text`).
 
     Raises:
-        FormatError: a message is invalid, or a tool's answer has no call.
+        FormatError: a message is invalid, or a tool result has no call.
     """
     ends = len(turns) - unfinished
     read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
@@ -150,7 +153,7 @@ def template_messages(
 
 
 def to_record(sample: Sample) -> dict[str, Any]:
-    """Convert a sample to an OpenAI record with call arguments as JSON text; the inverse of `to_sample`."""
+    """Convert a sample to an OpenAI record with call arguments as JSON strings; the inverse of `to_sample`."""
     whole: dict[str, Any] = {"id": sample.id, "messages": openai_messages(sample.messages, arguments_as_text=True)}
     if sample.tools:
         whole["tools"] = [dict(tool) for tool in sample.tools]
@@ -163,7 +166,7 @@ def to_record(sample: Sample) -> dict[str, Any]:
 
 
 def thinking_mode(value: object, where: str) -> bool | None:
-    """Parse a thinking mode as spelled in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`.
+    """Parse a thinking mode as in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`; None stays None.
 
     Raises:
         FormatError: the value is not a thinking mode.
@@ -179,7 +182,8 @@ def thinking_mode(value: object, where: str) -> bool | None:
 def without_mode_line(sample: Sample) -> Sample:
     """Set the sample's mode from a line of its system message (`detailed thinking on`) and remove that line.
 
-    The line is removed because the template states the mode in its own form. So is a system message that becomes empty.
+    The line is removed because the template states the mode in its own form. A system message that becomes empty is
+    also removed.
 
     Raises:
         FormatError: two lines contradict each other, or a line contradicts the sample's mode.
@@ -200,7 +204,7 @@ def without_mode_line(sample: Sample) -> Sample:
 def normal_messages(
     messages: Sequence[Message], key: str, changed: Counter[str] | None = None
 ) -> list[tuple[int, Message]]:
-    """Normal form of messages, with their indices in the record: no empty traces, tools' answers in the order of calls.
+    """Return messages with their record indices: no empty traces, tool results in the order of their calls.
 
     Raises:
         FormatError: a message or call would be removed, and `changed` is None.
@@ -220,7 +224,7 @@ def normal_messages(
 
 
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """Messages with calls, then their answers sorted by the calls' ids; unchanged if the calls have no ids."""
+    """Return messages with calls, then their results sorted by the calls' ids; unchanged if calls have no ids."""
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
     if len(set(named)) < len(named) or (callers and not named):
@@ -274,7 +278,7 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count a removal, or refuse it if there is no counter."""
+    """Count a removal, or reject the record if there is no counter."""
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -366,10 +370,10 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
 
 
 def checked_text(value: object, where: str, key: str) -> str:
-    """Return the value if it is text that can be encoded in UTF-8.
+    """Return the value if it is a string that can be encoded in UTF-8.
 
     Raises:
-        FormatError: the value is not such text.
+        FormatError: the value is not such a string.
     """
     if not isinstance(value, str):
         raise FormatError(f"{_at(where, key)}: expected a string, not {_kind(value)}")
@@ -382,12 +386,12 @@ def checked_text(value: object, where: str, key: str) -> str:
 
 
 def optional_text(value: object, key: str) -> str:
-    """Return a text, or "" for None; raises the errors of `checked_text`."""
+    """Return a string, or "" for None; raises the errors of `checked_text`."""
     return "" if value is None else checked_text(value, "", key)
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Text of a value; parts of a multi-part message are joined."""
+    """Return the text of a message's value; the parts of a multi-part message are joined."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -402,7 +406,7 @@ def _text(value: Any, where: str, key: str) -> str:
 def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple[str, str | None]:
     """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
 
-    Like `parse_response`, except that tags with text before the opening tag are treated as quotations.
+    Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations.
     """
     opened = text.lstrip().startswith(OPEN)
     if not opened and CLOSE not in text:
@@ -451,7 +455,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode JSON text; other values are returned unchanged, and empty text as None."""
+    """Decode a JSON string; an empty string becomes None, and other values are returned unchanged."""
     if isinstance(value, str):
         if not value.strip():
             return None

@@ -1,4 +1,4 @@
-r"""JSON schema validation to the standard: `multipleOf` in decimal arithmetic, regular expressions of ECMA 262.
+r"""Standard-conforming JSON schema validation: decimal `multipleOf`, and regular expressions as defined by ECMA 262.
 
 jsonschema itself divides floats, so that 4.02 is not a multiple of 0.01, and uses Python's regular expressions, where
 `$` also matches before a final newline and `\d` matches digits other than 0 to 9. References are not fetched from the
@@ -46,14 +46,14 @@ _OUTSIDE = {
 
 @lru_cache(maxsize=4096)
 def validator(text: str, *, quick: bool = False) -> Any:
-    """Validator of a JSON schema, of the draft in its `$schema` or by default 2020-12.
+    """Return the validator of a JSON schema, for the draft in its `$schema` or by default 2020-12.
 
     Args:
-        text: schema as JSON text.
+        text: schema as a JSON string.
         quick: whether to skip keywords whose validation time can grow with model output (`pattern`, `uniqueItems`).
 
     Raises:
-        SchemaError: the text is not a JSON schema.
+        SchemaError: the string is not a JSON schema.
         ValueError: a regular expression is not valid in ECMA 262.
     """
     schema = json.loads(text)
@@ -66,7 +66,7 @@ def validator(text: str, *, quick: bool = False) -> Any:
 
 
 def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Copy of a schema with `change` applied to every subschema, innermost first."""
+    """Return a copy of a schema with `change` applied to every subschema, innermost first."""
     if isinstance(schema, list | tuple):
         return [rewritten(part, change) for part in schema]
     if not isinstance(schema, Mapping):
@@ -81,10 +81,10 @@ def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 
 def pythons_pattern(pattern: str) -> str:
-    """Translation of an ECMA 262 regular expression into Python's notation.
+    """Translate an ECMA 262 regular expression into Python's notation.
 
     Raises:
-        ValueError: the pattern is invalid, or uses a feature that Python does not have (Unicode property escapes).
+        ValueError: the pattern is invalid, or uses a feature that Python lacks (Unicode property escapes).
     """
     parts, inside, position = [], False, 0
     while position < len(pattern):
@@ -133,7 +133,7 @@ def _exact(kind: Any) -> Any:
 
 
 def _multiple_of(validator: Any, unit: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check `multipleOf` with the decimal values as written, instead of their binary approximations."""
+    """Check `multipleOf` with the decimal values as written rather than their binary approximations."""
     if validator.is_type(instance, "number"):
         number, of = (Fraction(part) if isinstance(part, int) else Fraction(repr(part)) for part in (instance, unit))
         if (number / of).denominator != 1:

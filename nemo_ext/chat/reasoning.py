@@ -1,4 +1,4 @@
-"""Control of reasoning: which samples have a trace, and how long it is; a function of only the seed and the sample.
+"""Reasoning control: which samples have a trace, and how long it is. Depends only on the seed and the sample.
 
 `Control` works on one sample at a time: it pairs, strips and truncates traces, and sets the sample's mode. Once all
 modes are known, `moves_to_share` computes the changes that bring a task to its share of samples with thinking on.
@@ -27,12 +27,12 @@ Mode = Literal["on", "fixed", "off"]
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReasoningSettings:
-    """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
+    """Settings of `Control`; the shares are Nemotron 3 Nano's (section 3.1.5), which does not state budgets (choice).
 
     Attributes:
         strip: share of the samples with reasoning whose traces are removed, to train the mode without reasoning.
         truncate: share of the traces that are truncated to a budget; the answer is unchanged.
-        budgets: budgets in tokens; a trace is truncated to a budget that it exceeds.
+        budgets: budgets in tokens; a trace is only truncated to a budget shorter than itself.
         pair: share of the samples with reasoning used twice, with and without it (Llama-Nemotron, section 3.2).
         seed: seed of all decisions.
     """
@@ -53,8 +53,8 @@ class ReasoningReport:
     """Counts of the changes made by `Control`.
 
     Attributes:
-        counts: numbers of samples read and written, and of traces, by change.
-        truncated: number of truncated traces, by budget.
+        counts: numbers of samples and traces, keyed by what happened to them.
+        truncated: number of truncated traces, keyed by budget in tokens.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -68,11 +68,11 @@ class ReasoningReport:
 
 
 class Control:
-    """Pairs, strips and truncates samples.
+    """Pairing, stripping and truncation of samples.
 
     Args:
-        settings: shares, budgets, seed.
-        truncate: `ChatEncoder.truncated` of the model's tokenizer; required only if traces are truncated.
+        settings: shares, budgets and seed.
+        truncate: `ChatEncoder.truncated` for the model's tokenizer; required only if traces are truncated.
     """
 
     def __init__(self, settings: ReasoningSettings, *, truncate: Truncate | None = None) -> None:
@@ -83,7 +83,7 @@ class Control:
         self._truncate = truncate
 
     def apply(self, sample: Sample) -> list[Sample]:
-        """Return the samples to train on, with `thinking` set: one, or two for a pair.
+        """Return the samples to train on, with `thinking` set: one, or two if the sample is paired.
 
         In a pair, the id of the sample without reasoning has the suffix `#off`.
         """
@@ -144,7 +144,7 @@ class Control:
 
 
 def can_strip(sample: Sample) -> bool:
-    """True if every message with a trace also has text or tool calls."""
+    """Return whether every message with a trace also has text or tool calls."""
     return all(
         message.reasoning is None or bool(message.content.strip()) or bool(message.tool_calls)
         for message in sample.messages
@@ -152,28 +152,28 @@ def can_strip(sample: Sample) -> bool:
 
 
 def stripped(sample: Sample) -> Sample:
-    """Return the sample without its reasoning, with thinking off."""
+    """Return the sample without its reasoning and with thinking off."""
     messages = tuple(m if m.reasoning is None else replace(m, reasoning=None) for m in sample.messages)
     return replace(sample, messages=messages, thinking=False)
 
 
 def mode_of(sample: Sample) -> Mode:
-    """Mode of a sample, by its traces if `thinking` is None; `fixed` means on, with traces that cannot be stripped."""
+    """Return a sample's mode, by its traces if `thinking` is None; `fixed` is on, but cannot be stripped."""
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 
 
 def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """Numbers of samples to strip, of `fixed` samples to drop, and of `off` samples to drop, to reach a share.
+    """Return how many samples to strip, `fixed` samples to drop and `off` samples to drop in order to reach a share.
 
     The share of samples with thinking on is reached to the nearest sample, dropping as few samples as possible. If too
     many are on, samples are stripped, and `fixed` samples are dropped only if that is not enough. If too few are on,
     samples without reasoning are dropped, unless no sample has reasoning.
 
     Args:
-        on, fixed, off: number of samples of each `Mode`.
-        share: share of the samples with thinking on.
+        on, fixed, off: number of samples in each `Mode`.
+        share: desired share of samples with thinking on.
     """
     thinking, total = on + fixed, on + fixed + off
     if thinking > share * total:

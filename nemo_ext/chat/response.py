@@ -13,12 +13,12 @@ class Response:
     """One response of a model.
 
     Attributes:
-        text: whole generated text, with the reasoning and its tags.
+        text: complete generated text, including the reasoning and its tags.
         thinking: text between the tags; None without a trace, "" for an empty trace.
         answer: text after the trace; "" if the trace does not end.
-        tool_calls: calls of the answer, if an engine or `nemo_ext.chat.tool_calls` has parsed them.
+        tool_calls: calls in the answer, if an engine or `nemo_ext.chat.tool_calls` has parsed them.
         tokens: number of generated tokens; None if not counted.
-        thinking_tokens: number of tokens of the trace; None if not counted.
+        thinking_tokens: number of tokens in the trace; None if not counted.
         finished: True if the model ended the response; False if it was truncated at the length limit.
     """
 
@@ -37,7 +37,7 @@ class Answered:
 
     Attributes:
         response: the response.
-        unreadable: id of a call -> reason why it cannot be parsed.
+        unreadable: mapping from the id of each unparsable call to the reason.
     """
 
     response: Response

@@ -14,8 +14,8 @@ class ToolCall:
 
     Attributes:
         name: name of the tool.
-        arguments: decoded arguments, by name.
-        id: identifier by which the tool's answer refers to the call; None if unknown.
+        arguments: decoded arguments, keyed by name.
+        id: identifier by which the tool result refers to the call; None if unknown.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Message:
         role: role of the speaker.
         content: text, without the reasoning.
         reasoning: the assistant's trace before its answer, without tags; None without a trace.
-        tool_calls: calls at the end of an assistant's message.
-        tool_call_id: id of the call that a tool's message answers.
+        tool_calls: calls at the end of an assistant message.
+        tool_call_id: id of the call that a tool message answers.
     """
 
     role: Role
@@ -47,9 +47,9 @@ class Sample:
     """One conversation.
 
     Attributes:
-        id: identifier, unique in its source.
+        id: identifier, unique within its source.
         messages: messages in order; at most one system message, at the start.
-        tools: JSON schemas of the declared tools, as OpenAI's `tools`.
+        tools: JSON schemas of the declared tools, in the form of OpenAI's `tools`.
         source: name of the sample's source.
         task: task that the sample trains (code, math, chat ...), for shares and reports; "" if unknown.
         language: ISO 639-1 code; "" if unknown.
@@ -66,17 +66,19 @@ class Sample:
 
 
 def has_reasoning(messages: Iterable[Message]) -> bool:
-    """True if any message has a trace, even an empty one."""
+    """Return whether any message has a trace, even an empty one."""
     return any(message.reasoning is not None for message in messages)
 
 
 def openai_messages(
     messages: Iterable[Message], *, arguments_as_text: bool = False, names: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format; arguments of calls are objects, as in chat templates, or JSON text.
+    """Convert messages to the OpenAI format.
 
     Args:
-        names: True to add the tool's `name` to tools' answers, which some templates write.
+        messages: the messages.
+        arguments_as_text: True to write call arguments as JSON strings; otherwise as objects, as in chat templates.
+        names: True to add the tool's `name` to tool results, which some templates write.
     """
     records = []
     pending: list[ToolCall] = []
@@ -105,7 +107,7 @@ def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def spoken(messages: Iterable[Message]) -> list[str]:
-    """All non-empty texts of messages: traces, contents, and names and JSON arguments of calls."""
+    """Return all non-empty texts of messages: traces, contents, and the names and JSON arguments of calls."""
     texts = []
     for message in messages:
         texts += [message.reasoning or "", message.content]

@@ -1,8 +1,9 @@
 """Chat templates, which render a conversation as the model's input text and mark the spans to train on.
 
-A template is a Jinja file in Hugging Face's dialect, so the same file is used in training and in serving, as
-`tokenizer.chat_template`. Generated text is between `{% generation %}` and `{% endgeneration %}`, and starts where the
-template's generation prompt ends. Data never become markup: control tokens in the data are quoted before rendering.
+A template is a Jinja file in Hugging Face's dialect, so the same file serves for training and, as
+`tokenizer.chat_template`, for inference. Generated text lies between `{% generation %}` and `{% endgeneration %}`, and
+starts where the template's generation prompt ends. Data never become markup, as control tokens in the data are quoted
+before rendering.
 """
 
 import json
@@ -41,10 +42,10 @@ class Rendered:
     """One conversation rendered as text.
 
     Attributes:
-        text: whole text.
-        trained: spans that the model writes, as (start, end) in characters, in order.
+        text: complete text.
+        trained: spans that the model writes, as (start, end) character offsets, in order.
         quoted: spans of the data that spell a control token, but must be tokenized as ordinary text.
-        thinking: True if the text is in the mode with reasoning.
+        thinking: True if the text was rendered in the mode with reasoning.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Rendered:
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
-        """Pieces of the text, with True for those to train on."""
+        """Pieces of the text as (text, trained) pairs, where `trained` says whether to train on the piece."""
         pieces = []
         position = 0
         for start, end in self.trained:
@@ -65,7 +66,7 @@ class Rendered:
 
 
 class ControlTokens:
-    """Control tokens, to quote data that spell one.
+    """Control tokens; finds and quotes data that spell one of them.
 
     Args:
         tokens: names of the tokens; of overlapping names, the longest is matched.
@@ -78,7 +79,7 @@ class ControlTokens:
         self._all = re.compile("|".join([*map(re.escape, longest_first), f"[{_MARKS}]"]))
 
     def quoted(self, value: Any) -> Any:
-        """Put marks around every token name in the value's strings; returns the same object if there are none."""
+        """Put marks around every token name in the value's strings; return the same object if there are none."""
         if isinstance(value, str):
             # Few texts contain a name and none should contain a mark: two quick checks avoid the slow substitution.
             matches = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
@@ -102,7 +103,7 @@ class Template:
     Args:
         name: name of the template in error messages.
         source: Jinja source.
-        variables: further variables of the template, such as `bos_token`; None if the tokenizer is unknown, in which
+        variables: additional template variables, such as `bos_token`; None if the tokenizer is unknown, in which
             case a template that writes `bos_token` or `eos_token` fails.
     """
 
@@ -129,7 +130,7 @@ class Template:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Template":
-        """Load a template of nemo_ext by name, or from a file or the directory of a Hugging Face tokenizer.
+        """Load one of nemo_ext's templates by name, or a template from a file or a Hugging Face tokenizer's directory.
 
         A published checkpoint's template is in its directory.
 
@@ -149,7 +150,7 @@ class Template:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "Template":
-        """Chat template of a Hugging Face tokenizer.
+        """Return the chat template of a Hugging Face tokenizer.
 
         Raises:
             ValueError: the tokenizer does not have a chat template.
@@ -174,12 +175,12 @@ class Template:
         Args:
             sample: conversation; its `thinking` sets the mode, by default the mode of its last turn (`thinks`).
             thinking: mode that overrides the sample's.
-            train: spans to train on: all that the template marks, or only spans after the last user message.
-            control: control tokens; spans of the data that spell one are listed in `quoted`.
-            add_generation_prompt: True to end with the prompt of the next answer, in the requested mode.
+            train: spans to train on: all that the template marks, or only those after the last user message.
+            control: control tokens; data spans that spell one are listed in `Rendered.quoted`.
+            add_generation_prompt: True to end with the prompt for the next answer, in the requested mode.
 
         Raises:
-            ValueError: the template refuses the sample, or the mode is off and its last turn has reasoning.
+            ValueError: the template rejects the sample, or the mode is off and the sample's last turn has reasoning.
         """
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
@@ -210,23 +211,24 @@ class Template:
         turns: Literal["split", "last", "whole"] = "split",
         control: ControlTokens | None = None,
     ) -> list[Rendered]:
-        """Texts to train on: every answer after the prompt from which the model will generate it.
+        """Return the texts to train on: every answer after the prompt from which the model will generate it.
 
         Args:
+            sample: conversation.
             turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
-                split: one text per turn, which ends with the turn and is trained on only in it; every answer is trained
-                on once, and prompts repeat. last: only the last turn. whole: one text, trained on where the template
-                marks it.
+                split: one text per turn, which ends with it and is trained on only there, so that every answer is
+                trained on once, while prompts repeat. last: only the last turn. whole: one text, trained on where the
+                template marks it.
             control: see `render`.
 
-        For a template without marks, the prompt of each answer is rendered, and the text after it is trained on: in one
-        text if every answer in it follows its prompt, else (except with `whole`) in one text per answer. If the
-        template drops reasoning, a sample with reasoning is trained on only in its last turn.
+        For a template without marks, the prompt of each answer is rendered, and the text after it is trained on. The
+        result is one text if every answer in it follows its prompt, otherwise (except with `whole`) one text per
+        answer. If the template drops reasoning, a sample with reasoning is trained on only in its last turn.
 
         Raises:
-            ValueError: see `render` and `check_complete`; or an answer in a template without marks does not start with
-                the end of its prompt.
+            ValueError: see `render` and `check_complete`. Also raised if, in a template without marks, an answer does
+                not start where its prompt ends.
         """
         pieces = split_turns(sample) if turns == "split" and self.drops_reasoning else [sample]
         last = turns == "last" or len(pieces) > 1
@@ -261,7 +263,7 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Span of a message in the text after its prompt; None if the text does not start with the prompt."""
+        """Return the span of message `place` after its prompt; None if the text does not start with that prompt."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -291,7 +293,7 @@ class Template:
 
     @cached_property
     def takes_argument_text(self) -> bool:
-        """True if calls need their arguments as JSON text: objects fail or are rendered in Python's notation."""
+        """Whether call arguments must be JSON strings, as objects fail or are rendered in Python's notation."""
         call = ToolCall(name="f", arguments={"key": "value"}, id="abcdefghi")
         conversation = (Message(role="user", content="a"), Message(role="assistant", tool_calls=(call,)))
         texts = {}
@@ -304,14 +306,14 @@ class Template:
 
     @cached_property
     def has_modes(self) -> bool:
-        """True if a prompt in the mode with reasoning differs from one without."""
+        """Whether the template's prompt differs between the modes with and without reasoning."""
         question = Sample(id="has_modes", messages=(Message(role="user", content="a"),))
         on, off = (self.render(question, thinking=mode, add_generation_prompt=True).text for mode in (True, False))
         return on != off
 
     @cached_property
     def closing(self) -> str:
-        """Text with which an answer's turn ends; "" if the template refuses a plain question and answer."""
+        """Text that ends an answer's turn; "" if the template rejects a plain question and answer."""
         conversation = (Message(role="user", content="a"), Message(role="assistant", content=_ANSWER))
         try:
             _, answer, closing = self.render(Sample(id="closing", messages=conversation)).text.rpartition(_ANSWER)
@@ -321,7 +323,7 @@ class Template:
 
     @cached_property
     def drops_reasoning(self) -> bool:
-        """True if the template omits the reasoning of earlier turns but not that of the last turn."""
+        """Whether the template omits the reasoning of earlier turns but not that of the last turn."""
         turns = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
         turns += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="last trace")]
         try:
@@ -332,17 +334,17 @@ class Template:
 
 
 def names() -> list[str]:
-    """Names of the templates in nemo_ext."""
+    """Return the names of nemo_ext's own templates."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any = None) -> frozenset[int]:
-    """Token ids that end an answer: from the generation config, the tokenizer, and the template's end of turn.
+    """Return the ids that end an answer, from the generation config, the tokenizer and the template's end of turn.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        template: chat template; None means the tokenizer's, if it has one.
-        generation: optional GenerationConfig of transformers.
+        template: chat template; None for the tokenizer's, if it has one.
+        generation: transformers' GenerationConfig; None if there is none.
     """
     listed = getattr(generation, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])} - {None}
@@ -355,18 +357,18 @@ def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any
 
 
 def thinks(sample: Sample) -> bool:
-    """Mode of a sample: its `thinking`, or if this is None, True if its last turn has reasoning."""
+    """Return the mode of a sample: its `thinking`; if that is None, whether its last turn has reasoning."""
     return has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
 def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages after the last user message; all messages if there is none."""
+    """Return the messages after the last user message; all messages if there is no user message."""
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return messages[users[-1] + 1 :] if users else messages
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """Split a sample into one per answered turn, ending with that turn and in its mode; ids get suffixes `#1`, `#2` ...
+    """Split a sample into one per answered turn, ending with it and in its mode; ids get suffixes `#1`, `#2`, ...
 
     A sample without reasoning is not split unless its mode is on, since the prompts of its turns are prefixes of the
     whole sample.
@@ -388,7 +390,7 @@ def split_turns(sample: Sample) -> list[Sample]:
 
 
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
-    """Copy of the sample with a unique word for each text, and descriptions of the words that must be written."""
+    """Copy the sample with a unique word for each text, and describe the words that must be rendered."""
     words: dict[str, str] = {}
 
     def word(text: str, stands_for: str | None) -> str:
@@ -427,7 +429,7 @@ def _quote(match: re.Match[str]) -> str:
 
 
 def _read(text: str, *, thinking: bool) -> Rendered:
-    """Turn the marks in a template's output into spans."""
+    """Convert the marks in a template's output to spans."""
     pieces = _ANY_MARK.split(text)
     plain: list[str] = []
     spans: dict[str, list[Span]] = {_CLOSE: [], _UNQUOTE: []}
@@ -453,7 +455,7 @@ def _read(text: str, *, thinking: bool) -> Rendered:
 
 
 class _Generation(Extension):
-    """Jinja tag `{% generation %}`, which puts marks around generated text."""
+    """The Jinja tag `{% generation %}`, which puts marks around generated text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -465,7 +467,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja environment of Hugging Face templates, with the names of transformers' utils/chat_template_utils.py."""
+    """Return a Jinja environment for Hugging Face templates, with the names that transformers defines."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], autoescape=False
     )
@@ -482,7 +484,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The `tojson` filter of transformers, whose options templates also pass by position."""
+    """Return the `tojson` filter as in transformers, with options that templates may also pass by position."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -491,7 +493,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _load_folder(folder: Path) -> Template:
-    """Load the template from a Hugging Face tokenizer's directory."""
+    """Load the template in a Hugging Face tokenizer's directory."""
     config_file, template_file = folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"
     config = _config(config_file) if config_file.is_file() else {}
     source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
@@ -511,7 +513,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens of a tokenizer_config.json, as variables of templates."""
+    """Return the special tokens in a tokenizer_config.json, as template variables."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     words = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: word for name, word in words.items() if isinstance(word, str)}

@@ -51,7 +51,7 @@ class ParsedCalls:
     Attributes:
         answer: text without the calls.
         calls: parsed calls, in order.
-        problems: descriptions of calls that could not be parsed.
+        problems: descriptions of the calls that could not be parsed.
     """
 
     answer: str
@@ -60,13 +60,13 @@ class ParsedCalls:
 
 
 def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCalls:
-    """Parse the calls in a text.
+    """Parse the tool calls in a text.
 
     Args:
         text: answer without its reasoning.
         style: format in which the model's template writes calls.
-        tools: declared tools, as OpenAI's `tools`; XML-style values are decoded by their schemas, and as text without
-            one.
+        tools: declared tools, in the form of OpenAI's `tools`; XML-style values are decoded by their schemas, and kept
+            as strings without one.
 
     Raises:
         ValueError: the style is unknown.
@@ -104,8 +104,8 @@ def read_openai_calls(items: Any) -> ParsedCalls:
     """Read the structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
 
     Args:
-        items: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
-            an object.
+        items: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are a JSON string
+            or an object.
     """
     if items is None:
         return ParsedCalls("")
@@ -122,7 +122,7 @@ def read_openai_calls(items: Any) -> ParsedCalls:
 
 
 def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style: Style = "any") -> ParsedCalls:
-    """Calls of a response: parsed by the engine, or else from its answer, but never from its reasoning."""
+    """Return a response's calls: those the engine parsed, otherwise those in its answer, never in its reasoning."""
     if response.tool_calls:
         parsed = read_openai_calls(
             [
@@ -157,7 +157,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Reason why a call does not match the declared tools; "" if it does.
+    """Return the reason why a call does not match the declared tools; "" if it does.
 
     A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked, because their time can grow with model
     output.
@@ -173,11 +173,11 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Malformed(Exception):
-    """Error in a call that cannot be parsed."""
+    """Raised for a call that cannot be parsed."""
 
 
 class _Scanner:
-    """Scanner of a text, whose position only moves forward."""
+    """Scanner of a string, whose position only moves forward."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -198,7 +198,7 @@ class _Scanner:
         self.position += len(word)
 
     def until(self, word: str) -> str:
-        """Return the text before a word, and move past the word."""
+        """Return the text before the next occurrence of a word, and move past the word."""
         end = self.text.find(word, self.position)
         if end < 0:
             self.position = len(self.text)
@@ -208,7 +208,7 @@ class _Scanner:
         return before
 
     def name(self, mark: str, known: Iterable[str]) -> str:
-        """Read a name and the mark after it: a known name with any characters, or else the text before the mark."""
+        """Read a name and the mark after it: a known name (with any characters), otherwise the text before the mark."""
         name = max((name for name in known if self.at(name + mark)), key=len, default=None)
         if name is None:
             name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
@@ -278,7 +278,7 @@ def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> li
 
 
 def _as_json(text: str) -> str:
-    """Copy of the text with Python's True, False and None, outside of strings, replaced by true, false and null."""
+    """Replace Python's True, False and None, outside of strings, with true, false and null."""
     return _PYTHON.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), text)
 
 
@@ -301,7 +301,7 @@ def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[Too
 
 
 def _parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Schema of the parameters of each declared tool."""
+    """Return the parameter schemas of the declared tools, keyed by tool name."""
     functions = (tool.get("function", tool) for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions if function.get("name")}
 
@@ -314,7 +314,7 @@ def _properties(schema: Any) -> Mapping[str, Any]:
 def _typed(written: str, schema: Any, key: str, where: str) -> Any:
     """Decode an XML-style value by the schema of all parameters: strings are written verbatim, other values as JSON.
 
-    The value is validated within the whole schema, because its schema may refer to other parts.
+    The value is validated within the whole schema, because its own schema may refer to other parts.
     """
     if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
         return written  # the schema does not constrain it
@@ -333,7 +333,7 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
 
 
 def _broken(schema: Any, key: str, value: Any) -> set[str]:
-    """Keywords of a schema that a parameter's value violates."""
+    """Return the keywords of a schema that the value of parameter `key` violates; empty if it is valid."""
     try:
         errors = list(validator(_as_text(schema or {}), quick=True).iter_errors({key: value}))
     except Exception:  # an invalid schema, or an unresolvable reference
@@ -377,9 +377,10 @@ def _call(name: Any, arguments: Any) -> ToolCall:
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str]:
-    """Decode the JSON value at a position; returns the value, its end and a problem ("" if none).
+    """Decode the JSON value at a position; return the value, its end position and a problem ("" if there is none).
 
-    Invalid JSON that Python accepts (NaN, Infinity, duplicate keys) and numbers beyond the range of floats are refused.
+    Invalid JSON that Python accepts (NaN, Infinity, duplicate keys) and numbers beyond the range of floats are
+    rejected.
     """
     refused: list[str] = []
 

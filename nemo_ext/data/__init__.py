@@ -1,1 +1,1 @@
-"""Sources, tokenisation and blends. No torch at module level."""
+"""Data: document sources, tokenisation, and blends. Does not import torch at module level."""

@@ -1,4 +1,4 @@
-"""`nemo-ext` commands that make and inspect data."""
+"""The `nemo-ext` commands that create and inspect data, such as `tokenize`, `curate` and `blend`."""
 
 import glob
 import os
@@ -10,13 +10,13 @@ from nemo_ext.job.job import Array, Config, Grammar, Input, Job, inputs, reads, 
 from nemo_ext.job.settings import Extra, Open, Place, Places, strings
 
 DATA = {"directory": Place, "tokenizer": {"path": Place}, "packed": {"train": Places, "valid": Places}}
-"""Types of the keys of a section `data`."""
+"""Types of the keys in a config's `data` section."""
 TEXT = {"input": Places, "output": Place, "tokenizer": Place, "data_root": Place, "data": DATA}
-"""Types of the keys of jobs that read text."""
+"""Types of the keys shared by jobs that read text."""
 
 
 def _files(*keys: str) -> Any:
-    """Function from a config to the inputs of these keys whose globs match no file yet."""
+    """Return a function that lists the inputs under these config keys that match no file yet."""
 
     def missing(config: Config) -> list[Input]:
         words = [(key, word) for key in keys for word in strings(config.get(key))]
@@ -26,7 +26,7 @@ def _files(*keys: str) -> Any:
 
 
 def _tokenized(config: Config) -> Sequence[Any]:
-    """Prefixes of the files that `tokenize` writes."""
+    """Return the prefixes of the files that `nemo-ext tokenize` writes."""
     if config["output"]:
         return [config["output"]]
     from nemo_ext.data.blends.hierarchy import read_tree
@@ -86,7 +86,7 @@ def _check_curate(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _passes(config: Config) -> int:
-    """Number of curation passes; each needs all units of the previous pass."""
+    """Return the number of curation passes; each pass requires all units of the previous one."""
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 

@@ -2,7 +2,7 @@
 
 `train.tokens` is the length of the whole run. Megatron's learning-rate schedule covers all of it, independently of the
 phases, so a blend may change before, during or after the decay; a phase may set its own learning rate instead (`lr`).
-Consecutive phases with the same Megatron flags form a segment, for which the trainer is started once.
+Consecutive phases with the same Megatron flags form a segment; the trainer is started once per segment.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from nemo_ext.data.training import with_data
 from nemo_ext.job.settings import STRICT, checked, checked_whole
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
-"""Flags on which the learning-rate schedule depends."""
+"""Megatron flags that determine the learning-rate schedule."""
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _DATA = ("train_data_path", "valid_data_path", "data_path", "data_args_path", "per_split_data_args_path")
@@ -34,7 +34,7 @@ _WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("globa
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Piece:
-    """Learning rate of one phase, as a function of the share of its tokens already trained on.
+    """Learning rate of one phase, as a function of the fraction of its tokens trained on so far.
 
     Attributes:
         start: learning rate at the beginning of the phase.
@@ -54,7 +54,7 @@ class Piece:
         object.__setattr__(self, "end", self.start if style == "constant" else self.end)
 
     def at(self, share: float) -> float:
-        """Learning rate after a share of the phase's tokens, from 0 to 1."""
+        """Return the learning rate once the given fraction (0 to 1) of the phase's tokens has been trained on."""
         assert self.end is not None
         shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "minus_sqrt": 1 - math.sqrt(share)}
         return self.end + (self.start - self.end) * shapes.get(str(self.style), 1 - share)
@@ -62,7 +62,7 @@ class Piece:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Section:
-    """A phase in the config: its number of tokens, and the settings in which it differs from the run."""
+    """A phase as written in the config: its number of tokens, and the settings in which it differs from the run."""
 
     tokens: Annotated[float, Field(gt=0)]
     data: dict[str, Any] | None = None
@@ -78,11 +78,11 @@ class Phase:
         name: key of the phase in the config.
         seq_length: number of tokens per sequence.
         global_batch_size: number of sequences per step.
-        first_step: number of steps of the run before the phase.
+        first_step: number of the run's steps before the phase.
         first_sample: number of sequences before the phase.
         first_token: number of tokens before the phase.
-        steps: number of steps of the phase.
-        data: `data` section of the phase; None to use the run's.
+        steps: number of steps in the phase.
+        data: the phase's `data` section; None to use the run's.
         megatron: flags that differ from the run's.
         lr: learning rate of the phase; None to use the run's schedule.
     """
@@ -105,12 +105,12 @@ class Phase:
 
     @property
     def samples(self) -> int:
-        """Number of sequences of the phase."""
+        """Number of sequences in the phase."""
         return self.steps * self.global_batch_size
 
     @property
     def last_step(self) -> int:
-        """Last step of the phase, counted from 1."""
+        """Number of the phase's last step, counting from 1."""
         return self.first_step + self.steps
 
 
@@ -119,7 +119,7 @@ class Plan:
     """All phases of a run, in order.
 
     Attributes:
-        phases: at least one phase; each begins where the one before it ends.
+        phases: the phases, at least one; each begins where the previous one ends.
     """
 
     phases: tuple[Phase, ...]
@@ -130,30 +130,30 @@ class Plan:
         return [tuple(group) for _, group in itertools.groupby(self.phases, key=lambda phase: phase.megatron)]
 
     def at_step(self, step: int) -> Phase:
-        """Phase of a step, counted from 1."""
+        """Return the phase that contains a step, counting from 1."""
         return next((phase for phase in self.phases if step <= phase.last_step), self.phases[-1])
 
     def at_sample(self, sample: int) -> Phase:
-        """Phase of a sequence, counted from 0."""
+        """Return the phase that contains a sequence, counting from 0."""
         return next((p for p in self.phases if sample < p.first_sample + p.samples), self.phases[-1])
 
     def tokens_at_step(self, step: int) -> int:
-        """Number of tokens trained on after a step."""
+        """Return the number of tokens trained on by the end of a step."""
         phase = self.at_step(step)
         return phase.first_token + (step - phase.first_step) * phase.tokens_per_step
 
     def samples_at_step(self, step: int) -> int:
-        """Number of sequences trained on after a step."""
+        """Return the number of sequences trained on by the end of a step."""
         phase = self.at_step(step)
         return phase.first_sample + (step - phase.first_step) * phase.global_batch_size
 
     def tokens_at_sample(self, sample: int) -> int:
-        """Number of tokens before a sequence."""
+        """Return the number of tokens that precede a sequence."""
         phase = self.at_sample(sample)
         return phase.first_token + (sample - phase.first_sample) * phase.seq_length
 
     def table(self) -> str:
-        """Human-readable table with one line per phase."""
+        """Return a human-readable table with one line per phase."""
         rows: list[tuple[str, ...]] = [("phase", "from step", "steps", "from token", "tokens", "sequence", "batch")]
         for p in self.phases:
             numbers = (p.first_step + 1, p.steps, p.first_token, p.steps * p.tokens_per_step)
@@ -167,7 +167,7 @@ class Plan:
 
 
 def sections_of(config: Mapping[str, Any]) -> dict[str, Section]:
-    """Checked sections of a config's phases, by name, in order.
+    """Return the validated sections of a config's phases, keyed by name, in order.
 
     Raises:
         ValueError: a phase is invalid.
@@ -179,7 +179,7 @@ def sections_of(config: Mapping[str, Any]) -> dict[str, Section]:
 
 
 def plan_of(config: Mapping[str, Any]) -> Plan | None:
-    """Plan the phases of a composed training config; None if it has no phases.
+    """Plan the phases of a composed training config; return None if it has none.
 
     A phase begins at the step nearest to its first token, counted from the start of the run, so that rounding errors
     do not accumulate.
@@ -256,11 +256,11 @@ def segments(
 ) -> tuple[dict[str, Any], ...]:
     """Build the configs of a run's segments, in order.
 
-    A segment's config has its flags and last step, and a section `segment` with `phases` (names of its phases), `whole`
-    (the run's values of flags that segments change) and `train_data_path` by phase.
+    A segment's config has its flags and last step, and a `segment` section with `phases` (the names of its phases),
+    `whole` (the run's values of the flags that segments change) and `train_data_path` (one value per phase).
 
     Args:
-        config: config of the run with data arguments (`nemo_ext.data.training.with_data`).
+        config: config of the run, including data arguments (`nemo_ext.data.training.with_data`).
         plan: phases of the run.
         paths: result of `data_paths`.
     """
@@ -290,11 +290,12 @@ def segments(
 
 
 def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | None]:
-    """Blend of each phase as Megatron's argument; None where the phase uses the run's.
+    """Return each phase's blend as Megatron's argument, keyed by phase; None where it uses the run's.
 
     Raises:
-        ValueError: see `nemo_ext.data.training.with_data`; or a phase has another tokenizer than the run, packs
-            without a loss per token, or another sequence length than the run's validation packs.
+        ValueError: see `nemo_ext.data.training.with_data`. Also raised if a phase has a different tokenizer than the
+            run, packs without `calculate_per_token_loss`, or a different sequence length than the run's validation
+            packs.
     """
     validation, length = ((config.get("data") or {}).get("packed") or {}).get("valid"), config["megatron"]["seq_length"]
     for phase in plan.phases:
@@ -326,18 +327,18 @@ def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
 
 
 Drawn = Mapping[Reading, Mapping[str, int]]
-"""Number of sequences read, by `Reading` and by prefix of the stream."""
+"""Number of sequences read so far: a mapping from `Reading` to counts keyed by stream prefix."""
 
 
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
-    """For each phase by name, the sequences of each stream that earlier phases read.
+    """Return how many sequences of each stream earlier phases have read, for each phase, keyed by name.
 
     Args:
         plan: phases of the run.
-        shares: shares of the streams by prefix, for each phase.
-        mixed: section `mixed_lengths` of each phase.
+        shares: for each phase, its streams' shares keyed by prefix.
+        mixed: for each phase, its `mixed_lengths` section; None if it has none.
     """
     drawn: dict[Reading, dict[str, int]] = {}
     before: dict[str, Drawn] = {}
@@ -355,7 +356,7 @@ def _readings(phase: Phase, mixed: Mapping[str, Any] | None) -> dict[Reading, in
 
 
 def most_drawn(share: float, count: int) -> int:
-    """Upper bound on the number of a stream's sequences among the first `count` of a blend; at most a few too high.
+    """Return an upper bound, at most a few too high, on a stream's sequences among a blend's first `count`.
 
     Megatron's blend takes the next sequence from the stream that lags most behind its share
     (megatron/core/datasets/helpers.cpp, build_blending_indices), so no stream gets more than one sequence ahead.
@@ -365,7 +366,7 @@ def most_drawn(share: float, count: int) -> int:
 
 
 def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
-    """Training data of a phase as Megatron's argument, and its section `mixed_lengths`; by default, the run's.
+    """Return a phase's training data as Megatron's argument, and its `mixed_lengths`; by default, the run's.
 
     Args:
         config: config of a segment (see `segments`).
@@ -377,7 +378,7 @@ def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | No
 
 
 def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs: float) -> list[str]:
-    """Notices about streams that several phases read: where later phases resume, and totals above `max_epochs`.
+    """Return notices about streams read by several phases: where later phases resume, and totals above `max_epochs`.
 
     Args:
         config: config of a segment (see `segments`).

@@ -1,4 +1,4 @@
-"""Streams to tokenise, from a blend or from the user's files as a blend of one stream."""
+"""Streams to tokenise: those of a blend, or the user's files as a blend with a single stream."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _OVER_BLEND = ("tokenizer", "validation_share", "workers")
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A source with the prefix of its tokenised files, `<prefix>_train` and `<prefix>_valid`, and its input files."""
+    """A source, its input files, and the prefix of its tokenised files (`<prefix>_train` and `<prefix>_valid`)."""
 
     name: str
     prefix: Path
@@ -39,7 +39,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Checked streams with a source, and settings for tokenising them (`workers` None: one per core)."""
+    """Validated streams that have a source, and the settings for tokenising them (`workers` None: one per core)."""
 
     streams: list[Stream]
     tokenizer: Tokenizer
@@ -49,12 +49,12 @@ class Blend:
 
 
 def read_blend(config: Mapping[str, object]) -> Blend:
-    """Check a blend completely, including the weights, which only sampling uses, and that its input can be read.
+    """Validate a whole blend, including the weights, which only sampling uses, and check that its input can be read.
 
     Args:
         config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and optionally `validation_share`, `seed`
             and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; omitted if its
-            files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree, `blend`, may
+            files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree in `blend` may
             replace `streams`.
 
     Raises:
@@ -79,7 +79,7 @@ def read_blend(config: Mapping[str, object]) -> Blend:
 
 
 def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
-    """Blend that a config of `nemo-ext tokenize` describes, either by `input` and `output` or by `data`.
+    """Return the blend that a `nemo-ext tokenize` config describes, either by `input` and `output` or by `data`.
 
     Raises:
         ValueError: neither or both are set, `output` is missing, or the kind of the input is unknown.
@@ -110,15 +110,15 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict[str, tuple[Source, float]]:
-    """Sources of the streams in a config (`input` or `data`) with their weights, at least one of which is positive.
+    """Return the sources of a config's streams with their weights, of which at least one is positive, keyed by name.
 
     Args:
         config: composed config.
-        directory: folder of a blend without `directory`.
+        directory: folder to use if the blend sets no `directory`.
         own: prefix of the tokenised files of `input`; its last component names the stream.
 
     Raises:
-        ValueError: no text is given, a source is invalid, or the weights of a tree are unknown before its sizes are.
+        ValueError: no text is given, a source is invalid, or the blend is a tree, whose weights depend on stream sizes.
     """
     output = None if config["input"] is None else str(own)
     blend = blend_to_tokenize({**config, **dict.fromkeys(_OVER_BLEND), "output": output})
@@ -139,7 +139,7 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
 
 
 def _blend_of_files(files: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
-    """`directory` and `streams` of a blend with one stream, for files, globs or a directory of the user."""
+    """Return `directory` and `streams` of a single-stream blend for the user's files, globs or directory."""
     paths = [files] if isinstance(files, str) else files
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
         raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {files!r}")
@@ -159,7 +159,7 @@ def _blend_of_files(files: object, output: object, *, kind: object, text_key: ob
 
 
 def _kind_of(paths: Sequence[str]) -> str:
-    """Infer the kind of source of the user's files from their names."""
+    """Infer the source kind of the user's files from their names."""
     kinds = set()
     for path in map(Path, paths):
         if path.expanduser().is_dir():

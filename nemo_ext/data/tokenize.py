@@ -1,12 +1,10 @@
-"""Tokenising of text into Megatron's .bin/.idx files, in parallel and resumable.
+"""Tokenisation of text into Megatron's .bin/.idx files, in parallel and resumable.
 
 A stream is cut into shards, lists of parts of its source. Workers tokenise shards into `<prefix>.shards/`; then one
 process writes them in order to `<prefix>_train` and `<prefix>_valid`. Decisions that depend on several documents
 (duplicates, `max_bytes`, the split) are made in this last pass, so the files are byte-identical for any number of
-workers and interruptions.
-
-Each file gets its final name when it is complete, the manifest `<prefix>.json` last. A second run that would write the
-same prefix at the same time is refused.
+workers and interruptions. Each file gets its final name only when it is complete; the manifest `<prefix>.json` comes
+last. A second run that would write the same prefix at the same time is rejected.
 """
 
 import json
@@ -37,12 +35,12 @@ def tokenize_blend(
     """Tokenise all streams of a blend that have a source, after checking all of them.
 
     Args:
-        config: A blend, see `read_blend`.
-        workers: Number of processes, in place of the config's.
-        progress: True to show progress on stderr: a bar on a terminal, else occasional lines.
+        config: A blend; see `read_blend`.
+        workers: Number of processes; overrides the config's.
+        progress: True to show progress on stderr: a bar on a terminal, occasional lines elsewhere.
 
     Returns:
-        Manifests of the streams with a source, in their order.
+        Manifests of the streams that have a source, in the blend's order.
 
     Raises:
         ValueError: `config` is invalid (before any work), input cannot be read to its end, or output cannot be written.
@@ -77,7 +75,8 @@ def tokenize_stream(
     """Write `<output_prefix>_train.{bin,idx}`, `_valid.{bin,idx}` and the manifest `<output_prefix>.json`.
 
     After an interruption, the same call resumes with the missing shards; if the stream is finished, it only returns the
-    manifest. With other settings or input files it starts over, with a notice; files of another tokenizer are refused.
+    manifest. With other settings or input files it starts over, with a notice; files written with a different
+    tokenizer are rejected.
 
     A document goes to validation if a hash of (seed, document id) falls below `validation_share`; a stream of two or
     more documents has at least one in each split, unless the share is 0. Every document ends with eod.
@@ -87,7 +86,7 @@ def tokenize_stream(
             require a main module that can be imported (`if __name__ == "__main__":`).
         documents_per_shard: Maximum number of documents per shard; by default, shards are cut by size, into about 64.
             It determines how much work an interruption loses, but does not affect the files.
-        progress: True to show progress on stderr: a bar on a terminal, else occasional lines.
+        progress: True to show progress on stderr: a bar on a terminal, occasional lines elsewhere.
 
     Raises:
         ValueError: A setting is invalid, or the source cannot be read, is malformed or has no documents.

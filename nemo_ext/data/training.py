@@ -1,4 +1,4 @@
-"""Data of a training config as Megatron's arguments: a blend or packs, and rows of mixed lengths."""
+"""Turn a training config's data into Megatron's arguments: a blend or packs, optionally as rows of mixed lengths."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
 
     Args:
         config: config of a training run; returned unchanged if it has no `data`.
-        tokens: number of tokens read from this data; None for the tokens of the whole run.
+        tokens: number of tokens read from this data; None for the whole run's tokens.
 
     Raises:
         ValueError: see `packed_flags`, `planned` and `MixedLengths.from_config`.
@@ -31,10 +31,10 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
 
 
 def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of the indices of all data that a run reads, by prefix; see `index_digest`.
+    """Return the digests of the .idx files of all data that a run reads, keyed by prefix; see `index_digest`.
 
     Args:
-        config: config of a training run or of one of its segments, with data arguments.
+        config: config of a training run or of one of its segments, including data arguments.
     """
     keys = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     lists = [config["megatron"].get(key) for key in keys]
@@ -45,7 +45,7 @@ def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Check settings against a training config's data, without requiring its files to exist.
+    """Validate the settings of a training config's data, without requiring its files to exist.
 
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
@@ -59,14 +59,14 @@ def check_settings(config: Mapping[str, Any]) -> None:
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Non-empty `data` sections of a training config and of its phases."""
+    """Return the non-empty `data` sections of a training config and of its phases."""
     phases = (config.get("phases") or {}).values()
     of_phases = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
     return [data for data in (config.get("data"), *of_phases) if data]
 
 
 def check_validation(config: Mapping[str, Any], job: str) -> None:
-    """Check that a job that compares models has validation data, which packs need not have.
+    """Check that a job that compares models has validation data, which is optional for packs.
 
     Raises:
         ValueError: the packs have no validation set.

@@ -1,1 +1,1 @@
-"""Optimal shares of streams, by training many small models on sampled mixtures (docs/data/mixtures.md)."""
+"""Optimal shares of streams, found by training many small models on sampled mixtures (docs/data/mixtures.md)."""

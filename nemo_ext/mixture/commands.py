@@ -1,4 +1,4 @@
-"""`nemo-ext mixture`."""
+"""The `nemo-ext mixture` command: finds optimal shares of streams from the losses of small runs on sampled mixtures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ def _check(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes and GPUs per node for a run: one node, with the GPUs for its training or its evaluation."""
+    """Return the number of nodes and of GPUs per node for a run: one node, with the GPUs that its jobs need."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 

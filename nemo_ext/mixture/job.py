@@ -1,4 +1,4 @@
-"""Job `nemo-ext mixture`: trains small models on sampled mixtures, fits their losses, and computes the optimal mixture.
+"""The `nemo-ext mixture` job: trains small models on sampled mixtures, fits their losses, and finds the optimum.
 
 conf/pipeline/NAME.yaml   each run as a pipeline of two stages, training and evaluation, which can also be run by hand
 runs/NAME                 folder of a run: prior, sample_001 and so on, and best_HASH, trained on the optimum
@@ -39,11 +39,11 @@ from nemo_ext.slurm import attempts
 
 CONF, RUNS, PRIOR = "conf", "runs", "prior"
 DATA = "mixture"
-"""Name of the data file."""
+"""Name of the data config file, without suffix."""
 _TRAIN = "train"
 _MIXTURES = "mixtures.json"
 _DIGITS = 6
-"""Digits of the optimum's shares."""
+"""Number of decimal places of the optimum's shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ class Streams:
 
     Attributes:
         leaves: the streams, as leaves of the blend.
-        sizes: number of tokens of each stream, [streams].
+        sizes: number of tokens in each stream, [streams].
         prior: shares around which mixtures are sampled, [streams].
         repeats: maximum number of passes over each stream, [streams].
-        tokens: number of tokens of a small run.
+        tokens: number of tokens in a small run.
         data: `data` section of the training config.
     """
 
@@ -72,7 +72,7 @@ class Streams:
         return [leaf.name for leaf in self.leaves]
 
     def written(self, shares: Shares) -> list[dict[str, Any]]:
-        """Streams with a positive share, as a list for `data.streams`."""
+        """Return the streams with a positive share, as a list for `data.streams`."""
         return [
             {"name": leaf.name, "weight": float(share), "prefix": str(leaf.prefix.absolute())}
             for leaf, share in zip(self.leaves, shares, strict=True)
@@ -80,7 +80,7 @@ class Streams:
         ]
 
     def describe(self, shares: Shares) -> str:
-        """Summary of a mixture for a message: the streams with a positive share."""
+        """Return a summary of a mixture for a message: the streams with a positive share, and their shares."""
         return ", ".join(f"{name} {share:.3f}" for name, share in zip(self.names, shares, strict=True) if share > 0)
 
 
@@ -91,8 +91,8 @@ class Plan:
     Attributes:
         settings: settings of the job.
         streams: streams to mix.
-        mixtures: name of each run -> its shares, [streams]; the prior first.
-        benchmarks: names of the benchmarks in bits per byte.
+        mixtures: mapping from the name of each run to its shares, [streams]; the prior first.
+        benchmarks: names of the benchmarks scored in bits per byte.
     """
 
     settings: Settings
@@ -110,15 +110,15 @@ class Plan:
 
     @property
     def evaluation(self) -> str:
-        """Name of the stage that evaluates a run, by the settings of the evaluation."""
+        """Name of the stage that evaluates a run, which depends on the evaluation settings."""
         return f"{EVALUATION}{digest(self.settings.evaluate)[:8]}"
 
     def results(self, name: str) -> Path:
-        """File with the results of a run."""
+        """Return the path of a run's results file."""
         return self.settings.folder / RUNS / name / self.evaluation / RESULTS
 
     def is_done(self, name: str) -> bool:
-        """True if a run is trained and evaluated."""
+        """Return whether a run has been trained and evaluated."""
         return attempts.finished(self.results(name).parent) is not None
 
 
@@ -130,7 +130,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
         files: True if the streams' tokenised files must exist.
 
     Raises:
-        ValueError: a setting is invalid, streams are not tokenised, the data of a benchmark is missing, or no mixture
+        ValueError: a setting is invalid, streams are not tokenised, a benchmark's data is missing, or no mixture
             satisfies the limits.
     """
     if files:
@@ -145,7 +145,7 @@ def run(config: Mapping[str, Any]) -> None:
     """Do the unfinished runs of this shard; once all shards are done, compute the optimum and train on it.
 
     Raises:
-        ValueError: a setting is invalid, or the folder has runs of other settings.
+        ValueError: a setting is invalid, or the folder has runs made with different settings.
         SystemExit: a run failed.
         KeyboardInterrupt: a run was interrupted, after saving.
     """
@@ -195,7 +195,7 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
     """Check that the data of all benchmarks exists, unless all runs are already evaluated.
 
     Raises:
-        ValueError: the data of a benchmark is missing.
+        ValueError: a benchmark's data is missing.
     """
     if all(plan.is_done(name) for name in plan.mixtures):
         return
@@ -209,10 +209,10 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
-    """Names of the benchmarks in bits per byte.
+    """Return the names of the benchmarks that are scored in bits per byte.
 
     Raises:
-        ValueError: no benchmark is in bits per byte.
+        ValueError: no benchmark is scored in bits per byte.
     """
     names = [task.name for task in benchmarks if task.kind == "bits" or task.settings.get("headline") == BITS]
     if not names:
@@ -223,10 +223,10 @@ def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
 
 
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
-    """Streams of a training config, with sizes from their files.
+    """Read the streams of a training config, with sizes from their files.
 
     Raises:
-        ValueError: files are missing, there is only one stream, or a limit is for an unknown stream.
+        ValueError: files are missing, there is only one stream, or a limit names an unknown stream.
     """
     tokens = tokens_of_run(training)
     if tokens is None:
@@ -263,7 +263,7 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
 
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
-    """Shares of each run, by name; the mixtures of an earlier start are kept."""
+    """Return the shares of each run, keyed by name; the mixtures of an earlier start are kept."""
     mixture, streams = plan.settings.mixture, plan.streams
     count = mixture.runs or RUNS_PER_STREAM * len(streams.leaves)
     before = noted(plan.settings.own / _MIXTURES) or {}
@@ -281,7 +281,7 @@ def _mixtures(plan: Plan) -> dict[str, Shares]:
 
 
 def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
-    """Minimum and maximum share of each stream in the optimum, for both the small run and the target run."""
+    """Return each stream's minimum and maximum share in the optimum, for both small and target runs, [streams]."""
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
     by_repeats = np.minimum(1, streams.repeats * streams.sizes / longest)
@@ -301,10 +301,10 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
 
 
 def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
-    """Run the training and the evaluation of a mixture as a pipeline.
+    """Run the training and the evaluation for a mixture as a pipeline.
 
     Raises:
-        ValueError: its words are invalid.
+        ValueError: the pipeline's arguments are invalid.
         SystemExit: it failed.
         KeyboardInterrupt: it was interrupted.
     """
@@ -332,7 +332,7 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
 
 
 def _losses(plan: Plan, name: str) -> list[float]:
-    """Bits per byte of a run on each benchmark.
+    """Return the bits per byte of a run, one value per benchmark.
 
     Raises:
         ValueError: a benchmark has problems without an answer or a score.
@@ -400,7 +400,7 @@ def _choose(plan: Plan) -> None:
 
 
 def _rounded(shares: Shares, highest: Shares) -> Shares:
-    """Shares rounded to `_DIGITS` digits, with sum 1 and none above its limit."""
+    """Round shares to `_DIGITS` decimal places, such that they sum to 1 and none exceeds its limit in `highest`."""
     rounded: Shares = np.floor(shares * 10**_DIGITS + 1e-3) / 10**_DIGITS  # + 1e-3, since 0.29 * 100 is below 29
     place = int(np.argmax(np.where(rounded > 0, highest - rounded, -1)))
     rounded[place] = round(rounded[place] + 1 - rounded.sum(), _DIGITS)
@@ -408,7 +408,7 @@ def _rounded(shares: Shares, highest: Shares) -> Shares:
 
 
 def _data_file(streams: Streams, results: report.Results) -> str:
-    """Contents of the optimum's data file, in the format of `hydra_conf/data`."""
+    """Return the contents of the optimum's data file, in the format of `hydra_conf/data`."""
     kept = {key: value for key, value in streams.data.items() if key not in ("streams", "blend") and value is not None}
     kept["directory"] = str(Path(str(streams.data["directory"])).absolute())
     path = Path(str(streams.data["tokenizer"].get("path") or "")).expanduser()

@@ -1,7 +1,7 @@
 """Loss as a function of shares: one law per benchmark, and the mixture that minimises their mean.
 
 A benchmark's bits per byte at shares p are modelled as exp(c) + exp(t p), with a constant c and one slope t per stream,
-as in OLMo 3. The mean over benchmarks is convex in p, so a solver finds its minimum within limits of the shares, as in
+as in OLMo 3. The mean over benchmarks is convex in p, so a solver finds its minimum within the limits on shares, as in
 olmix; OLMo 3's report averages the best of many random mixtures instead.
 """
 
@@ -16,9 +16,9 @@ from scipy.stats import spearmanr
 from nemo_ext.mixture.sampling import Shares
 
 DELTA = 0.02
-"""Residual, in bits per byte, above which Huber's loss is linear (OLMo 3)."""
+"""Residual, in bits per byte, above which the Huber loss is linear (OLMo 3)."""
 _FLOORS = (0.3, 0.8)
-"""Initial values of the constant, as fractions of the lowest loss."""
+"""Initial values of the constant exp(c), as fractions of the lowest loss."""
 _RIDGE = 0.01
 """Weight of the slopes' squared distance from their mean, so that streams without information get the mean slope."""
 FOLDS = 5
@@ -26,7 +26,7 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Law:
-    """Law of the bits per byte of one benchmark.
+    """Law for the bits per byte on one benchmark.
 
     Attributes:
         constant: c, the logarithm of the part that does not depend on the shares.
@@ -37,21 +37,21 @@ class Law:
     slopes: Shares
 
     def at(self, shares: Shares) -> Shares:
-        """Bits per byte at these shares, [..., streams] -> [...]."""
+        """Return the bits per byte at these shares, [..., streams] -> [...]."""
         values: Shares = np.exp(self.constant) + np.exp(shares @ self.slopes)
         return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Quality of a law's predictions on held-out runs, by cross-validation.
+    """Quality of a law's predictions for held-out runs, by cross-validation.
 
     Attributes:
         predicted: predicted value of each run, by the law fitted to the other folds.
         error: root mean squared error.
-        spread: standard deviation of the measured values, the error of predicting their mean.
-        rank: Spearman's rank correlation of predicted and measured values; NaN if one of them is constant.
-        laws: law of each fold, fitted to the runs of the other folds.
+        spread: standard deviation of the measured values, which is the error of predicting their mean.
+        rank: Spearman's rank correlation between predicted and measured values; NaN if one of them is constant.
+        laws: law for each fold, fitted to the runs of the other folds.
     """
 
     predicted: Shares
@@ -62,7 +62,7 @@ class Quality:
 
 
 def fit(shares: Shares, values: Shares) -> Law:
-    """Fit the law of one benchmark, with Huber's loss and L-BFGS from several initial values.
+    """Fit the law of one benchmark, with the Huber loss and L-BFGS from several initial values.
 
     Args:
         shares: mixtures, [runs, streams].
@@ -70,7 +70,7 @@ def fit(shares: Shares, values: Shares) -> Law:
     """
 
     def loss(parameters: Shares) -> tuple[float, Shares]:
-        """Loss and gradient, in units of DELTA squared to suit the solver's tolerances."""
+        """Return the loss and its gradient, in units of DELTA squared to suit the solver's tolerances."""
         constant, slopes = np.exp(parameters[0]), parameters[1:]
         variable = np.exp(np.clip(shares @ slopes, -50, 50))
         residuals = (constant + variable - values) / DELTA
@@ -97,7 +97,7 @@ def fit(shares: Shares, values: Shares) -> Law:
 
 
 def cross_validate(shares: Shares, values: Shares, *, folds: int = FOLDS) -> Quality:
-    """Predict the runs of each fold by a law fitted to the other folds.
+    """Predict the runs of each fold with a law fitted to the other folds.
 
     Args:
         shares: mixtures, [runs, streams].
@@ -127,15 +127,18 @@ def quality(predicted: Shares, values: Shares, laws: Sequence[Law] = ()) -> Qual
 def optimum(
     laws: Sequence[Law], weights: Shares, prior: Shares, *, kl: float, lowest: Shares, highest: Shares, least: float
 ) -> Shares:
-    """Mixture that minimises the weighted mean of the laws plus `kl` times its KL divergence from the prior.
+    """Find the mixture that minimises the weighted mean of the laws plus `kl` times its KL divergence from the prior.
 
     Args:
         laws: law of each benchmark.
-        weights: weights of the benchmarks in the mean, with sum 1.
-        prior: shares from which the divergence is measured, with sum 1.
+        weights: weights of the benchmarks in the mean, summing to 1.
+        prior: shares from which the divergence is measured, summing to 1.
         kl: weight of the divergence.
-        lowest, highest: limits of each share.
+        lowest, highest: limits on each share, [streams].
         least: streams with a share below this are excluded, smallest first, unless `lowest` requires them.
+
+    Returns:
+        Shares of the mixture, [streams].
 
     Raises:
         ValueError: no mixture is within the limits, or the solver fails.
@@ -175,7 +178,7 @@ def optimum(
 
 
 def _within(shares: Shares, lowest: Shares, highest: Shares) -> Shares:
-    """Shares clipped to the limits, then moved to a sum of 1 in proportion to the room within the limits."""
+    """Clip shares to the limits, then make them sum to 1 by moving each in proportion to its room within the limits."""
     clipped = np.clip(shares, lowest, highest)
     rest = 1 - clipped.sum()
     room = highest - clipped if rest > 0 else clipped - lowest

@@ -21,16 +21,16 @@ _BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "#999999"
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Results: runs, laws and the optimum.
+    """Results of the job: runs, laws and the optimum.
 
     Attributes:
         streams, tasks, names: names of streams, benchmarks and runs; the first run is the prior.
         sizes, prior, best, highest: tokens, prior share, optimal share and maximum share of each stream.
-        others: optima by the laws of the folds, [folds, streams].
+        others: optima according to the laws of the folds, [folds, streams].
         weights: weights of the benchmarks in their mean.
         shares, values: mixtures [runs, streams] and bits per byte [runs, tasks].
-        laws, quality: law and quality of each benchmark.
-        tokens, target: number of tokens of a small run, and of the target run.
+        laws, quality: law and quality for each benchmark.
+        tokens, target: number of tokens in a small run, and in the target run.
         run: folder of the run on the optimum.
         measured: bits per byte of the run on the optimum, [tasks]; None before this run.
     """
@@ -55,18 +55,18 @@ class Results:
 
     @property
     def predicted(self) -> Shares:
-        """Predicted bits per byte on the optimum, [tasks]."""
+        """Bits per byte predicted for the optimum, [tasks]."""
         return np.array([float(law.at(self.best)) for law in self.laws])
 
     @property
     def mean_quality(self) -> Quality:
-        """Quality of the predictions of the mean over benchmarks."""
+        """Quality of the predictions for the mean over benchmarks."""
         predicted = np.stack([task.predicted for task in self.quality], axis=1)
         return quality(predicted @ self.weights, self.values @ self.weights)
 
 
 def verdict(results: Results) -> str:
-    """Sentence with the predicted and measured mean loss."""
+    """Return a sentence that states the predicted and measured mean loss."""
     before, after = float(results.values[0] @ results.weights), float(results.predicted @ results.weights)
     text = f"Mean bits per byte of small runs: {before:.4f} on the prior, {after:.4f} predicted for the optimum"
     if results.measured is not None:
@@ -75,7 +75,7 @@ def verdict(results: Results) -> str:
 
 
 def doubt(results: Results) -> str | None:
-    """Reason not to trust the optimum; None if predictions are much better than predicting the mean of the runs."""
+    """Return a reason not to trust the optimum; None if the laws predict runs much better than their mean does."""
     error, spread = results.mean_quality.error, results.mean_quality.spread
     if error < _GOOD * spread:
         return None
@@ -86,7 +86,7 @@ def doubt(results: Results) -> str | None:
 
 
 def write(results: Results, folder: Path) -> Path:
-    """Write the report, as Markdown and HTML, and its numbers as JSON; returns the report's path."""
+    """Write the report, as Markdown and HTML, and its numbers as JSON; return the report's path."""
     assert results.measured is not None
     write_text(folder / RESULT, json.dumps(_as_json(results), indent=1) + "\n")
     return _page(results).write(folder / REPORT, page=True)
@@ -166,7 +166,7 @@ def _page(results: Results) -> Report:
 
 
 def _best_sample(results: Results) -> str:
-    """Sentence about the best of the other runs, which the optimum should beat."""
+    """Return a sentence about the best of the runs other than the optimum's, which the optimum should beat."""
     means = results.values @ results.weights
     place = int(means.argmin())
     shares = zip(results.streams, results.shares[place], strict=True)

@@ -1,4 +1,4 @@
-"""Mixtures sampled around a prior, each from a separate random generator."""
+"""Mixtures sampled around a prior, each with a separate random generator."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from nemo_ext.job.seeds import generator
 
 _TRIES = 10_000
 _DIGITS = 3
-"""Number of digits in which two mixtures must differ."""
+"""Number of decimal places in which two mixtures must differ."""
 
 Shares = npt.NDArray[np.float64]
 
@@ -31,15 +31,15 @@ def sample(
 
     Args:
         count: number of mixtures in addition to the prior.
-        prior: shares of the streams, [streams], with sum 1.
-        strengths: range of the concentration.
+        prior: shares of the streams, [streams], summing to 1.
+        strengths: range of the concentration, (lowest, highest).
         least: streams with a share below this are excluded.
         most: maximum share of each stream, [streams].
         seed: seed of all draws.
         before: existing mixtures, including the prior, which are kept.
 
     Raises:
-        ValueError: ten thousand draws gave no further mixture.
+        ValueError: ten thousand draws did not yield another mixture.
     """
     mixtures = list(before) or [prior]
     seen = {_rounded(mixture) for mixture in mixtures}

@@ -1,4 +1,4 @@
-"""Checked settings of `nemo-ext mixture`."""
+"""Validated settings of `nemo-ext mixture`."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +18,13 @@ from nemo_ext.job.units import OutputFolder
 RUNS_PER_STREAM = 5
 """Default number of runs per stream (OLMo 3)."""
 _CHECKED_RUN = Path(OWN, "run")
-"""Folder in the configs of runs that are only checked."""
+"""Run folder in the configs of runs that are only checked."""
 _Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mixture:
-    """Section `mixture` of the config.
+    """The config's `mixture` section.
 
     Attributes:
         runs: number of sampled mixtures, in addition to the prior; null for five per stream.
@@ -33,10 +33,10 @@ class Mixture:
             low values give few streams, high values mixtures near the prior.
         least: streams with a share below this are excluded.
         repeats: maximum number of passes over a stream, in the small runs and in the target run.
-        tokens: number of tokens of the target run; null for no limits from it.
+        tokens: number of tokens in the target run; null if it sets no limits.
         kl: weight of the mixture's KL divergence from the prior, in bits per byte per nat.
-        at_least, at_most: limits of shares, by stream.
-        weights: weights of benchmarks in the mean to minimise, by name; 1 for other benchmarks.
+        at_least, at_most: limits on shares, keyed by stream.
+        weights: weights of benchmarks in the mean to minimise, keyed by name; 1 for other benchmarks.
         seed: seed of the samples.
     """
 
@@ -53,7 +53,7 @@ class Mixture:
     seed: int
 
     def check_names(self, streams: Iterable[str]) -> None:
-        """Check that all limits are for existing streams.
+        """Check that all limits name existing streams.
 
         Raises:
             ValueError: a stream does not exist; the message suggests the nearest name.
@@ -64,10 +64,10 @@ class Mixture:
                 raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
 
     def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
-        """Weights of benchmarks in their mean, with sum 1.
+        """Return the weights of benchmarks in their mean, [benchmarks], summing to 1.
 
         Raises:
-            ValueError: a weight is for an unknown benchmark, or all weights are 0.
+            ValueError: a weight names an unknown benchmark, or all weights are 0.
         """
         for name in self.weights.keys() - set(benchmarks):
             raise ValueError(f"mixture.weights: no benchmark {name!r} in bits per byte: {nearest(name, benchmarks)}")
@@ -79,14 +79,14 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job.
+    """Settings of `nemo-ext mixture`.
 
     Attributes:
         train: arguments of `nemo-ext train` for a small model, with the streams to mix as its data.
-        evaluate: arguments of `nemo-ext evaluate`, with benchmarks in bits per byte.
+        evaluate: arguments of `nemo-ext evaluate`, with benchmarks scored in bits per byte.
         output: output folder.
-        shard: shard of the runs for this process, such as 0/40; null for all runs.
-        mixture: settings of the samples, the fit, and the limits of the optimum.
+        shard: shard of the runs that this process does, such as 0/40; null for all runs.
+        mixture: settings of the samples, the fit, and the limits on the optimum.
     """
 
     train: Annotated[Strings, Field(min_length=1), WORDS]
@@ -102,7 +102,7 @@ class Settings(OutputFolder):
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Check a composed config and return the settings; data and models are not read.
+    """Validate a composed config and return its settings; data and models are not read.
 
     Raises:
         ValueError: a setting is invalid.
@@ -120,7 +120,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Jobs of one small run with their composed configs: training and evaluation.
+    """Return the jobs of one small run, training and evaluation, as (name, composed config) pairs.
 
     Raises:
         ValueError: their arguments are invalid.
@@ -129,7 +129,7 @@ def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Composed config of the training of a small model.
+    """Return the composed config for training a small model.
 
     Raises:
         ValueError: its arguments are invalid, it requires several nodes, or it has no streams to mix.
@@ -150,7 +150,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Composed config of the evaluation of a small model.
+    """Return the composed config for evaluating a small model.
 
     Raises:
         ValueError: its arguments are invalid, or require more than one server.

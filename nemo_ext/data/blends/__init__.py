@@ -1,1 +1,1 @@
-"""Blends: the streams to train on and their shares."""
+"""Blends: the streams to train on, and their shares."""

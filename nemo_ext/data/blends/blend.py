@@ -16,11 +16,11 @@ from nemo_ext.job.progress import notice
 
 
 def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Return the `data` section with its blend as a flat list of `streams`.
+    """Return a `data` section with its blend as a flat list of `streams`.
 
     Args:
         data: A `data` section. If it already has `streams`, only the limits for planning are removed.
-        shares: Weights of the streams; None for equal weights, which are enough for tokenising.
+        shares: Weights of the streams; None for equal weights, which suffice for tokenising.
 
     Raises:
         ValueError: The blend is invalid.
@@ -38,10 +38,10 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 
 
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
-    """Number of tokens that a training run reads from `data`; None if the config does not determine it.
+    """Return the number of tokens that a training run reads from `data`; None if the config does not determine it.
 
-    Steps x batch size x sequence length, else `train.tokens`. If some phases have separate data, the sum over the other
-    phases.
+    This is steps x batch size x sequence length or, if one of these is not set, `train.tokens`. If some phases have
+    separate data, it is the sum over the other phases.
     """
     phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
     if any(phase.get("data") is not None for phase in phases):
@@ -57,18 +57,19 @@ def tokens_of_run(config: Mapping[str, Any]) -> int | None:
 
 
 def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plan the blend of a run: its `data` section as a flat blend, and Megatron's data and tokenizer arguments.
+    """Plan a run's blend: return its `data` section as a flat blend, and Megatron's data and tokenizer arguments.
 
     Arguments that the user has set are not returned. Streams that will be read more than `max_epochs` times cause a
     warning.
 
     Args:
         config: resolved config of a training run.
-        tokens: number of tokens read from this blend; None for the tokens of the whole run.
+        tokens: number of tokens read from this blend; None for the whole run's tokens.
 
     Raises:
-        ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is invalid
-            (see `plan_blend`), the share for validation is 0, or the vocabulary is (see `check_vocabulary`).
+        ValueError: a stream without a source has no tokenised files or files of a different tokenizer, the blend is
+            invalid (see `plan_blend`), the validation share is 0, or the vocabulary is invalid (see
+            `check_vocabulary`).
     """
     data, megatron = config["data"], ChainMap[str, Any]({}, config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
@@ -97,10 +98,10 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
 
 
 def shares_of(words: Sequence[object]) -> dict[str, float]:
-    """Shares of a blend by prefix, with sum 1.
+    """Return the shares of a blend, keyed by prefix, summing to 1.
 
     Args:
-        words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
+        words: Megatron's list: weight, prefix, weight, prefix, ..., or a single prefix.
 
     Raises:
         ValueError: there are several prefixes without weights, for which Megatron computes shares from the sizes.
@@ -123,7 +124,7 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Refuse files of another tokenizer, by their manifest; files made elsewhere do not have one and are accepted."""
+    """Reject files whose manifest names a different tokenizer; files made elsewhere have none and are accepted."""
     if not Path(f"{leaf.prefix}.json").is_file():
         return
     manifest = read_manifest(leaf.prefix)
@@ -135,13 +136,13 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
 
 
 def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Warning about streams whose order differs from the order before the run was resumed; None if none differs.
+    """Return a warning about streams whose order differs from that before the run was resumed; None if there are none.
 
-    Megatron's GPTDataset shuffles all epochs of a run together, so the order of a stream depends on the number of its
-    epochs. Packs, mixed lengths and phases keep their order.
+    Megatron's GPTDataset shuffles all epochs of a run together, so a stream's order depends on its number of epochs.
+    Packs, mixed lengths and phases keep their order.
 
     Args:
-        before: config with which the run was started, with data arguments.
+        before: config with which the run was started, including data arguments.
         config: config with which the run is resumed.
     """
     old, new = _epochs(before), _epochs(config)
@@ -160,7 +161,7 @@ def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | N
 
 
 def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
-    """Number of epochs of each training stream, and the values on which Megatron's order of it depends.
+    """For each training stream: its number of epochs, and the values on which Megatron's order of it depends.
 
     These are the number of epochs begun, and whether the last one is shuffled separately
     (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).

@@ -1,6 +1,6 @@
 """Division of a run's tokens among the streams of a blend's tree, by the groups' rules and within caps.
 
-Shares are exact fractions, so the shares of a blend sum to 1 however deep it is.
+Shares are exact fractions, so a blend's shares sum to 1 however deep it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_ext.data.blends.sizes import Size
 
 
 def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None) -> dict[str, Fraction]:
-    """Share of each stream in the tokens, by name, with sum 1.
+    """Return the share of the run's tokens for each stream, keyed by name and summing to 1.
 
     A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
     epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
@@ -24,8 +24,8 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
     Args:
         root: The tree.
-        sizes: Sizes of streams, by name; required for streams under rules and caps that depend on sizes.
-        tokens: Number of tokens of the run; required only for caps.
+        sizes: Sizes of streams, keyed by name; required for streams under rules and caps that depend on sizes.
+        tokens: Number of the run's tokens; required only for caps.
 
     Raises:
         ValueError: A size or `tokens` is required but missing, or the caps together are below `tokens`.
@@ -46,7 +46,7 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """Parts of the children by the group's rule, ignoring caps, with sum 1.
+    """Return the parts of the children by the group's rule, ignoring caps, summing to 1.
 
     Raises:
         ValueError: The rule requires a size that is unknown.
@@ -68,7 +68,7 @@ def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
 
 
 def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
-    """Size of a node in tokens: the total of its streams.
+    """Return the size of a node in tokens, which is the total of its streams.
 
     Raises:
         ValueError: A size is unknown; the message includes `why` it is needed.
@@ -108,7 +108,7 @@ def _first_cap(node: Node) -> str | None:
 
 
 def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
-    """Maximum number of tokens of a node under its caps; None without a limit."""
+    """Return the maximum number of tokens that a node's caps allow; None if there is no limit."""
     most = None
     if isinstance(node, Group):
         parts = [_capacity(child, sizes) for child in node.children]
@@ -131,7 +131,7 @@ def _allot(node: Node, budget: Fraction, sizes: Mapping[str, Size], shares: dict
 
 
 def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction | None]) -> list[Fraction]:
-    """Divide `budget` in proportion to `parts`, with no result above its limit.
+    """Divide `budget` in proportion to `parts`, with no part above its limit.
 
     Args:
         budget: Amount to divide; at most the sum of the limits, if every part has one.

@@ -1,4 +1,4 @@
-"""A blend as a tree: groups divide their share among their children by a rule, leaves are streams.
+"""A blend as a tree, in which groups divide their share among their children by a rule, and leaves are streams.
 
     blend:                                     # the root is a group, too; by default it divides by shares
       code: 20                                 # a leaf is a stream; shares are divided by their sum
@@ -10,7 +10,7 @@
         names: multilingual_*                  # leaf `spa` is the stream multilingual_spa
         of: {A: {each: 0.1, of: [spa, ita, fra, deu]}, B: [por, nld], others: [mlt, gle]}
 
-Reading makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
+Reading a tree makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
 """
 
 import math
@@ -39,7 +39,7 @@ class Leaf:
         key: Name of the stream in its group.
         where: Place of the stream in the config.
         name: Name of the stream in the blend, and of its files.
-        amount: Share or epochs, by the group's rule; None if the rule reads neither.
+        amount: Share or number of epochs, depending on the group's rule; None if the rule reads neither.
         prefix: Prefix of the stream's files.
         source: Source to tokenise; None if the files are made elsewhere.
         tokens: Assumed size in tokens, for planning before the files exist.
@@ -57,21 +57,21 @@ class Leaf:
 
     @property
     def children(self) -> tuple["Node", ...]:
-        """Empty, since a stream is a leaf of the tree."""
+        """Always empty, since a stream is a leaf of the tree."""
         return ()
 
     def leaves(self) -> Iterator["Leaf"]:
-        """Yield the stream itself, like the streams of a group."""
+        """Yield the stream itself, as groups yield their streams."""
         yield self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Group of a blend: children, and the rule that divides the group's share among them.
+    """A group in a blend: its children, and the rule that divides the group's share among them.
 
     Attributes:
-        key, where, cap_epochs: See `Leaf`; the cap is on passes over all streams of the group together.
-        amount: Share or epochs, by the parent's rule; a tier's part of 1, or None for tiers that divide the remainder.
+        key, where, cap_epochs: See `Leaf`; the cap applies to passes over all of the group's streams together.
+        amount: Share or epochs, depending on the parent's rule; a tier's part of 1, or None if it shares the remainder.
         by: Rule: `shares`, `epochs`, `temperature` or `tiers`.
         setting: Alpha of `temperature` or decay of `tiers`.
         children: Children in the config's order.
@@ -95,14 +95,14 @@ Node = Leaf | Group
 
 
 def read_tree(data: Mapping[str, object]) -> Group:
-    """Read the tree that a `data` section describes: `blend`, or a flat list of `streams`.
+    """Read the tree that a `data` section describes, as `blend` or as a flat list of `streams`.
 
     Args:
         data: `directory`, and either `blend`, a group or the children of a group that divides by shares, or `streams`,
             a list of mappings with `name`, `weight` and optionally `prefix` and `source`.
 
     Raises:
-        ValueError: The blend is invalid; the message has the place in the config.
+        ValueError: The blend is invalid; the message names the place in the config.
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
@@ -125,7 +125,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reader of a tree, with the directory and the pattern of names at the current node."""
+    """Reader of a tree, holding the directory and the name pattern that apply at the current node."""
 
     directory: Path
     names: str = "*"
@@ -287,7 +287,7 @@ def _check_tiers(group: Group) -> None:
 
 
 def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:
-    """Return a setting's number as an exact fraction of its decimal digits: 0.1 is 1/10.
+    """Return a setting's number as an exact fraction of its decimal digits, so that 0.1 is 1/10.
 
     Raises:
         ValueError: The value is not a number within the limits.

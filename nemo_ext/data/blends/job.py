@@ -1,4 +1,4 @@
-"""Job `nemo-ext blend`: audit of a config's blends."""
+"""The `nemo-ext blend` job: audits the blends in a config."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from nemo_ext.data.phases import sections_of
 
 
 def audit(config: Mapping[str, Any]) -> None:
-    """Print the share of every stream and warnings; with `output`, also write the report and blend files.
+    """Print the share of every stream, and warnings; with `output`, also write the report and blend files.
 
-    Phases with separate data are separate blends, each with a separate folder in `output`.
+    Phases with separate data are separate blends, each with its own folder in `output`.
 
     Raises:
         ValueError: The blend is missing or invalid, or a stream is read more than `refuse_epochs` times.
@@ -51,7 +51,7 @@ def audit(config: Mapping[str, Any]) -> None:
 
 
 def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
-    """Yield the name, section and tokens of each blend: `data`, and phases with separate data.
+    """Yield the name, `data` section and number of tokens of each blend: the run's, and those of phases with data.
 
     If `tokens` overrides the length of the run, phases are scaled in proportion.
     """
@@ -95,7 +95,7 @@ def _check_files(plan: BlendPlan) -> None:
 
 
 def _often_in_total(plans: Sequence[BlendPlan]) -> str:
-    """Streams that are not read too often in any single blend, but in all blends together."""
+    """List, for a warning, the streams that only all blends together read too often; "" if there are none."""
     total: dict[Path, float] = {}
     alone: set[Path] = set()
     for plan in plans:

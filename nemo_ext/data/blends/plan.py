@@ -1,4 +1,4 @@
-"""Plan of a blend: each stream's share of a run's tokens and, from its size, its epochs, with warnings and notes."""
+"""Plan of a blend: each stream's share of a run's tokens and, given its size, its epochs, with warnings and notes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LIMITS = ("max_epochs", "refuse_epochs")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A node of a blend with its part of the run's tokens.
+    """A node of a blend, with its part of the run's tokens.
 
     Attributes:
         node: The group or stream.
@@ -26,7 +26,7 @@ class Part:
         share: Exact share of the run's tokens.
         size: Number of available tokens; None if the size of a stream is unknown.
         assumed: True if `size` includes assumed sizes.
-        tokens: Number of the run's tokens from this node; None if the length of the run is unknown.
+        tokens: Number of the run's tokens that come from this node; None if the run's length is unknown.
         capped: True if the share is limited by the cap.
     """
 
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def epochs(self) -> float | None:
-        """Number of passes over the node in the run; None if unknown."""
+        """Number of passes over the node in the run; None if its size or the run's length is unknown."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 
@@ -50,9 +50,9 @@ class BlendPlan:
 
     Attributes:
         root: The tree.
-        sizes: Known sizes of streams, by name.
-        shares: Shares of all streams, by name, with a sum of exactly 1.
-        tokens: Number of tokens of the run; None if unknown.
+        sizes: Known sizes of streams, keyed by name.
+        shares: Shares of all streams, keyed by name and summing to exactly 1.
+        tokens: Number of the run's tokens; None if unknown.
         max_epochs: Number of passes over a stream above which `warning` names it.
     """
 
@@ -64,11 +64,11 @@ class BlendPlan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Parts of all nodes, each group before its children."""
+        """Parts for all nodes, each group before its children."""
         return list(self._described(self.root, 0))
 
     def part(self, *path: str) -> Part:
-        """Part of the node at a path of keys from the root: `part("multilingual", "A")`.
+        """Return the part for the node at a path of keys from the root, such as `part("multilingual", "A")`.
 
         Raises:
             KeyError: There is no such node.
@@ -79,16 +79,16 @@ class BlendPlan:
         return next(part for part in self.parts if part.node is node)
 
     def megatron_words(self, split: str) -> list[str]:
-        """Megatron's list for a split: weight, prefix, weight, prefix, ..."""
+        """Return Megatron's list for a split: weight, prefix, weight, prefix, ..."""
         weights = {name: repr(float(share)) for name, share in self.shares.items()}
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
     def too_often(self, part: Part) -> bool:
-        """True if a part is a stream that is read more than `max_epochs` times."""
+        """Return whether a part is a stream that is read more than `max_epochs` times."""
         return isinstance(part.node, Leaf) and (part.epochs or 0) > self.max_epochs
 
     def warning(self) -> str | None:
-        """Warning about streams that are read more than `max_epochs` times, the worst first; None if there are none."""
+        """Return a warning about streams read more than `max_epochs` times, the worst first; None if there are none."""
         often = sorted((part for part in self.parts if self.too_often(part)), key=lambda part: -(part.epochs or 0))
         if not often:
             return None
@@ -96,7 +96,7 @@ class BlendPlan:
         return f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or set caps"
 
     def notes(self) -> list[str]:
-        """Notes on normalised shares, tiers out of order, epochs that differ from the config, and unknown sizes."""
+        """Return notes on normalised shares, tiers out of order, epochs other than configured, and unknown sizes."""
         notes = []
         for part in self.parts:
             node = part.node
@@ -136,7 +136,7 @@ class BlendPlan:
         return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
 
     def _rising(self, group: Group) -> list[str]:
-        """Notes on tiers whose children get more than the children of the tier above."""
+        """Return notes on tiers whose children get more than the children of the tier above."""
         if group.by != "tiers":
             return []
         parts = zip(proportions(group, self.sizes), group.children, strict=True)
@@ -165,9 +165,9 @@ def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tok
     """Plan the shares of a blend from the sizes of the tokenised files.
 
     Args:
-        data: A `data` section, see `read_tree`. Streams that are read more than `max_epochs` times (default 4) cause a
-            warning, more than `refuse_epochs` times (default: no limit) an error.
-        tokens: Number of tokens of the run.
+        data: A `data` section; see `read_tree`. Streams that are read more than `max_epochs` times (default 4) cause a
+            warning; more than `refuse_epochs` times (default: no limit), an error.
+        tokens: Number of the run's tokens; None if unknown.
         before_tokenising: True to ignore damaged files of streams with a source, which will be tokenised anyway.
 
     Raises:
@@ -204,5 +204,5 @@ def _count(tokens: float | None) -> str:
 
 
 def some_of(names: list[str], most: int = 8) -> str:
-    """Join the first names, followed by the number of further names."""
+    """Join the first `most` names, followed by the number of further names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Audit of a blend: a table, a page with a plot, and the blend in the formats of trainers. No torch."""
+"""Audit of a blend: a table, a page with a plot, and the blend in trainers' formats. Does not import torch."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def print_table(plan: BlendPlan, console: Console) -> None:
 
 
 def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
-    """Write the audit and the blend's files into a folder; returns the audit's path.
+    """Write the audit and the blend's files to a folder; return the audit's path.
 
     - `report.md`, `blend.png`: the audit.
     - `blend.json`: lists for train, valid and test. Megatron-LM and Megatron-Bridge read it as
@@ -56,7 +56,7 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
 
 
 def page(plan: BlendPlan, title: str) -> Report:
-    """Report of the audit: warnings, notes, the plot, and a table of shares."""
+    """Build the audit's report: warnings, notes, the plot, and a table of shares."""
     length = "a run of unknown length" if plan.tokens is None else f"{plan.tokens:,} tokens"
     report = Report(title, f"{sum(isinstance(part.node, Leaf) for part in plan.parts)} streams for {length}.")
     if warning := plan.warning():
@@ -111,7 +111,7 @@ def _plot(report: Report, plan: BlendPlan, title: str) -> None:
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
-    """Share, tokens, size and epochs as text."""
+    """Return share, tokens, size and epochs, formatted for a table."""
     size = "?" if part.size is None else _tokens(part.size) + ("*" if part.assumed else "")
     epochs = "?" if part.epochs is None else f"{part.epochs:.3g}" if part.epochs < 1000 else f"{part.epochs:,.0f}"
     return (

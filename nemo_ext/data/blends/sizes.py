@@ -1,4 +1,4 @@
-"""Number of training tokens of a stream: read from its files, or assumed by the config before they exist."""
+"""Size of a stream in training tokens, read from its files, or assumed by the config before they exist."""
 
 import struct
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Number of training tokens, and whether it is from the `files` or `assumed` by the config."""
+    """Number of training tokens, and whether it was read from the `files` or `assumed` by the config."""
 
     tokens: int
     known: Literal["files", "assumed"]
 
 
 def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
-    """Size of a stream's training split.
+    """Return the size of a stream's training split.
 
     Args:
         prefix: prefix of the stream's files: `<prefix>_train.idx`, `<prefix>_train.bin`, and a manifest
@@ -30,7 +30,7 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
         assumed: number of tokens to assume if the files do not exist.
 
     Returns:
-        None if there are neither files nor an assumption.
+        The size; None if there are neither files nor an assumption.
 
     Raises:
         ValueError: The files are empty, truncated, or not Megatron's.
@@ -52,10 +52,10 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
 
 
 def indexed_tokens(index: Path) -> int:
-    """Number of tokens of a Megatron .bin, read from its .idx in constant time; the files may be made elsewhere.
+    """Read the number of tokens in a Megatron .bin from its .idx in constant time; any tool may have made them.
 
     Raises:
-        ValueError: The file is not an .idx or is truncated, or its .bin is missing or of another size.
+        ValueError: The file is not an .idx or is truncated, or its .bin is missing or of a different size.
     """
     with open(index, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)

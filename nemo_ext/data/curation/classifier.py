@@ -1,7 +1,7 @@
 """Quality classifiers: a linear model over hashed words and word pairs, or fastText. Their files hold only numbers.
 
 As in DCLM (arXiv 2406.11794, section 4.4), a linear classifier separates documents of the desired quality from web
-documents, and a threshold keeps a share of the web.
+documents, and a threshold determines the share of the web that is kept.
 """
 
 import json
@@ -21,7 +21,7 @@ ABOUT = "classifier.json"
 WANTED = "wanted"
 """Label of the positive class in fastText models trained by `curate_classifier`."""
 MOST_WORDS = 20_000
-"""Maximum number of words read from a document."""
+"""Maximum number of words that are read from a document."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Scorer:
 
     Attributes:
         score: function from a text to the probability that it belongs to the positive class.
-        recommended: recommended threshold, found in training.
+        recommended: recommended threshold, determined in training.
         files: files of the classifier.
     """
 
@@ -40,7 +40,7 @@ class Scorer:
 
 
 def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Hashed words and word pairs of a text as features: ascending indices below 2**bits, and weights of norm 1."""
+    """Hash a text's words and word pairs to features: ascending indices below 2**bits, and weights of norm 1."""
     words = Words([text[: 20 * MOST_WORDS]])
     both = np.concatenate([words.hashes[:MOST_WORDS], words.ngrams(2)[0][:MOST_WORDS]])
     numbers, counts = np.unique((both >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
@@ -49,15 +49,19 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """Beginning of a text on one line, as fastText requires, without fastText's label prefix `__label__`."""
+    """Return the beginning of a text on one line, as fastText requires, without its label prefix `__label__`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 
 def load_scorer(path: str, label: str | None = None) -> Scorer:
-    """Load a classifier from its folder, or from the file of a fastText model.
+    """Load a classifier from its folder or from a fastText model file.
+
+    Args:
+        path: the folder or file.
+        label: label of the positive class in a fastText model file.
 
     Raises:
-        ValueError: it is missing or damaged, or does not have the label.
+        ValueError: the classifier is missing or damaged, or lacks the label.
     """
     place = Path(path).expanduser()
     if not place.is_dir():

@@ -1,4 +1,4 @@
-"""Documents of curation, as datatrove's `Document`: reading sources, and reading and writing compressed JSONL files."""
+"""Curated documents as datatrove's `Document`: reading sources, and reading and writing compressed JSONL files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,10 +19,10 @@ _OURS = ("id", "text")
 
 
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
-    """Read documents from parts of a source; the other keys of a record become metadata, and `source` is the stream.
+    """Yield documents from parts of a source; other keys become metadata, in which `source` names the stream.
 
-    Blank and unencodable documents are only counted. A record keeps its own `id`; where `text_key` is another key, its
-    own `text` is kept as `text_`. Numbers that JSON does not have (NaN) become null.
+    Blank and unencodable documents are only counted. A record keeps its own `id`; if `text_key` is a different key, its
+    own `text` is kept as `text_`. Numbers that JSON cannot represent (NaN) become null.
     """
     for part in parts:
         for document, _ in encodable(_read(source, part, stream, report), report):
@@ -46,7 +46,7 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
 
 
 def _make_room(about: dict[str, Any], key: str) -> None:
-    """Rename a record's own value of a reserved key by appending underscores."""
+    """Free a reserved key for our use, by appending underscores to the record's own key."""
     if key in about:
         other = f"{key}_"
         while other in about:
@@ -55,7 +55,7 @@ def _make_room(about: dict[str, Any], key: str) -> None:
 
 
 def line_of(document: Document, **more: Any) -> bytes:
-    """Encode a document as a line of JSON with additional keys; the record's own values of these keys are renamed."""
+    """Encode a document as a JSON line with additional keys; the record's own keys of the same names are renamed."""
     about = dict(document.metadata)
     for key in more:
         _make_room(about, key)
@@ -63,7 +63,7 @@ def line_of(document: Document, **more: Any) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[Document]:
-    """Read the documents of a file written by `Writer`.
+    """Yield the documents in a file written by `Writer`.
 
     Raises:
         ValueError: the file is damaged.
@@ -83,9 +83,9 @@ MOST_FILES = 200
 
 
 class Writer:
-    """Writer of compressed JSONL files, which get their names when a stack of contexts closes without an error.
+    """Writer of compressed JSONL files, which get their final names when the exit stack closes without an error.
 
-    Equal documents give equal bytes.
+    Equal documents produce equal bytes.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -93,7 +93,7 @@ class Writer:
         self._open: dict[Path, IO[bytes]] = {}
 
     def write(self, path: Path, line: bytes) -> None:
-        """Append a line of JSON to a file, which is opened if necessary."""
+        """Append a JSON line to a file, which is opened if necessary."""
         if (file := self._open.get(path)) is None:
             if len(self._open) == MOST_FILES:
                 raise ValueError(

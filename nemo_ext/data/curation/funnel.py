@@ -1,4 +1,4 @@
-"""Funnel of a curation: documents, bytes and tokens into and out of each stage, and dropped documents by reason."""
+"""Curation funnel: documents, bytes and tokens into and out of each stage, and dropped documents by reason."""
 
 import heapq
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
 
 EXAMPLES = 20
-"""Number of examples kept per reason: the smallest hashes, so that the choice does not depend on the order of work."""
+"""Number of examples kept per reason: those with the smallest hashes, so that the order of work does not matter."""
 
 
 @dataclass
 class Amount:
-    """Number of documents, UTF-8 bytes of their text, and tokens (0 where tokens are not counted)."""
+    """Number of documents, number of UTF-8 bytes in their text, and number of tokens (0 where they are not counted)."""
 
     documents: int = 0
     bytes: int = 0
@@ -29,7 +29,7 @@ class Amount:
 
 @dataclass
 class Reason:
-    """Documents dropped for one reason; `examples` are (hash, id, detail)."""
+    """Documents dropped for one reason; `examples` are (hash, document id, detail)."""
 
     amount: Amount = field(default_factory=Amount)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Reason:
 
 @dataclass
 class Through:
-    """Counts of a stage: documents that came in, were kept and were changed, and dropped documents by reason."""
+    """Counts for one stage: documents that came in, were kept or were changed, and those dropped, by reason."""
 
     came: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -61,7 +61,7 @@ class Through:
             heapq.heappushpop(counts.examples, _negated(entry))
 
     def finish(self) -> None:
-        """Turn the heaps of examples that `drop` filled into sorted lists."""
+        """Convert the heaps of examples that `drop` filled to sorted lists."""
         for reason in self.dropped.values():
             reason.examples = sorted(map(_negated, reason.examples))
 
@@ -75,20 +75,20 @@ class Through:
 
 
 def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
-    """Entry with its hash negated, since `heapq` removes the smallest and the largest hash has to go."""
+    """Negate an entry's hash, since `heapq` removes the smallest item, but the largest hash has to go."""
     return -entry[0], entry[1], entry[2]
 
 
 @dataclass
 class Counts:
-    """Counts of a pass over a unit or a stream: records read, documents by stage, and documents written by folder."""
+    """Counts of a pass over a unit or stream: records read, documents by stage, and documents written by folder."""
 
     read: ReadReport = field(default_factory=ReadReport)
     stages: dict[str, Through] = field(default_factory=dict)
     written: dict[str, Amount] = field(default_factory=dict)
 
     def stage(self, name: str) -> Through:
-        """Counts of a stage, added if missing."""
+        """Return the counts of a stage, adding them if missing."""
         return self.stages.setdefault(name, Through())
 
     def add(self, other: "Counts") -> None:
@@ -100,12 +100,12 @@ class Counts:
             self.written.setdefault(place, Amount()).add(amount)
 
     def as_json(self) -> dict[str, Any]:
-        """The counts as JSON."""
+        """Return the counts in a form that can be stored as JSON."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Counts":
-        """Counts from the result of `as_json`."""
+        """Restore counts from the result of `as_json`."""
         stages = {}
         for name, stage in values["stages"].items():
             dropped = {

@@ -1,4 +1,4 @@
-"""Job `nemo-ext curate`: passes over raw documents in any number of shards and workers, and a report of the funnel."""
+"""The `nemo-ext curate` job: passes over raw documents in any number of shards, and a report on the funnel."""
 
 import dataclasses
 import json
@@ -38,17 +38,17 @@ from nemo_ext.job.workers import usable_cores
 
 RESULTS = "funnel.json"
 STREAMS = Path("conf", "data", "curated.yaml")
-"""Data file with the streams of the output, for `--config-dir=OUTPUT/conf data=curated`."""
+"""Data config file that lists the output's streams, for `--config-dir=OUTPUT/conf data=curated`."""
 SLURM = "slurm"
-"""Folder of Slurm records, which `slurm.folder` may place inside the output."""
+"""Folder for Slurm records, which `slurm.folder` may place inside the output."""
 
 
 def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
-    """Check a composed config and return its settings, stages and sources.
+    """Validate a composed config and return its settings, stages and sources.
 
     Args:
         config: composed config.
-        files: whether to check files too: input, models and lists; False if an earlier job has yet to write them.
+        files: whether to check files too (input, models and lists); False if an earlier job has yet to write them.
 
     Raises:
         ValueError: a setting is invalid, or a stage requires a file or library that is missing.
@@ -72,7 +72,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
 
 
 def _check_folder(plan: Plan) -> dict[str, Any]:
-    """Return the record of settings and input; raises ValueError if the output folder holds anything else."""
+    """Return the record of settings and input; raises ValueError if the output folder belongs to anything else."""
     folder, now = plan.settings.folder, _made_of(plan)
     plan.settings.check_same(now)
     others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -85,7 +85,7 @@ def run(config: Mapping[str, Any]) -> None:
     """Curate as a composed config describes, as far as this shard can, resuming from existing files.
 
     Raises:
-        ValueError: a setting, a file or the input is invalid, or the folder has the output of other settings.
+        ValueError: a setting, a file or the input is invalid, or the folder has output made with different settings.
         JobFailed: a worker process died.
     """
     plan = check(config)
@@ -125,7 +125,7 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
 
 
 def _label(current: Pass, passes: Sequence[Pass]) -> str:
-    """Name of a pass in progress and notices, such as `pass 1 of 2 (read to language, to same_text)`."""
+    """Return the name of a pass for progress and notices, such as `pass 1 of 2 (read to language, to same_text)`."""
     names = [*([current.begin] if current.begin else ["read"]), *current.names]
     more = "" if current.end is None else f", to {current.end}"
     return f"pass {current.number + 1} of {len(passes)} ({names[0]}{f' to {names[-1]}' if names[1:] else ''}{more})"
@@ -186,7 +186,7 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
 
 
 def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
-    """Data file (as in `hydra_conf/data`) of the output's streams, weighted by bytes and by their buckets' rates."""
+    """Return the data config for the output's streams, weighted by bytes times their buckets' rates."""
     folder = plan.settings.folder.absolute()
     rated = (stage for stage in plan.stages.values() if isinstance(stage, Buckets) and stage.rate is not None)
     buckets = next(rated, None)
@@ -204,7 +204,7 @@ def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
 
 
 def _made_of(plan: Plan) -> dict[str, Any]:
-    """Settings and input that determine the output; shards, workers and memory do not."""
+    """Return the settings and input that determine the output, which shards, workers and memory do not."""
     curate = dataclasses.asdict(plan.curate)
     del curate["memory"]
     curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}

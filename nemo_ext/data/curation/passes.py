@@ -1,4 +1,4 @@
-"""Passes over the documents: consecutive stages up to a barrier, which needs all documents before the next pass.
+"""Passes over the documents. A pass is a run of stages up to a barrier, which needs all documents before the next pass.
 
 The input is cut into units, independently of shards and workers. A pass over a unit writes its documents, the
 barrier's features and the counts; the counts come last and mark the unit as done. So the output is the same byte for
@@ -32,17 +32,17 @@ from nemo_ext.job.units import Units
 
 READ = "read"
 DOCUMENTS = "documents"
-"""Folder of the kept documents in the output."""
+"""Folder for the kept documents in the output."""
 SAMPLE = 0.01
-"""Share of the dropped documents that `keep_dropped=sample` keeps."""
+"""Share of the dropped documents that `keep_dropped=sample` writes."""
 DECIDED = "decided"
-"""File in a pass's folder that marks the decision of its barrier as complete."""
+"""File in a pass's folder that marks its barrier's decision as complete."""
 VALUES, ENDS, VERDICTS = ".values", ".ends.npy", ".verdicts"
-"""Suffixes of a unit's files: feature values of all documents, the end of each document's values, and the verdicts."""
+"""Suffixes of a unit's files: all documents' feature values, the end of each document's values, and the verdicts."""
 _UNITS = "units.json"
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
-"""Maximum number of characters of a folder's name."""
+"""Maximum number of characters in a folder name."""
 _ZEROS = 1 << 20
 
 
@@ -76,7 +76,7 @@ def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
 
 
 def units_of(plan: Plan) -> list[Unit]:
-    """Units of the input; the first process cuts them and writes the list that others read.
+    """Return the units of the input; the first process cuts them and writes the list that the others read.
 
     Raises:
         ValueError: the input is empty.
@@ -94,27 +94,27 @@ def units_of(plan: Plan) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Work:
-    """A pass in a form that is cheap to send to workers: the composed config as JSON, and the number of the pass."""
+    """A pass in a form that is cheap to send to workers: the composed config as JSON, and the pass number."""
 
     config: str
     number: int
 
     @property
     def plan(self) -> Plan:
-        """Settings, stages and sources."""
+        """Settings, stages and sources of the config."""
         return _plan(self.config)
 
     @property
     def units(self) -> Units:
-        """Files that the pass writes per unit; the file of counts marks the unit as done."""
+        """Files that the pass writes per unit; the counts file marks the unit as done."""
         return Units(self.plan.settings.own / str(self.number))
 
     def counts(self, unit: int) -> Counts:
-        """Counts of a finished unit."""
+        """Return the counts of a finished unit."""
         return Counts.from_json(json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
-        """Features that the barrier recorded for a finished unit."""
+        """Return the features that the barrier recorded for a finished unit."""
         path = self.units.file(unit, VALUES)
         try:
             ends = np.load(self.units.file(unit, ENDS), mmap_mode="r")
@@ -139,7 +139,7 @@ def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
 
 
 def tokenizer_of(curate: Curate) -> Tokenizer | None:
-    """Tokenizer for counting tokens, None if they are not counted; raises ValueError if it cannot be read."""
+    """Return the tokenizer for counting tokens; None if they are not counted. Raises ValueError if unreadable."""
     config = curate.tokenizer
     return None if config is None else load_tokenizer(named_tokenizer(config) if isinstance(config, str) else config)
 
@@ -206,7 +206,7 @@ def run_unit(work: Work, unit: Unit) -> None:
         out = Writer(stack)
 
         def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
-            """Count the decision of a stage on a document; True if it is dropped."""
+            """Count a stage's decision on a document; return whether the document is dropped."""
             through = counts.stage(name)
             through.came.add(before)
             if drop is None:
@@ -249,7 +249,7 @@ def run_unit(work: Work, unit: Unit) -> None:
 
 
 class _Size:
-    """Size of the current document, measured again only if its text differs from the last one."""
+    """Size of the current document, remeasured only if its text differs from the last one."""
 
     def __init__(self, tokens: Callable[[str], int]) -> None:
         self._tokens = tokens
@@ -267,7 +267,7 @@ class _Size:
 def _documents(
     work: Work, unit: Unit, report: ReadReport
 ) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
-    """Documents of a unit before a pass, each with a function that applies the previous barrier's verdict to it."""
+    """Yield a unit's documents before a pass, each with a function that applies the last barrier's verdict to it."""
     if work.number == 0:
         for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
             yield document, lambda document: None
@@ -299,7 +299,7 @@ def _documents(
 
 @contextmanager
 def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
-    """Context of a function that appends a document's features to files; these get their names at the end."""
+    """Context manager that yields a function for appending a document's features to files, named when it exits."""
     ends = [0]
     with complete_file(work.units.file(unit.number, VALUES)) as file:
 
@@ -313,7 +313,7 @@ def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
 
 
 def _place(plan: Plan, unit: Unit, document: Document) -> str:
-    """Folder of a document below `documents` in the output."""
+    """Return the folder of a document, relative to `documents` in the output."""
     values = [str(value_at(document.metadata, key)) for key in plan.curate.divide]
     for key, value in zip(plan.curate.divide, values, strict=True):
         if len(value) > _LONGEST:

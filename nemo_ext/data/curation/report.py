@@ -1,4 +1,4 @@
-"""Report of a curation: the funnel as tables and a picture, and dropped documents with examples."""
+"""Report on a curation: the funnel as tables and a picture, and dropped documents with examples."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ _SHOWN = 160
 
 
 def page(about: Mapping[str, object], counts: Mapping[str, Counts], stages: Sequence[str]) -> Report:
-    """Report with facts about the run, the funnel of each stream, and the documents dropped by each stage."""
+    """Build the report: facts about the run, the funnel of each stream, and the documents dropped by each stage."""
     whole = Counts()
     for stream_counts in counts.values():
         whole.add(stream_counts)
@@ -53,7 +53,7 @@ def _dropped(report: Report, stage: str, through: Through) -> None:
 
 
 def _picture(report: Report, counts: Mapping[str, Counts], stages: Sequence[str]) -> None:
-    """Draw stacked bars of the bytes kept by each stage, by stream."""
+    """Draw stacked bars of the bytes kept by each stage, one colour per stream."""
     names = ["read", *stages]
     (axes,) = report.picture("the funnel", PICTURE, 8, 1.2 + 0.35 * len(names))
     ends = [0.0] * len(names)

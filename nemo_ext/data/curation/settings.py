@@ -1,4 +1,4 @@
-"""Checked settings of `nemo-ext curate`, and the kinds of stages."""
+"""Validated settings of `nemo-ext curate`, and the kinds of stages."""
 
 import dataclasses
 import re
@@ -36,16 +36,16 @@ KINDS: dict[str, type[Stage]] = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curate:
-    """Section `curate` of the config.
+    """The config's `curate` section.
 
     Attributes:
         stages: names of the blocks to run, in order.
-        blocks: name -> `kind` and settings of a stage; blocks that `stages` does not name are not run.
+        blocks: mapping from name to a stage's `kind` and settings; blocks that `stages` does not name are not run.
         keep_dropped: which dropped documents to write to `dropped`: none, one in a hundred, or all.
-        divide: keys of documents whose values divide the output into folders.
+        divide: document keys whose values divide the output into folders.
         tokenizer: tokenizer with which the funnel also counts tokens; null to count none.
-        unit: bytes of input per unit of work and per output file, where input files can be cut.
-        memory: approximate number of bytes of memory for deciding on duplicates.
+        unit: number of input bytes per unit of work and per output file, where input files can be cut.
+        memory: approximate memory in bytes for deciding on duplicates.
     """
 
     stages: Annotated[StringsOrNone, Field(min_length=1)]
@@ -59,7 +59,7 @@ class Curate:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job, except its text and the section `curate`.
+    """Settings of `nemo-ext curate`, except its text and the `curate` section.
 
     Attributes:
         preset: name of the preset, for the report.
@@ -76,13 +76,13 @@ class Settings(OutputFolder):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Checked contents of a composed config.
+    """Validated contents of a composed config.
 
     Attributes:
         settings: settings of the job.
-        curate: section `curate`.
-        stages: stages by name, in order.
-        streams: sources by the name of their stream.
+        curate: the `curate` section.
+        stages: stages in order, keyed by name.
+        streams: sources, keyed by stream name.
     """
 
     settings: Settings
@@ -92,7 +92,7 @@ class Plan:
 
 
 def read_plan(config: Mapping[str, Any]) -> Plan:
-    """Read settings, stages and sources of a composed config, without checking that their files exist.
+    """Read the settings, stages and sources of a composed config, without checking that their files exist.
 
     Raises:
         ValueError: a setting is invalid, or no text is given.

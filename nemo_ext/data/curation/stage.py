@@ -1,7 +1,7 @@
 """Base classes of curation stages: their settings, and how they judge documents.
 
-A `Stage` judges one document at a time. A `Barrier` needs all documents: it records features of each, decides once all
-are recorded, and applies its verdicts in the next pass.
+A `Stage` judges one document at a time. A `Barrier` needs all documents: it records each document's features, decides
+once all are recorded, and applies its verdicts in the next pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +17,16 @@ from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.user_files import value_at
 
 Judge = Callable[[Document], Drop | None]
-"""Function that returns why a document is dropped, or None; it may change the document's text and metadata."""
+"""Function that returns the reason for dropping a document, or None; it may change the document's text and metadata."""
 Values = npt.NDArray[np.uint64]
 Verdicts = npt.NDArray[np.uint8]
 
 URL_KEYS = ("url", "metadata.url", "metadata.warc_url", "warc_url")
-"""Keys of a record that may hold its URL; the first that does is used."""
+"""Keys that may hold a record's URL; the first one that does is used."""
 
 
 class Stage:
-    """Base class of a stage's settings: a frozen pydantic dataclass, checked before the work and sent to workers."""
+    """Base class of stage settings: a frozen pydantic dataclass, validated before the work and sent to workers."""
 
     kind: ClassVar[str]
 
@@ -38,7 +38,7 @@ class Stage:
         """
 
     def reads(self) -> list[Path]:
-        """Files whose content determines the decisions, such as models and lists."""
+        """Return the paths of the files whose content affects the decisions, such as models and lists."""
         return []
 
     def start(self) -> Judge:
@@ -47,16 +47,16 @@ class Stage:
 
 
 Mark = Callable[[int, npt.NDArray[np.int64] | slice, npt.NDArray[np.uint8] | int], None]
-"""Function that sets verdicts, which are 0 at first: number of the unit, indices in it, and the verdicts."""
+"""Function that sets verdicts, which are initially 0, given the unit's number, indices within it, and the verdicts."""
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features that a barrier recorded for the documents of a unit, in a file.
+    """Features that a barrier recorded for a unit's documents, in a file.
 
     Attributes:
-        path: file of the 64-bit values of all documents, concatenated.
+        path: file with the 64-bit values of all documents, concatenated.
         number: number of values.
         documents: number of documents.
     """
@@ -66,7 +66,7 @@ class Features:
     documents: int
 
     def blocks(self, width: int = 1) -> Iterator[Values]:
-        """Read the values in blocks of about 32 MB, [rows, width]."""
+        """Yield the values in blocks of about 32 MB, [rows, width]."""
         step = max(1, _BLOCK // width) * width
         with open(self.path, "rb") as file:
             while len(values := np.fromfile(file, dtype=np.uint64, count=step)):
@@ -74,10 +74,10 @@ class Features:
 
 
 class Barrier(Stage):
-    """Base class of a stage that needs the features of all documents before it decides on any."""
+    """Base class of stages that need the features of all documents before they decide on any."""
 
     verdict_of_values: ClassVar[bool] = True
-    """True if each value has a verdict, False if each document has one."""
+    """Whether each value has a verdict; otherwise, each document has one."""
 
     def features(self, document: Document) -> Values:
         """Compute the features of a document."""
@@ -88,23 +88,23 @@ class Barrier(Stage):
 
         Args:
             units: features of every unit, in order.
-            mark: function that sets verdicts.
-            memory: approximate number of bytes that may be used.
+            mark: function that sets verdicts; see `Mark`.
+            memory: approximate memory in bytes that may be used.
         """
         raise NotImplementedError
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
-        """Apply the verdicts to a document: return why it is dropped, or change it, or keep it.
+        """Apply verdicts to a document: change it if necessary; return the reason to drop it, or None to keep it.
 
         Args:
             document: the document from which the features were computed.
-            verdicts: verdicts of its values, or its single verdict.
+            verdicts: verdicts on its values, or its single verdict.
         """
         raise NotImplementedError
 
 
 def url_of(document: Document) -> str | None:
-    """URL of a document; None if it has none."""
+    """Return the URL of a document; None if it has none."""
     for key in URL_KEYS:
         if isinstance(found := value_at(document.metadata, key), str) and found:
             return found
@@ -112,11 +112,11 @@ def url_of(document: Document) -> str | None:
 
 
 def language_of(document: Document) -> str | None:
-    """Language code of a document, from a language stage or its record; None if neither gives one."""
+    """Return the language code of a document, from a language stage or its record; None if there is none."""
     language = document.metadata.get("language")
     return language if isinstance(language, str) else None
 
 
 def shown(text: str, length: int = 100) -> str:
-    """Beginning of a text, on a single line."""
+    """Return the beginning of a text, on a single line of at most `length` characters."""
     return " ".join(text[: 2 * length].split())[:length]

@@ -1,4 +1,4 @@
-"""Job `nemo-ext curate_classifier`: trains a quality classifier on two sets of documents, and reports its accuracy."""
+"""The `nemo-ext curate_classifier` job: trains a quality classifier on two sets of documents and evaluates it."""
 
 import json
 import tempfile
@@ -36,12 +36,12 @@ class Settings(OutputFolder):
     """Settings of `nemo-ext curate_classifier`.
 
     Attributes:
-        positives: files of documents of the desired quality.
-        negatives: files of other documents, such as a sample of the web.
-        kind: kind of the files; null to infer it from their names.
+        positives: files with documents of the desired quality.
+        negatives: files with other documents, such as a sample of the web.
+        kind: file kind; null to infer it from the file names.
         text_key: key of a record's text; null for `text`.
         output: folder to write.
-        engine: `fasttext`, or `hashed` words and word pairs; null for fastText where it is installed.
+        engine: `fasttext`, or `hashed` words and word pairs; null for fastText if it is installed.
         share: share of the negatives that the recommended threshold keeps.
         most: maximum number of documents read from each set.
         held_out: share of the documents held out from training.
@@ -70,7 +70,7 @@ class _Set:
 
 
 def check(config: Mapping[str, Any]) -> Settings:
-    """Check the settings of a composed config, without looking at files.
+    """Validate the settings of a composed config, without looking at files.
 
     Raises:
         ValueError: a setting is invalid.
@@ -85,10 +85,10 @@ def check(config: Mapping[str, Any]) -> Settings:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train the classifier of a composed config and report on it, unless it is complete already.
+    """Train the classifier of a composed config and report on it, unless it is already complete.
 
     Raises:
-        ValueError: a setting or a file is invalid, or the folder has a classifier with other settings.
+        ValueError: a setting or a file is invalid, or the folder has a classifier made with different settings.
     """
     settings = check(config)
     engine = settings.engine or ("fasttext" if find_spec("fasttext") else "hashed")
@@ -180,7 +180,7 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Write the report and return the path of its page."""
+    """Write the report; return the path of its HTML page."""
     from scipy.stats import mannwhitneyu
 
     positives, negatives = (scores[name] for name in _NAMES)
@@ -208,14 +208,14 @@ def _report(
 
 
 def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
-    """Lowest threshold that keeps at most a share of the negatives."""
+    """Return the lowest threshold that keeps at most a fraction `share` of the negatives."""
     above = np.sort(negatives)[::-1]
     first_out = above[min(int(share * len(above)), len(above) - 1)]
     return float(np.nextafter(first_out, np.inf))
 
 
 def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:
-    """Precision, recall and share of negatives kept at a threshold, as text."""
+    """Return precision, recall and share of negatives kept at threshold `least`, formatted for the report."""
     recall, kept = float((positives >= least).mean()), float((negatives >= least).mean())
     precision = recall / (recall + kept) if recall + kept else 0.0
     return f"{precision:.3f}", f"{recall:.3f}", f"{kept:.3f}"
@@ -224,7 +224,7 @@ def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray
 def _reliability(
     positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]
 ) -> list[tuple[float, int, float, float]]:
-    """Lower edge, number of documents, mean score and share of positives for each tenth of the score range."""
+    """Return (lower edge, documents, mean score, share of positives) for each non-empty tenth of the score range."""
     scores = np.concatenate([positives, negatives])
     is_positive = np.concatenate([np.ones(len(positives)), np.zeros(len(negatives))])
     tenth = np.minimum((scores * 10).astype(int), 9)
@@ -248,6 +248,6 @@ def _picture(
 
 
 def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Settings and input files that determine the classifier."""
+    """Return the settings and input files that determine the classifier."""
     values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
     return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

@@ -1,1 +1,1 @@
-"""RL curricula: pass rates of prompts from rollouts, and prompts in the order in which a run trains on them."""
+"""RL curricula: prompts' pass rates from rollouts, and the order in which a run trains on the prompts."""

@@ -1,4 +1,4 @@
-"""Job `nemo-ext curriculum`: rollouts -> profile of pass rates -> filters -> plan -> files."""
+"""The `nemo-ext curriculum` job: profiles rollouts, filters and orders prompts by pass rate, and writes files."""
 
 import dataclasses
 import json
@@ -38,12 +38,12 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores
 
 LEAST_TO_TEACH = 0.05
-"""Minimum factor of a domain in `adapted`."""
+"""Minimum learning signal of a domain in `adapted`."""
 MOST_LEVELS = 64
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job that the composed config describes.
+    """Run `nemo-ext curriculum` as the composed config describes.
 
     Raises:
         ValueError: a setting or an input file is invalid.
@@ -120,12 +120,18 @@ def _make(
 
 
 def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:
-    """Weight each domain's share by its remaining learning signal to a power: adaptive weights of multi-environment RL.
+    """Weight each domain's share by a power of its remaining learning signal: adaptive weights of multi-environment RL.
 
-    The learning signal of a prompt that is solved with probability p is 4 p (1 - p), proportional to the variance of
-    its reward and so to advantages that are not divided by the standard deviation. A domain has the mean of its
-    prompts, at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new profile, has
-    new weights. OLMo 3's slides mention adaptive weights of datasets without details: all of this is a (choice).
+    The learning signal of a prompt that is solved with probability p is 4 p (1 - p). It is proportional to the variance
+    of the reward, and so to advantages that are not divided by the standard deviation. A domain's signal is the mean
+    over its prompts, but at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new
+    profile, gets new weights. OLMo 3's slides mention adaptive weights of datasets without details; all of this is a
+    (choice).
+
+    Args:
+        shares: shares of the domains, keyed by name.
+        candidates: prompts that may be trained on.
+        power: exponent of the learning signal; 0 returns the shares unchanged.
     """
     if not power:
         return dict(shares)
@@ -140,7 +146,7 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
 
 
 def _used(settings: Settings) -> tuple[Keys, Numbers]:
-    """Sorted keys of the prompts that previous curricula trained on, and how often."""
+    """Return the sorted keys of the prompts that previous curricula trained on, and how often they did."""
     if settings.previous is None:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     path = Path(settings.previous).expanduser() / ARRAYS
@@ -157,7 +163,7 @@ def _used(settings: Settings) -> tuple[Keys, Numbers]:
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
-    """Save the plan's arrays, from which the next curriculum reads which prompts were trained on."""
+    """Save the plan's arrays, which tell the next curriculum which prompts were trained on."""
     candidates = selection.candidates
     with complete_file(output / ARRAYS) as file:
         np.savez(
@@ -228,7 +234,7 @@ def _domain_rows(
 
 
 def _warn(plan: Plan, candidates: Candidates, steps: Steps) -> None:
-    """Warn of an early stop, repeated prompts, and steps whose mean pass rate misses the target."""
+    """Warn about an early stop, repeated prompts, and steps whose mean pass rate misses the target."""
     if plan.stopped:
         notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; exhausted=repeat would reuse prompts")
     for name, repeats in zip(candidates.domains, plan.epochs, strict=True):

@@ -1,4 +1,4 @@
-"""Files of a curriculum's directory, including one file per domain for dataloaders that read domains separately."""
+"""Files in a curriculum's directory, including one file per domain for dataloaders that read domains separately."""
 
 import re
 import zipfile
@@ -20,12 +20,12 @@ DOMAINS, ORDER = "domains", "order.npz"
 
 @dataclass(frozen=True)
 class Order:
-    """Domain of each prompt of each step.
+    """The domain of every prompt in every step.
 
     Attributes:
-        names: names of the domains' files, without suffix.
-        domain: [steps, batch], index into `names`.
-        before: [steps + 1, domains], number of prompts of each domain in all earlier steps.
+        names: names of the domain files, without suffix.
+        domain: [steps, batch] index into `names`.
+        before: [steps + 1, domains] number of each domain's prompts in all earlier steps.
         anchor: index of a domain that has a prompt in every step.
     """
 
@@ -36,10 +36,10 @@ class Order:
 
 
 def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
-    """Load the named arrays from an .npz file of a curriculum.
+    """Load the arrays called `names` from a curriculum's .npz file.
 
     Raises:
-        ValueError: the file is not a curriculum's or is damaged.
+        ValueError: the file does not belong to a curriculum, or is damaged.
     """
     try:
         with np.load(path) as stored:
@@ -52,7 +52,7 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
 
 
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
-    """Path of the file of each domain with drawn prompts, by the domain's number; makes the folder.
+    """Return the file path of each domain that has drawn prompts, keyed by domain number, and create their folder.
 
     Raises:
         ValueError: two domains would have the same file name, or no domain is in every step.
@@ -77,7 +77,7 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
 
 def remove_order(output: Path) -> None:
-    """Remove an earlier curriculum's order file and the domain files that it lists."""
+    """Remove an earlier curriculum's order file, and the domain files that it lists."""
     path = output / DOMAINS / ORDER
     if not path.is_file():
         return
@@ -90,7 +90,7 @@ def remove_order(output: Path) -> None:
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
-    """Write the order file next to the domains' files: the domain of each prompt of each step."""
+    """Write the order file next to the domain files: the domain of every prompt in every step."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)
     number[list(files)] = np.arange(len(files))
     with complete_file(output / DOMAINS / ORDER) as file:

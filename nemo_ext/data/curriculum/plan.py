@@ -1,11 +1,11 @@
 """Order in which a run trains on prompts: every step draws its domains' quotas from pools by pass rate.
 
-A pool has the undrawn prompts of one domain and one level of pass rate, in an order that depends on the seed and their
-ids alone. A step takes from the front of each pool the number set by the Gaussian, or all that are left, and fills
+A pool holds the undrawn prompts of one domain and one pass-rate level, in an order that depends only on the seed and
+their ids. A step takes from the front of each pool the number set by the Gaussian, or all that are left, and fills
 the rest from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt whose text is
 already in the step stays at the front for the next step. So the state after a step is only how often each prompt was
-used: a plan made from that state with the same settings and the same shares of the domains (the default shares change
-as prompts are used) equals the rest of the original plan.
+used. A plan made from that state with the same settings and the same domain shares equals the rest of the original plan
+(the default shares change as prompts are used).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ BLOCK = 4096
 
 
 class NoOrder(ValueError):
-    """Error for prompts from which no order can be made, such as too few for one step."""
+    """Raised if no order can be made from the prompts, for example because there are too few for one step."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Candidates:
     """Prompts that may be trained on; every array has one entry per prompt.
 
     Attributes:
-        key: key of the id, unique.
+        key: unique key of the id.
         text: key of the text; equal for identical prompts, which are never in the same step.
         domain: index into `domains`.
         rate: pass rate.
@@ -56,12 +56,12 @@ class Plan:
     """Prompts to train on, step by step.
 
     Attributes:
-        order: [steps, batch], indices into the candidates, shuffled within each step.
+        order: [steps, batch] indices into the candidates, shuffled within each step.
         first_step: number of the first step in the schedule.
-        targets: [steps], target mean pass rate of each step.
-        off_target: [steps], number of prompts of other levels, taken because the requested ones were exhausted.
+        targets: [steps] target mean pass rate.
+        off_target: [steps] number of prompts from other levels, taken because the requested ones were exhausted.
         epochs: number of times that each domain was started over.
-        stopped: reason why there are fewer steps than requested, or "".
+        stopped: reason why there are fewer steps than requested; "" if there are not.
     """
 
     order: npt.NDArray[np.int64]
@@ -77,7 +77,7 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
 
     Args:
         candidates: prompts to choose from; `used` counts their uses before the first step.
-        shares: shares of the domains in every step.
+        shares: [domains] share of each domain in every step.
         settings: settings of the job.
         levels: pass rates are rounded to multiples of 1/levels.
 
@@ -144,7 +144,7 @@ def _draw(
     repeated: npt.NDArray[np.bool_] | None,
     settings: Settings,
 ) -> Iterator[int | str]:
-    """Draw step by step; yields the number of prompts off target, or a final reason why no further step is possible."""
+    """Draw step by step; yield the number of prompts off target, or finally why no further step is possible."""
     first_step = settings.first_step
     starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
@@ -190,7 +190,7 @@ def _draw(
 def _order(
     pools: list[DomainPools], steps: int, batch: int, keys: Keys, *, first_step: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Prompts of each step in a shuffled order, [steps, batch]."""
+    """Return the prompts of each step in shuffled order, [steps, batch]."""
     drawn = [piece for pool in pools for piece in pool.drawn(steps)]
     items = np.concatenate([items for items, _ in drawn])
     at = np.concatenate([at for _, at in drawn])
@@ -208,7 +208,7 @@ def _order(
 
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Mask of the candidates that share their text with another candidate; None if no candidates do."""
+    """Return the mask of the candidates that share their text with another one, [candidates]; None if none do."""
     _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
     return counts[text] > 1 if (counts > 1).any() else None
 

@@ -1,4 +1,4 @@
-"""Pools of one domain's undrawn prompts, by level of pass rate."""
+"""Pools of one domain's undrawn prompts, one per pass-rate level."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from nemo_ext.data.curriculum.schedule import from_the_largest
 
 
 def ordering_keys(keys: Keys, seed: int) -> Keys:
-    """Hash each key with a seed, by the finaliser of SplitMix64; fast enough for ten million keys."""
+    """Hash each key with a seed, using SplitMix64's finaliser; fast enough for ten million keys."""
     mixed = keys ^ np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -30,16 +30,16 @@ class _Epoch:
 class DomainPools:
     """Pools of one domain, one per level.
 
-    The first pass is over the prompts that were not used before, or with `repeat`, over the least used ones.
+    The first pass is over the prompts that were not used before or, with `repeat`, over the least used ones.
 
     Args:
-        members: candidates of the domain.
+        members: indices of the domain's candidates.
         level: level of each member.
         levels: number of levels.
         key: keys of all candidates.
         used: number of times that each member was used before.
-        repeat: True to start a new pass when all members are drawn.
-        seed: seed of the order in a pool.
+        repeat: True to start a new pass when all members have been drawn.
+        seed: seed of the order within a pool.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Start a pass over these candidates; the first `carried` come first in their levels."""
+        """Start a pass over these candidates; the first `carried` ones come first within their levels."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -78,7 +78,7 @@ class DomainPools:
         """Draw `quota` prompts for a step.
 
         Args:
-            want: [levels], number of prompts wanted of each level.
+            want: [levels] number of prompts wanted from each level.
             quota: sum of `want`.
             step: number of the step, from 0.
             texts: text keys of all candidates.
@@ -87,7 +87,7 @@ class DomainPools:
                 text can be drawn twice.
 
         Returns:
-            Number of prompts from other levels than requested, or None if there are not enough prompts.
+            Number of prompts from levels other than requested; None if there are not enough prompts.
         """
         off_target = 0
         check, refilled = repeated, False
@@ -122,7 +122,7 @@ class DomainPools:
             refilled = True
 
     def _begin_again(self) -> None:
-        """Start a pass over all members; prompts left from the last pass come first."""
+        """Start a new pass over all members; prompts left over from the last pass come first."""
         epoch = self._epochs[-1]
         left = [epoch.items[front : front + count] for front, count in zip(self._front, self.left, strict=True)]
         carried = np.concatenate(left)
@@ -139,7 +139,7 @@ class DomainPools:
         check: npt.NDArray[np.bool_] | None,
         in_step: set[int] | None,
     ) -> int:
-        """Take prompts from the front of each level; returns their number, lower if texts are already in the step."""
+        """Take prompts from the front of each level; return their number, lower if texts are already in the step."""
         epoch = self._epochs[-1]
         if check is not None and in_step is not None:
             take = take.copy()
@@ -158,7 +158,7 @@ class DomainPools:
     def _bring_forward(
         self, level: int, count: int, texts: Keys, check: npt.NDArray[np.bool_], in_step: set[int]
     ) -> int:
-        """Move up to `count` prompts whose text is not in the step to a level's front; returns their number."""
+        """Move up to `count` prompts whose text is not in the step to the front of a level; return their number."""
         items, front = self._epochs[-1].items, int(self._front[level])
         marked = check[items[front : front + count]]
         if not marked.any():
@@ -180,7 +180,7 @@ class DomainPools:
         return len(chosen)
 
     def _texts_of(self, step: int, texts: Keys) -> set[int]:
-        """Texts that a step drew from the current pass."""
+        """Return the keys of the texts that a step drew from the current pass."""
         epoch = self._epochs[-1]
         if not epoch.steps or epoch.steps[-1] != step:
             return set()
@@ -189,7 +189,7 @@ class DomainPools:
         return set(texts[np.concatenate(pieces)].tolist()) if pieces else set()
 
     def drawn(self, steps: int) -> list[tuple[Numbers, Numbers]]:
-        """Candidates drawn in the first `steps` steps, with the step of each, as pairs of arrays."""
+        """Return the candidates drawn in the first `steps` steps, as pairs of arrays: indices, and the step of each."""
         pieces = []
         for epoch in self._epochs:
             numbers = np.array(epoch.steps, dtype=np.int64)
@@ -205,7 +205,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """Number still wanted from each level, at most `quota` in total."""
+    """Return the number still wanted from each level, [levels], at most `quota` in total."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

@@ -1,7 +1,7 @@
-"""Profiles: pass rate, mean reward and mean tokens of each prompt's rollouts.
+"""Profiles: the pass rate, mean reward and mean tokens of each prompt's rollouts.
 
-Rollouts are summed per prompt, part by part, and the sums are merged from time to time, so memory is proportional to
-the number of prompts and not of rollouts, plus the records of one part per process.
+Rollouts are summed per prompt, part by part, and the sums are merged from time to time. So memory is proportional to
+the number of prompts rather than rollouts, plus the records of one part per process.
 """
 
 import functools
@@ -45,8 +45,8 @@ class Profile:
     Attributes:
         key: key of the prompt's id.
         rollouts: number of rollouts; 1 if unknown.
-        counted: True if the number of rollouts is known.
         pass_rate: share of the rollouts that succeeded.
+        counted: True if the number of rollouts is known.
     """
 
     key: Keys
@@ -58,9 +58,9 @@ class Profile:
         return len(self.key)
 
     def levels(self, most: int) -> int:
-        """Number of equal steps from 0 to 1 that distinguish the pass rates, at most `most`.
+        """Return the number of equal steps from 0 to 1 that distinguish the pass rates, at most `most`.
 
-        This is the largest number of rollouts of a prompt, or, if rollouts are not counted, the smallest n for which
+        This is the largest number of rollouts of any prompt or, if rollouts are not counted, the smallest n for which
         all pass rates are multiples of 1/n.
         """
         if self.counted:
@@ -82,13 +82,17 @@ def write_profile(
     max_bad_share: float = 0.01,
     workers: int = 1,
 ) -> ReadReport:
-    """Group rollouts by prompt into a Parquet file, sorted by id.
+    """Group rollouts by prompt, and write them to a Parquet file, sorted by id.
 
     Columns: id, key, rollouts, successes, pass_rate, mean_reward, mean_tokens (null if no rollout has tokens).
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout per record, in any order.
-        success: minimum reward of a success.
+        path: file to write.
+        keys: keys of a rollout's record.
+        success: minimum reward that counts as a success.
+        max_bad_share: maximum share of malformed records.
+        workers: number of reading processes.
 
     Raises:
         ValueError: a file is damaged, there are no records, or too many are malformed.
@@ -124,7 +128,7 @@ def write_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from `write_profile`, or a user's Parquet or JSONL file with id, pass_rate and optional rollouts.
+    """Read a profile from `write_profile`, or a Parquet or JSONL file with id, pass_rate and optional rollouts.
 
     Raises:
         ValueError: the file or a column is missing or has the wrong type, a pass rate is not from 0 to 1, or an id is
@@ -169,7 +173,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def rows_of(known: Keys, keys: Keys) -> Numbers:
-    """Index of every key in the sorted `known` keys, such as a profile's; -1 if it is not known."""
+    """Return the index of every key in the sorted `known` keys, such as a profile's; -1 if it is not among them."""
     if not len(known):
         return np.full(len(keys), -1)
     # Searching in sorted order reads memory sequentially.
@@ -182,7 +186,7 @@ def rows_of(known: Keys, keys: Keys) -> Numbers:
 
 
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
-    """Read a part's sums per prompt as a table, with the report of records read and skipped."""
+    """Read a part's sums per prompt as a table, and the report on records read and skipped."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
     for offset, line in lines_of(part):
         report.records += 1
@@ -230,14 +234,14 @@ def _tokens(value: Any, path: str) -> int:
 
 
 def _grouped(tables: Sequence[Any]) -> Any:
-    """Sum tables into one row per id, in one thread, so that sums of floats are the same on every machine."""
+    """Sum tables into one row per id, in one thread, so that floating-point sums are the same on every machine."""
     whole = pyarrow_module().concat_tables([table for table in tables if table is not None])
     grouped = whole.group_by("id", use_threads=False).aggregate([(name, "sum") for name in SUMS])
     return grouped.rename_columns([name.removesuffix("_sum") for name in grouped.column_names]).select(["id", *SUMS])
 
 
 def _keys_of(ids: Any) -> Keys:
-    """Keys of a column of ids: the `digest` of each id, inlined for speed."""
+    """Return the keys for a column of ids: the `digest` of each id, inlined for speed."""
     blake2b = hashlib.blake2b
     pieces = [
         b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])

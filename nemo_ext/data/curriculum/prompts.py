@@ -1,4 +1,4 @@
-"""Prompts as arrays: the place of each record, and eight-byte keys of its id and its text."""
+"""Prompts as arrays: the location of each record, and eight-byte keys of its id and its text."""
 
 import functools
 import hashlib
@@ -39,13 +39,13 @@ DUPLICATE = "id seen before"
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts; every array has one entry per prompt, in the order of the files. About 36 bytes per prompt.
+    """All prompts; every array has one entry per prompt, in file order. About 36 bytes per prompt.
 
     Attributes:
         files: plain JSONL files.
         file: index into `files`.
         offset: byte offset of the record.
-        length: number of bytes of the record, without the line break.
+        length: number of bytes in the record, without the line break.
         key: key of the id.
         text: key of the prompt's text; equal for identical prompts.
         domain: index into `domains`.
@@ -68,12 +68,12 @@ class Prompts:
 
 
 def key_of(identity: str) -> np.uint64:
-    """Key of one id."""
+    """Return the key of one id."""
     return np.frombuffer(digest(identity.encode()), dtype=np.uint64)[0]
 
 
 def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: float = 0.01, workers: int = 1) -> Prompts:
-    """Read plain JSONL files; of several records with the same id, the first is kept.
+    """Read plain JSONL files; if several records have the same id, the first is kept.
 
     Raises:
         ValueError: a file is damaged, there are no records, too many are malformed, or there are too many domains.
@@ -118,12 +118,12 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Prompts of one part of a file.
+    """Prompts in one part of a file.
 
     Attributes:
         offset, length, key, text: see `Prompts`.
         domain: index into `names`.
-        line: number of the record's line in its part.
+        line: number of the record's line within its part.
         names: names of the part's domains, in order of appearance.
         report: counts of the records read and skipped.
     """
@@ -139,7 +139,7 @@ class _Piece:
 
 
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
-    """Read the prompts of a part."""
+    """Read the prompts in one part of a file."""
     offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
     ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
@@ -186,7 +186,7 @@ def _joined(digests: Sequence[bytes]) -> Keys:
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
-    """Digests of a record's id and text, and its domain; raises Malformed."""
+    """Return the digests of a record's id and text, and the name of its domain; raises Malformed."""
     text = digest(prompt_bytes(required(record, keys.prompt)))
     if keys.id == PROMPT:
         identity = digest(text.hex().encode())  # as in a profile, where the id is the text's digest in hex
@@ -208,7 +208,7 @@ def _domain(record: dict[str, object], key: str | None) -> str:
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
-    """Number of the domain in `names`, to which a new domain is added."""
+    """Return the domain's number in `names`, to which a new domain is added."""
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
             f"keys.domain={keys.domain} has more than {MOST_DOMAINS:,} values, such as {next(iter(names))!r} and "
@@ -218,7 +218,7 @@ def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
 
 
 def _first_lines(parts: Sequence[Part]) -> list[int]:
-    """Number of the first non-blank line of every part, counted over all files."""
+    """Return the number of the first non-blank line of each part, counted over all files."""
     firsts, lines = [], 0
     for part in parts:
         firsts.append(lines)
@@ -227,7 +227,7 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
-    """Mask of the first entry of each key; further entries are counted in `report`."""
+    """Return the mask of the first entry with each key; further entries are counted in `report`."""
     keep = np.zeros(len(keys), dtype=np.bool_)
     keep[np.unique(keys, return_index=True)[1]] = True
     if again := int((~keep).sum()):

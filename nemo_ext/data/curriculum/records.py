@@ -1,7 +1,7 @@
 """Reading of JSONL (plain, .gz, .zst) and Parquet files in parts, by one or more processes.
 
-A part of a plain file consists of the lines that start in a range of bytes; a part of a Parquet file is a row group; a
-compressed file is one part. Results are in the order of the files and do not depend on the number of processes.
+A part of a plain file consists of the lines that start in a range of bytes, and a part of a Parquet file is a row
+group; a compressed file is a single part. Results are in file order and do not depend on the number of processes.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MALFORMED = "malformed"
 
 
 class Malformed(ValueError):
-    """Error in a record: invalid JSON, or a missing or invalid value."""
+    """Raised for an invalid record: invalid JSON, or a missing or invalid value."""
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
@@ -55,7 +55,7 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
 
 
 def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, with their numbers).
+    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, and their numbers).
 
     Raises:
         ValueError: the file is damaged.
@@ -81,7 +81,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object of one line; raises Malformed."""
+    """Parse the JSON object on one line; raises Malformed."""
     record = json_object(line, strict=True)
     if isinstance(record, str):
         raise Malformed(record)
@@ -89,14 +89,14 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def required(record: Mapping[str, Any], key: str) -> Any:
-    """Value of a record at a key or a path of nested keys; raises Malformed if it is missing."""
+    """Return the value in a record under a key or a path of nested keys; raises Malformed if it is missing."""
     if (value := value_at(record, key)) is None:
         raise Malformed(f"no key {key!r}; the keys are {sorted(record)[:12]}")
     return value
 
 
 def checked_id(value: Any, path: str) -> str:
-    """Return an id as text; raises Malformed."""
+    """Return an id as a string; raises Malformed."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -115,12 +115,12 @@ def prompt_bytes(prompt: Any) -> bytes:
 
 
 def digest(data: bytes) -> bytes:
-    """Eight-byte hash of an id or a text (any two of ten million collide once in 400,000 runs)."""
+    """Return an eight-byte hash of an id or a text (ten million of them contain a collision once in 400,000 runs)."""
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) -> None:
-    """Count a malformed record, with its file and line for the first few."""
+    """Count a malformed record; for the first few, keep the file and line."""
     if len(report.examples.get(MALFORMED, [])) < EXAMPLES_PER_REASON:
         report.skip(MALFORMED, f"{part.path}:{_line_number(part, offset)}: {problem}")
     else:
@@ -128,7 +128,7 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
-    """Raise ValueError if the files have no records, or if too large a share of them is malformed."""
+    """Raise ValueError if the files have no records, or if more than a fraction `most` of them are malformed."""
     if not report.records:
         raise ValueError(f"{what}: the files have no records")
     report.check_bad_share(what, most)
@@ -148,7 +148,7 @@ def read_parts[Result](
 
 
 def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Return the files as plain JSONL; compressed and Parquet files are unpacked into the folder."""
+    """Return the files as plain JSONL; compressed and Parquet files are unpacked into `folder`."""
     plain = []
     for number, path in enumerate(files):
         if path.suffix not in (*PACKED, ".parquet"):
@@ -164,7 +164,7 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _line_number(part: Part, offset: int) -> int:
-    """Line number of an offset, from 1; for Parquet the number of the row."""
+    """Return the line number of a byte offset, from 1; for Parquet, the row number."""
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset

@@ -1,4 +1,4 @@
-"""Report of a curriculum: statistics of every step, a page, and a plot of the pass rates over the steps."""
+"""Report on a curriculum: statistics of every step, a page, and a plot of the pass rates over the steps."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class Steps:
         target: target mean pass rate.
         mean: mean pass rate of the step's prompts.
         spread: standard deviation of their pass rates.
-        off_target: share of prompts from other levels of pass rate than requested.
-        domains: number of prompts of each domain.
+        off_target: share of prompts from pass-rate levels other than requested.
+        domains: number of prompts, keyed by domain.
     """
 
     target: Floats
@@ -53,7 +53,7 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 
 def as_json(steps: Steps) -> dict[str, Any]:
-    """Statistics as lists, with one entry per step."""
+    """Return the statistics as lists with one entry per step."""
     numbers = {name: getattr(steps, name).round(4).tolist() for name in ("target", "mean", "spread", "off_target")}
     return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 
@@ -61,7 +61,7 @@ def as_json(steps: Steps) -> dict[str, Any]:
 def page(
     facts: Mapping[str, str], domains: Sequence[Sequence[object]], left: Mapping[str, int], plan: Plan, steps: Steps
 ) -> Report:
-    """The report: a summary, a plot of the steps, a table of domains, and prompts not used, by reason."""
+    """Build the report: a summary, a plot of the steps, a table of domains, and unused prompts by reason."""
     report = Report(f"Curriculum of {len(plan.order):,} steps").facts(facts)
     _plot(report, plan, steps)
     columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "repeats")
@@ -74,7 +74,7 @@ def page(
 
 
 def _plot(report: Report, plan: Plan, steps: Steps) -> None:
-    """Draw target, mean and spread of the pass rate over the steps, and the domains' shares."""
+    """Draw the target, mean and spread of the pass rate over the steps, and the domains' shares."""
     layout: Any = {"sharex": True, "height_ratios": (3, 1, 1.2)}
     rate, off, share = report.picture("pass rate of every step", PLOT, 9, 7, 3, **layout)
     width = -(-len(steps.mean) // DRAWN_STEPS)
@@ -98,6 +98,6 @@ def _plot(report: Report, plan: Plan, steps: Steps) -> None:
 
 
 def _means(values: npt.NDArray[Any], width: int) -> Floats:
-    """Means over windows of `width` steps; the last window may be shorter."""
+    """Return the means over windows of `width` steps; the last window may be shorter."""
     starts = np.arange(0, len(values), width)
     return np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))

@@ -1,4 +1,4 @@
-"""Number of prompts of each domain and pass rate that a step requests; `plan` draws from the available ones."""
+"""How many prompts a step requests from each domain and pass-rate level; `plan` draws from those available."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,16 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
-    """Shares of the domains in every step, scaled to sum to 1; 0 for a domain that is not in `shares`."""
+    """Scale the domains' shares in every step to sum to 1, [domains]; 0 for a domain that is not in `shares`."""
     weights = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
     return weights / weights.sum()
 
 
 def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
-    """Number of prompts of each domain in each step, [steps, domains]; every row sums to `batch`.
+    """Return the number of prompts from each domain in each step, [steps, domains]; every row sums to `batch`.
 
-    Rounded by largest remainders, with rounding errors carried to the next step: over all steps, a domain stays within
-    two prompts of its share.
+    Rounded by largest remainders, with rounding errors carried over to the next step, so that over all steps, a domain
+    stays within two prompts of its share.
     """
     counts = np.empty((steps, len(shares)), dtype=np.int64)
     owed = np.zeros(counts.shape[1])
@@ -32,7 +32,7 @@ def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
 
 
 def rounded(owed: Floats, batch: int) -> Counts:
-    """Number of prompts of each domain, [domains], `batch` in total: `owed` rounded by largest remainders."""
+    """Round `owed` by largest remainders to the number of prompts from each domain, [domains], `batch` in total."""
     row = np.maximum(np.floor(owed), 0).astype(np.int64)
     missing = batch - int(row.sum())
     order = np.argsort(row - owed, kind="stable")
@@ -46,7 +46,7 @@ def rounded(owed: Floats, batch: int) -> Counts:
 
 
 def means(*, first: float, last: float, steps: int) -> Floats:
-    """Target mean pass rate of each step, linear from the first to the last."""
+    """Return the target mean pass rate of each step, [steps], linear from `first` to `last`."""
     return np.linspace(first, last, steps) if steps > 1 else np.array([first])
 
 
@@ -59,17 +59,17 @@ def wanted(
     sigma: float,
     start: float,
 ) -> Counts:
-    """Number of prompts of each pass-rate level that each step requests, [steps, levels]; rows sum to `quota`.
+    """Return how many prompts each step requests from each level, [steps, levels]; rows sum to `quota`.
 
     A step's counts are proportional to the Gaussian's density at the levels. They are rounded by systematic sampling:
     each expectation is rounded up or down such that rounding averages out over the steps. Rounding to the nearest
     number would never draw a level with an expectation below half a prompt.
 
     Args:
-        means_of_steps: [steps], mean of the Gaussian in each step.
-        quota: [steps], number of prompts of the domain in each step.
-        first_step: number of the first of these steps in the schedule.
-        present: [levels], True if the domain has prompts of the level.
+        means_of_steps: [steps] mean of the Gaussian.
+        quota: [steps] number of prompts from the domain.
+        first_step: number in the schedule of the first of these steps.
+        present: [levels] whether the domain has prompts at this level.
         sigma: standard deviation of the Gaussian.
         start: random start of the sampling in step 0, in [0, 1).
     """
@@ -90,9 +90,9 @@ def wanted(
 
 
 def from_the_largest(left: Counts, short: int) -> Counts:
-    """Number to take from each pool of size `left`: `short` in total, each time one from the largest pool.
+    """Return the number to take from each pool, [pools], `short` in total, one at a time from the largest.
 
-    `left` must sum to at least `short`.
+    The pool sizes `left` must sum to at least `short`.
     """
     order = np.argsort(-left, kind="stable")
     sizes = left[order]

@@ -1,4 +1,4 @@
-"""Selection of the prompts that may be trained on, with their pass rates and their copies with thinking off."""
+"""Selection of the prompts that may be trained on, with their pass rates and copies with thinking off."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class Selection:
 
     Attributes:
         candidates: prompts, and their copies with thinking off.
-        row: index of each candidate into the prompts.
+        row: index of each candidate's prompt.
         mode: mode of each candidate.
-        left: number of excluded prompts, by reason.
+        left: number of excluded prompts, keyed by reason.
     """
 
     candidates: Candidates
@@ -37,11 +37,14 @@ class Selection:
 def select(
     prompts: Prompts, profile: Profile, at: Numbers, settings: Settings, used: tuple[Keys, Numbers]
 ) -> Selection:
-    """Apply the filters, and make the copies with thinking off.
+    """Apply the filters, and create the copies with thinking off.
 
     Args:
-        at: index of each prompt in the profile, -1 if it is not there.
-        used: sorted keys of the prompts that were trained on before, and how often.
+        prompts: all prompts.
+        profile: pass rates.
+        at: index of each prompt in the profile; -1 if it is not there.
+        settings: settings of the job.
+        used: sorted keys of the prompts that were trained on before, and how often they were.
 
     Raises:
         ValueError: no prompt is in the profile.
@@ -106,7 +109,7 @@ def select(
 
 
 def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numbers:
-    """Rows of the prompts that get a copy: enough in each domain for copies to be `off_share` of its candidates."""
+    """Return the rows of the prompts to copy: as many in each domain as make copies `off_share` of its candidates."""
     if not off_share:
         return row[:0]
     draw = ordering_keys(prompts.key[row], digest(seed, "curriculum", "thinking"))

@@ -1,4 +1,4 @@
-"""Checked settings of `nemo-ext curriculum`. No torch."""
+"""Validated settings of `nemo-ext curriculum`. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -21,8 +21,8 @@ class PromptKeys:
     """Keys of a prompt's record; dots lead into nested objects.
 
     Attributes:
-        id: key of the id, which is a string or a whole number; or `line` or `prompt`.
-        prompt: key of the model's input, text or any JSON.
+        id: key of the id, a string or a whole number; or `line` or `prompt`.
+        prompt: key of the model's input, a string or any other JSON value.
         domain: key of the domain's name; null puts all prompts into one domain.
     """
 
@@ -39,7 +39,7 @@ class RolloutKeys:
         id: key of the prompt's id, or `prompt` to identify prompts by their text.
         prompt: key of the prompt, used if `id` is `prompt`.
         reward: key of the reward: a number, true or false, or a list with one of them.
-        tokens: key of the number of generated tokens; null if records do not have it.
+        tokens: key of the number of generated tokens; null if records lack it.
     """
 
     id: Text = "id"
@@ -53,7 +53,8 @@ class Filters:
     """Filters of the prompts to train on.
 
     Attributes:
-        drop_from: prompts with at least this pass rate are excluded; 1 excludes those always solved, null none.
+        drop_from: prompts with at least this pass rate are excluded; 1 excludes those always solved, null excludes
+            none.
         keep_from: minimum pass rate of a prompt.
         min_rollouts: minimum number of rollouts of a prompt.
     """
@@ -68,8 +69,8 @@ class Thinking:
     """Prompts with reasoning on, and copies of some of them with reasoning off.
 
     Attributes:
-        off_share: share of copies among all prompts; 0 makes no copies and writes no modes.
-        key: key of the mode, true or false, in the written records.
+        off_share: share of copies among all prompts; at 0, no copies are made and no modes written.
+        key: key of the mode (true or false) in the written records.
         system_on: system message of prompts with reasoning on; prompts must then be lists of messages.
         system_off: system message of prompts with reasoning off.
     """
@@ -82,25 +83,25 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of the job.
+    """Settings of `nemo-ext curriculum`.
 
     Attributes:
         output: output directory.
-        prompts: files or globs of prompts, JSONL (also .gz, .zst) or Parquet.
-        rollouts: files or globs of rollouts.
-        profile: file of pass rates from an earlier run, in place of rollouts.
-        previous: directory of the previous curriculum, on which a run was trained.
+        prompts: files or globs with prompts, JSONL (also .gz, .zst) or Parquet.
+        rollouts: files or globs with rollouts.
+        profile: file with pass rates from an earlier run, in place of rollouts.
+        previous: directory of the previous curriculum, which a run was trained on.
         previous_steps: number of its steps that were trained on; null for all.
         batch: number of prompts per step.
-        steps: number of steps of the whole schedule; null to use all prompts.
+        steps: number of steps in the whole schedule; null to use all prompts.
         first_step: first step of the schedule to write.
-        success: minimum reward of a success.
-        mean_first, mean_last: mean of the Gaussian over pass rates in the first and last step.
+        success: minimum reward that counts as a success.
+        mean_first, mean_last: mean of the Gaussian over pass rates, in the first and in the last step.
         sigma: standard deviation of the Gaussian.
         levels: pass rates are rounded to multiples of 1/levels; null for `Profile.levels`, at most 64.
-        domains: share of each domain in every batch; null for shares by number of prompts.
-        adapt: exponent of a domain's remaining learning signal in its share, see `job.adapted`; 0 to disable.
-        exhausted: action when a domain has too few prompts left: `stop` or `repeat`.
+        domains: share of each domain in every batch; null for shares in proportion to numbers of prompts.
+        adapt: exponent of a domain's remaining learning signal in its share (see `job.adapted`); 0 to disable.
+        exhausted: what to do when a domain has too few prompts left: `stop` or `repeat`.
         split_domains: true to also write one file per domain, for NeMo-RL's `custom_dataloader`.
         max_bad_share: maximum share of malformed records.
         workers: number of reading processes; null for one per CPU.
@@ -134,10 +135,10 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """Check the composed config and return the settings.
+    """Validate the composed config and return its settings.
 
     Raises:
-        ValueError: a value is invalid (the message has the key, the value and the expected values), or keys conflict.
+        ValueError: a value is invalid (the message names the key, the value and what was expected), or keys conflict.
     """
     parsed = checked(Settings, {key: value for key, value in config.items() if key != "hydra"}, strict=True)
     if parsed.rollouts and parsed.profile:

@@ -1,4 +1,4 @@
-"""Writer of the ordered JSONL: the prompts' records, byte for byte, in the order of the plan.
+"""Writer of the ordered JSONL: the prompts' records, byte for byte, in the plan's order.
 
 Records are gathered from memory-mapped files. If the files do not fit into memory, this would cause random reads all
 over the disk, so records are first copied, front to back, into buckets of neighbouring steps that do fit. The same is
@@ -48,16 +48,16 @@ def write_ordered(
     """Write the records of `rows`, in this order.
 
     Args:
-        prompts: prompts and the places of their records.
-        rows: [lines], indices into the prompts.
-        path: path of the file to write.
-        change: function of a record and its mode that returns the line to write; None to write records unchanged.
-        modes: [lines], modes of the records, required with `change`.
-        domain_files: domain -> file for the records of this domain, in the same order.
+        prompts: prompts, and the locations of their records.
+        rows: [lines] indices into the prompts.
+        path: file to write.
+        change: function from a record and its mode to the line to write; None to write records unchanged.
+        modes: [lines] modes of the records, required with `change`.
+        domain_files: mapping from domain number to a file for that domain's records, in the same order.
         memory: maximum size in bytes of source files that are read in random order; None for half of the free memory.
 
     Raises:
-        ValueError: a file was changed since it was read, or `change` refuses a record.
+        ValueError: a file was changed since it was read, or `change` rejects a record.
     """
     if memory is None:
         memory = psutil.virtual_memory().available // 2
@@ -83,7 +83,7 @@ def write_ordered(
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
-    """Return a function that writes the mode into records, and adds the mode's system message, if any."""
+    """Return a function that writes the mode into records, and adds the mode's system message, if there is one."""
     field = f'"{settings.key}":'.encode()
     marked = re.compile(re.escape(field[:-1]) + rb"\s*:")
     systems = {ON: settings.system_on, OFF: settings.system_off}
@@ -103,7 +103,7 @@ def marker(settings: Thinking, prompt_key: str) -> Change:
 
 
 def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: str) -> None:
-    """Insert a system message; an existing system message is appended to it."""
+    """Insert a system message at the beginning; an existing system message is appended to it."""
     owner = record
     for step in steps[:-1]:
         owner = owner[step]
@@ -165,7 +165,7 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
 
 
 def _maps(files: Sequence[Path], advice: int) -> Maps:
-    """Return a function that maps a file to memory; the `MOST_OPEN` most recently used maps remain open."""
+    """Return a function that memory-maps a file, given its number; `MOST_OPEN` maps, the last used, stay open."""
 
     @functools.lru_cache(maxsize=MOST_OPEN)
     def mapped(number: int) -> mmap.mmap:

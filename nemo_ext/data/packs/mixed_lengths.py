@@ -1,4 +1,4 @@
-"""Rows of equal length that have either one long sequence or several short ones, in a given ratio.
+"""Rows of equal length that hold either one long sequence or several short ones, in a given ratio.
 
 Nemotron 3 Nano's long-context phase mixes sequences of 512 k and 4 k tokens (paper section 2.5). Every row has the same
 number of tokens, so the share of rows equals the share of tokens.
@@ -22,10 +22,10 @@ ALL: Documents = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Reading:
-    """Sequence length and documents with which streams are read; equal readings have the same order.
+    """How streams are read: sequence length, and part of the documents; equal readings have the same order.
 
     Attributes:
-        length: length of the sequences, in tokens.
+        length: sequence length, in tokens.
         documents: part of every stream from which the sequences are read.
     """
 
@@ -35,13 +35,13 @@ class Reading:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class MixedLengths:
-    """Settings `data.mixed_lengths` of a training config.
+    """The `data.mixed_lengths` settings of a training config.
 
-    Short sequences are read from the documents of the first `short_share` of every stream's tokens, long ones from the
-    other documents.
+    Short sequences are read from the documents that hold the first `short_share` of every stream's tokens, long ones
+    from the other documents.
 
     Attributes:
-        short: length of the short sequences; must divide the row's length (`megatron.seq_length`).
+        short: length of the short sequences; must divide the row length (`megatron.seq_length`).
         short_share: share of the tokens in short sequences.
         rows_together: number of consecutive rows of the same kind; set to the data-parallel size, so that all ranks
             have the same work at the same time.
@@ -55,7 +55,7 @@ class MixedLengths:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
-        """Read the settings from a training config and check them with its sequence length and layout; None if not set.
+        """Read the settings from a training config, validated against its sequence length and layout; None if not set.
 
         Raises:
             ValueError: a key is unknown or missing, or a value is invalid.
@@ -83,13 +83,13 @@ class MixedLengths:
 
     @property
     def schedule(self) -> "RowSchedule":
-        """Schedule of the short rows."""
+        """Schedule that determines which rows are short."""
         # From the decimal digits, so that 0.1 is exactly 1/10.
         return RowSchedule(share=Fraction(repr(self.short_share)), together=self.rows_together)
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """Number of sequences per reading in `rows` rows of `seq_length` tokens; with `mixed`, first long, then short."""
+    """Return how many sequences `rows` rows contain, keyed by reading; with `mixed`, the long reading first."""
     if mixed is None:
         return {Reading(seq_length): rows}
     short, share = mixed.schedule.short_before(rows), mixed.short_share
@@ -103,23 +103,23 @@ def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict
 class RowSchedule:
     """Schedule of the rows with short sequences, spread as evenly as possible, as a function of the row's number.
 
-    Any n consecutive groups of rows have `share` x n groups with short sequences, within one group.
+    Among any n consecutive groups of rows, `share` x n have short sequences, to within one group.
 
     Attributes:
         share: share of the rows with short sequences.
-        together: number of rows in a group; the rows of a group are of the same kind.
+        together: number of rows in a group; all rows in a group are of the same kind.
     """
 
     share: Fraction
     together: int = 1
 
     def is_short(self, row: int) -> bool:
-        """True if this row has short sequences."""
+        """Return whether this row has short sequences."""
         group = row // self.together
         return self._groups_before(group + 1) > self._groups_before(group)
 
     def short_before(self, row: int) -> int:
-        """Number of rows with short sequences before this row."""
+        """Return the number of rows with short sequences before this row."""
         group, inside = divmod(row, self.together)
         return self._groups_before(group) * self.together + (inside if self.is_short(row) else 0)
 

@@ -5,10 +5,9 @@
     PREFIX.json                         manifest with settings and counts, written last: the other files are complete
 
 While they are written, the files are in a folder `.NAME.packing` next to PREFIX, locked by one process.
-
 The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples, and then their
-tokens in the order of the packs, one window of packs at a time: memory depends on the number of samples and hardly on
-their tokens.
+tokens in the order of the packs, one window of packs at a time. So memory depends on the number of samples and hardly
+on their tokens.
 """
 
 import contextlib
@@ -43,12 +42,12 @@ _WINDOW_TOKENS = 1 << 24
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class PackingSettings:
-    """Settings of packing.
+    """Packing settings.
 
     Attributes:
         capacity: capacity of a pack in tokens; `megatron.seq_length` in training.
-        even: True for packs with the same mix of lengths, which take equal time, if this takes at most 1 % more packs.
-        longer: action on samples longer than a pack: `drop`, `truncate` (keep the beginning), or `error`.
+        even: True for packs with the same mix of lengths, which take equal time, if this needs at most 1 % more packs.
+        longer: what to do with samples longer than a pack: `drop`, `truncate` (keep the beginning), or `error`.
         max_samples: maximum number of samples in a pack; None for no limit.
         align: each sample is padded to a multiple of this: 2 x context_parallel_size, or 1 without context parallelism.
         seed: seed of the order of the packs.
@@ -70,9 +69,10 @@ class PackedManifest:
         config_hash: hash of the settings and the sample files.
         samples: number of packed samples.
         tokens: number of their tokens, without padding.
-        trained_tokens: number of tokens in the loss: marked in the mask, and not the first token of a sample.
-        without_loss: number of samples without a token in the loss.
-        dropped: number of samples dropped for their length.
+        trained_tokens: number of tokens that count in the loss: marked in the mask, and not the first token of a
+            sample.
+        without_loss: number of samples without a token that counts in the loss.
+        dropped: number of samples dropped because of their length.
         fill: share of the packs' capacity that is filled with tokens.
     """
 
@@ -98,7 +98,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """One-line summary for the user."""
+        """Return a one-line summary for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -122,15 +122,15 @@ def write_packed(
     tokenizer_identity: str = "",
     progress: bool = True,
 ) -> PackedManifest:
-    """Pack the samples of all files, or a selection of them, unless packs of the same settings and samples exist.
+    """Pack the samples of all files, or a selection of them, unless packs with the same settings and samples exist.
 
     Args:
         prefix: prefix of the files to write; its folder is created.
         files: sample files; their order matters only for the shuffled order of the packs.
-        settings: settings of packing.
-        vocab_size: number of ids of the tokenizer.
+        settings: packing settings.
+        vocab_size: number of the tokenizer's ids.
         rows: numbers of the samples to pack, counted over all files, repeats allowed; None for all samples once.
-        tokenizer_identity: identity of the tokenizer, so that training can refuse another one; "" if unknown.
+        tokenizer_identity: identity of the tokenizer, so that training can reject a different one; "" if unknown.
         progress: True to show progress on stderr.
 
     Raises:
@@ -195,7 +195,7 @@ def write_packed(
 
 
 def is_packed(prefix: str | Path) -> bool:
-    """True if the manifest of a prefix is a manifest of packs."""
+    """Return whether the manifest `<prefix>.json` exists and describes packs."""
     values = stored(Path(f"{prefix}.json"), ())
     return values is not None and values.get("kind") == KIND
 
@@ -204,7 +204,7 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
     """Read the manifest of a finished set of packs.
 
     Raises:
-        ValueError: the manifest does not exist or is not a manifest of packs.
+        ValueError: the manifest does not exist or does not describe packs.
     """
     values = stored(Path(f"{prefix}.json"), ())
     if values is None:
@@ -220,17 +220,17 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
 
 
 def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's data and tokenizer arguments for a config's `data.packed`, without arguments that the user has set.
+    """Return Megatron's data and tokenizer arguments for a config's `data.packed`, without those that the user has set.
 
     `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid`, evaluation is disabled. `data.tokenizer` must be
-    the tokenizer of the packs; by default the vocabulary size is read from the packs.
+    the packs' tokenizer; by default, the vocabulary size is read from the packs.
 
     Args:
         config: config of a training run.
 
     Raises:
-        ValueError: packs are missing, truncated, of another length than `megatron.seq_length`, or of another tokenizer;
-            or see `check_packed`.
+        ValueError: packs are missing, truncated, of a different length than `megatron.seq_length`, or made with a
+            different tokenizer. See also `check_packed`.
     """
     check_packed(config)
     data, megatron = config["data"], ChainMap[str, Any]({}, config["megatron"])
@@ -259,10 +259,10 @@ def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_packed(config: Mapping[str, Any]) -> None:
-    """Refuse settings that do not work with `data.packed`; the packs need not exist yet.
+    """Reject settings that do not work with `data.packed`; the packs need not exist yet.
 
     Raises:
-        ValueError: a setting is invalid; the message has the key.
+        ValueError: a setting is invalid; the message names the key.
     """
     data, megatron = config["data"], config["megatron"]
     packed = data["packed"]
@@ -284,16 +284,16 @@ def check_packed(config: Mapping[str, Any]) -> None:
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
-    """Prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or one prefix."""
+    """Return the prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or a single prefix."""
     listed = [words] if isinstance(words, str) else [str(word) for word in words or ()]
     return listed if len(listed) == 1 else listed[1::2]
 
 
 def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
-    """Check that all packs of a run have the same tokenizer.
+    """Check that all packs of a run were made with the same tokenizer.
 
     Raises:
-        ValueError: they have different ones.
+        ValueError: they were made with different ones.
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
@@ -324,7 +324,7 @@ def _write_tokens(
     *,
     progress: bool,
 ) -> tuple[int, int]:
-    """Write the .bin and .idx of tokens and mask; returns `trained_tokens` and `without_loss` of the manifest."""
+    """Write the .bin and .idx of tokens and mask; return the manifest's `trained_tokens` and `without_loss`."""
     lengths = fitted.lengths[packs.samples]
     samples = fitted.samples[packs.samples]
     outputs = {"": dtype, "_loss": np.uint8}
@@ -349,7 +349,7 @@ def _write_tokens(
 
 
 def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples with about `_WINDOW_TOKENS` tokens each."""
+    """Yield ranges (first, last) of samples with about `_WINDOW_TOKENS` tokens each; `last` is exclusive."""
     first, before = 0, 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, before + _WINDOW_TOKENS, side="right")))
@@ -360,7 +360,7 @@ def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
 def _gather(
     files: Sequence[SampleFile], samples: Lengths, lengths: Lengths, dtype: type[np.uint16] | type[np.int32]
 ) -> tuple[npt.NDArray[Any], Mask]:
-    """Tokens and masks of these samples, concatenated; each file is opened once and read forward."""
+    """Read the tokens and masks of these samples, concatenated; each file is opened once and read forwards."""
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
     tokens, mask = np.empty(total, dtype=dtype), np.empty(total, dtype=np.uint8)
@@ -377,7 +377,7 @@ def _gather(
 
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
-    """Copy pieces of a binary file, at `offsets`, to their `targets` in `out`."""
+    """Copy pieces of a binary file from `offsets` to `targets` in `out`, which count items, as `lengths` do."""
     # One read per piece, directly into its place: a memory map reads whole pages, with 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)
@@ -407,7 +407,7 @@ def _hash(
 
 
 def _is_complete(manifest: PackedManifest) -> bool:
-    """True if all files of the packs exist, with .bin files of the expected size."""
+    """Return whether all files of the packs exist, with .bin files of the expected size."""
     width = np.dtype(ids_type(manifest.vocab_size)).itemsize
     sizes = {"": width, "_loss": 1}
     binaries = {Path(f"{manifest.prefix}{name}.bin"): manifest.tokens * size for name, size in sizes.items()}

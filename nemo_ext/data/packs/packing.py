@@ -1,12 +1,12 @@
 """Packing of samples of different lengths into packs of equal capacity, by best-fit decreasing.
 
 Samples are placed in order of decreasing length, each into the pack in which it leaves the least room, or into a new
-pack. Samples of equal length are placed together: while a pack has room for another one, it remains the best fit. So
-the work grows with the number of (pack, length) pairs instead of samples; a million lengths take about a second.
+pack. Samples of equal length are placed together, since a pack with room for another one remains the best fit. So
+the work grows with the number of (pack, length) pairs rather than samples; a million lengths take about a second.
 
 If samples are short compared with a pack, best fit makes some packs of only long samples and some of only short ones,
-whose attention takes very different time. Even packs all have the same mix of lengths: with as many packs as best fit
-needs, each sample goes into the emptiest pack, and samples that fit nowhere are then placed by best fit.
+for which attention takes very different times. Even packs all have the same mix of lengths: with as many packs as best
+fit needs, each sample goes into the emptiest pack, and samples that fit nowhere are then placed by best fit.
 """
 
 import heapq
@@ -24,10 +24,10 @@ from nemo_ext.job.settings import checked_whole, nearest
 Lengths = npt.NDArray[np.int64]
 
 Longer = Literal["error", "drop", "truncate"]
-"""Action on a sample longer than a pack: raise an error, drop it, or keep its beginning."""
+"""What to do with a sample longer than a pack: raise an error, drop it, or keep its beginning."""
 
 _MORE_PACKS = 0.01
-"""Maximum share of additional packs for even packing."""
+"""Maximum share of additional packs that even packing may need."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> Lengths:
-        """Numbers of one pack's samples."""
+        """Return the numbers of the samples in one pack."""
         if not 0 <= pack < len(self):  # without this check, iteration would not end
             raise IndexError(pack)
         return self.samples[self.starts[pack] : self.starts[pack + 1]]
@@ -120,10 +120,10 @@ def pack(
     Args:
         lengths: lengths of the samples in tokens, at least 1.
         capacity: capacity of a pack, in tokens.
-        even: True for packs with the same mix of lengths, if this takes at most 1 % more packs.
+        even: True for packs with the same mix of lengths, if this needs at most 1 % more packs.
         max_samples: maximum number of samples in a pack; None for no limit.
         align: each sample is padded to a multiple of this (2 x the context-parallel size).
-        seed: seed of the order of the packs, and of samples of equal length; None for the order of packing, longest
+        seed: seed of the order of the packs, and of samples of equal length; None for the packing order, longest
             samples first.
 
     Returns:
@@ -176,7 +176,7 @@ def _place(
     begun: Sequence[int] = (),
     sizes: Sequence[int] = (),
 ) -> Lengths:
-    """Pack of each sample by best fit.
+    """Assign each sample to a pack by best fit; return the pack numbers, [samples].
 
     Args:
         places: padded length of each sample in units of `align`, descending.
@@ -219,7 +219,7 @@ def _place(
 
 
 def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
-    """Pack of each sample: the emptiest of `packs` packs, or the best fit if the emptiest has no room."""
+    """Assign each sample to the emptiest of `packs` packs, or by best fit if it is full; pack numbers, [samples]."""
     pack_of_sample = np.empty(len(places), dtype=np.int64)
     taken, sizes = [0] * packs, [0] * packs
     emptiest = [(0, number) for number in range(packs)]
@@ -242,7 +242,7 @@ def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> 
 
 
 class _SortedNumbers:
-    """Set of numbers from 0 to `largest` with a fast search for the smallest number >= a bound: two levels of bits."""
+    """Set of numbers from 0 to `largest` with a fast search for the smallest one >= a bound, as two levels of bits."""
 
     def __init__(self, largest: int) -> None:
         self._bits = max(1, (largest.bit_length() + 1) // 2)
@@ -274,5 +274,5 @@ class _SortedNumbers:
 
 
 def _lowest(bits: int) -> int:
-    """Number of the lowest bit that is set."""
+    """Return the index of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Files of tokenised samples, the input of packing; each process can write separate ones.
+"""Files of tokenised samples, which are the input of packing; each process can write separate ones.
 
 BASE.tokens          token ids of all samples, concatenated, in `ids_type` of the vocabulary
 BASE.loss            loss mask: one byte per token, 1 for tokens to train on
@@ -33,7 +33,7 @@ class SampleFile:
 
     @property
     def tokens(self) -> Path:
-        """Path of the token ids, in `ids_type` of the vocabulary."""
+        """Path of the token ids, which are stored in the vocabulary's `ids_type`."""
         return self.base.with_name(f"{self.base.name}.tokens")
 
     @property
@@ -43,16 +43,16 @@ class SampleFile:
 
 
 def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], *, vocab_size: int) -> SampleFile:
-    """Write a stream of samples; the file of lengths is written last.
+    """Write a stream of samples; the file with the lengths is written last.
 
     Args:
         base: path without suffixes; its folder must exist.
         samples: token ids and loss mask (0 or 1) of each sample, of equal length.
-        vocab_size: size of the vocabulary, which determines the integer type of ids.
+        vocab_size: size of the vocabulary, which determines the ids' integer type.
 
     Raises:
         ValueError: a sample is empty, its ids and mask differ in length, an id is not an integer or is outside the
-            vocabulary, or the mask has other values than 0 and 1.
+            vocabulary, or the mask has values other than 0 and 1.
     """
     dtype = ids_type(vocab_size)
     lengths = list[int]()

@@ -1,1 +1,1 @@
-"""Preference pairs: generations -> groups by prompt -> pairs -> filters -> files for TRL and NeMo-RL."""
+"""Preference data: groups generations by prompt, pairs and filters them, and writes files for TRL and NeMo-RL."""

@@ -1,6 +1,6 @@
-"""Building of one part of a source: records -> groups -> pairs -> filters -> lines of a file, with counts.
+"""Building of one part of a source: groups its records, pairs and filters their answers, and writes lines with counts.
 
-Each part is built into a separate file, so an interrupted run resumes with the missing parts.
+Each part is written to a separate file, so an interrupted run resumes with the missing parts.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ class Row(NamedTuple):
 
     Attributes:
         order: random number by which the lines of all sources are sorted.
-        unit: random number, equal for a pair and the samples made of it: a limit keeps the smallest ones.
-        content: digest of the content, by which duplicates between sources are found.
-        prompt: digest of the prompt, by which lines are split into training and validation.
+        unit: random number, equal for a pair and the samples made from it; a limit keeps the smallest ones.
+        content: digest of the content, which identifies duplicates between sources.
+        prompt: digest of the prompt, which determines whether a line is for training or validation.
         genrm: True for a sample that trains a reward model.
         position: byte offset of the line in its file.
     """
@@ -64,10 +64,10 @@ class Counts:
     """Counts of one part.
 
     Attributes:
-        records: records read, and skipped by reason.
+        records: records read, and records skipped by reason.
         groups: prompts, and prompts without a pair and skipped answers, by reason.
         pairs: pairs made, and pairs dropped by reason.
-        before: chosen minus rejected length -> number of pairs, before the filters.
+        before: mapping from chosen minus rejected length to number of pairs, before the filters.
         after: the same for pairs that pass the filters.
     """
 
@@ -87,7 +87,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Settings with which workers build the parts of one source."""
+    """Settings that workers need to build the parts of one source."""
 
     source: SourceSettings
     tokenizer: str
@@ -97,7 +97,7 @@ class Work:
 
 
 def build(work: Work, part: tuple[Path, Path]) -> None:
-    """Build one part, given as the paths of its records and its output, unless the output exists."""
+    """Build one part, given as (path of its records, path of its output), unless the output exists."""
     records, output = part
     if output.exists():
         return
@@ -123,12 +123,12 @@ def read_counts(output: Path) -> tuple[Counts, list[Row]]:
 
 
 def counts_path(output: Path) -> Path:
-    """Path of the file with the counts of a part."""
+    """Return the path of the file that holds a part's counts."""
     return output.with_name(f"{output.name}.json")
 
 
 def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Yield the lines of a part with their rows."""
+    """Yield the lines of a part, each with its row."""
     source = work.source
     for same in gathered(records):
         if source.kind == "genrm":
@@ -184,7 +184,7 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
 
 
 def _separate(groups: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
-    """Yield the distinct existing pairs of one id, each as a separate group; ids after the first get a number."""
+    """Yield the distinct existing pairs with one id, each as a separate group; ids after the first get a number."""
     distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in groups}
     if len(groups) > len(distinct):
         counts.groups.skip("identical pairs", same[0].where, count=len(groups) - len(distinct))
@@ -294,7 +294,7 @@ def _row(work: Work, identifier: str, content: int, group: Group, *, genrm: bool
 
 @lru_cache(maxsize=1)
 def loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Template | None]:
-    """Load the tokenizer and template of a `Work`; cached per process."""
+    """Load the tokenizer and template of a `Work`, cached per process; None for each that is not set."""
     config = json.loads(tokenizer)
     if config is not None and template is not None and config["kind"] == "huggingface":
         config = {"parse_special_tokens": True, **config}  # the template's markup consists of special tokens

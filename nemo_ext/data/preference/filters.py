@@ -1,4 +1,4 @@
-"""Filters of pairs, with reasons for dropping.
+"""Filters of pairs, which give a reason for dropping each.
 
 "To mitigate length bias ... the chat and multi-turn data was filtered to ensure that the chosen-vs-rejected length
 difference was less than 100 tokens" (Domyn-Small, section 4.3), so the filters can differ from source to source.
@@ -19,7 +19,7 @@ MULTI_TURN = "multi_turn"
 
 
 class Lengths(NamedTuple):
-    """Lengths of a pair in tokens, or in characters without a tokenizer."""
+    """A pair's lengths in tokens, or in characters without a tokenizer."""
 
     prompt: int
     chosen: int
@@ -31,13 +31,13 @@ class Filters:
     """Conditions for keeping a pair; null disables a limit.
 
     Attributes:
-        max_length_difference: the answers' lengths must differ by less than this number of tokens (Domyn-Small: 100).
+        max_length_difference: the answers' lengths must differ by fewer tokens than this (Domyn-Small: 100).
         length_difference_tasks: tasks that this limit applies to; `multi_turn` for pairs with several turns; empty for
             all pairs.
-        max_prompt_tokens: maximum number of tokens of the prompt (Domyn-Small: 640).
-        max_tokens: maximum number of tokens of the prompt and the longer answer (Domyn-Small: 3456).
+        max_prompt_tokens: maximum number of tokens in the prompt (Domyn-Small: 640).
+        max_tokens: maximum number of tokens in the prompt and the longer answer (Domyn-Small: 3456).
         different_answers: True to drop pairs whose answers and calls differ only in white space.
-        empty_answers: True to drop pairs with an answer without text and calls.
+        empty_answers: True to drop pairs in which an answer has neither text nor calls.
         declared_calls: True to drop pairs whose chosen answer calls a tool that the prompt does not declare.
         same_mode: True to drop pairs in which only one answer has reasoning.
     """
@@ -52,7 +52,7 @@ class Filters:
     same_mode: bool = True
 
     def reason(self, pair: Pair, lengths: Lengths) -> str | None:
-        """Reason why a pair is dropped; None if it is kept."""
+        """Return the reason to drop a pair; None to keep it."""
         chosen, rejected = pair.chosen.messages, pair.rejected.messages
         if self.empty_answers:
             for side, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -80,7 +80,7 @@ class Filters:
 
 
 def _content(messages: Sequence[Message]) -> str:
-    """Contents and calls of messages as JSON, without reasoning and white space, for comparison."""
+    """Return the contents and calls of messages as JSON, without reasoning or white space, for comparison."""
     records = [{**record, "content": "".join(record["content"].split())} for record in message_records(messages)]
     for record in records:
         record.pop("reasoning_content", None)

@@ -3,13 +3,13 @@
 TRL       {prompt, chosen, rejected: lists of messages, tools, chat_template_kwargs}; with a template all three are text
 NeMo-RL   {context: messages, completions: [{rank: 0, completion: messages}, {rank: 1, ...}]} (PreferenceDataset)
 
-If answers have scores, TRL's records have `chosen_score` and `rejected_score`, and NeMo-RL's completions have `reward`;
-RPO trains on them.
+If answers have scores, TRL's records have `chosen_score` and `rejected_score`, and NeMo-RL's completions have `reward`,
+which RPO trains on.
 
 Both read JSONL through Hugging Face `datasets`, which infers a column's type from the first lines of a file and fails
 on keys that first occur later. So all records of a file have the same keys, and the first lines have a value for every
-key (`Columns`). Only the arguments of calls may have different keys: `datasets` versions with the `Json` type return
-them unchanged. Tools are JSON text, which TRL decodes.
+key (`Columns`). Only call arguments may have different keys, as `datasets` versions with the `Json` type return
+them unchanged. Tools are JSON strings, which TRL decodes.
 """
 
 import json
@@ -23,7 +23,7 @@ _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for TRL's DPOTrainer: with an explicit prompt, as messages, or as text if it is rendered."""
+    """Return a pair as a record for TRL's DPOTrainer, with an explicit prompt; as text if it is rendered."""
     labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
@@ -38,7 +38,7 @@ def trl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for NeMo-RL's PreferenceDataset; rendered pairs require `policy.tokenizer.chat_template: null`.
+    """Return a pair for NeMo-RL's PreferenceDataset; if rendered, set `policy.tokenizer.chat_template: null`.
 
     NeMo-RL does not pass tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so the model sees
     a pair's tools only if the pair is rendered; the `tools` column is for human readers.
@@ -58,12 +58,12 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def genrm_line(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a sample that trains a reward model: a `genrm_record` with its source, task and language."""
+    """Return a reward model sample's record: its `genrm_record`, with source, task and language added."""
     return {**staged["genrm"], **{key: staged[key] for key in ("source", "task", "language")}}
 
 
 class Columns:
-    """Union of the keys of all records of a file.
+    """Union of the keys of all records in a file.
 
     Call `see` on every record. Write the records for which it returns True first, and pass every record through
     `filled`.
@@ -74,7 +74,7 @@ class Columns:
         self._known: set[str] = set()
 
     def see(self, record: JsonObject) -> bool:
-        """Add a record's keys; returns True if it has a key, or a value for a key, that no earlier record had."""
+        """Add a record's keys; return True if it has a key, or a value for a key, that no earlier record had."""
         paths = set(_paths(record, ""))
         new = not paths <= self._known
         if new:

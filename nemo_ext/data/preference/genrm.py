@@ -25,7 +25,7 @@ class GenrmSample:
     """Two answers to one prompt, to be compared.
 
     Attributes:
-        group: group of the prompt; its generations are not used.
+        group: the prompt's group; its generations are not used.
         answers: the two answers, in the order in which they are shown.
         helpfulness: score of each answer, 1 to 5; None if only the ranking is known.
         ranking: ranking, from 1 (first answer far superior) to 6 (second answer far superior).
@@ -48,7 +48,7 @@ class GenrmSample:
 
 
 def swapped(sample: GenrmSample) -> GenrmSample:
-    """Return the sample with its answers swapped."""
+    """Return the sample with its answers swapped, and its scores and ranking adapted."""
     return replace(
         sample,
         answers=sample.answers[::-1],
@@ -59,14 +59,14 @@ def swapped(sample: GenrmSample) -> GenrmSample:
 
 
 def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
-    """Convert a record with two answers to a sample; None for a tie, which the ranking cannot express.
+    """Convert a record with two answers to a sample; return None for a tie, which the ranking cannot express.
 
     Keys: `response_1` and `response_2` (or without the underscore, as in HelpSteer3), `helpfulness_1` and
     `helpfulness_2` (or `score_1` and `score_2`), and either `ranking` (1 to 6) or HelpSteer3's `overall_preference`
     (-3, first answer much better, to 3; 0 for a tie).
 
     Raises:
-        FormatError: a value is missing or out of range; the message has its key.
+        FormatError: a value is missing or out of range; the message names its key.
     """
     answers = []
     for names in _ANSWERS:
@@ -99,13 +99,13 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
 
 
 def from_pair(pair: Pair, *, chosen: int, rejected: int, ranking: int) -> GenrmSample:
-    """Make a sample from a pair, with the chosen answer first, and with these labels."""
+    """Convert a pair to a sample with these labels and the chosen answer first."""
     answers = (pair.chosen.messages, pair.rejected.messages)
     return GenrmSample(id=pair.id, group=pair.group, answers=answers, helpfulness=(chosen, rejected), ranking=ranking)
 
 
 def genrm_record(sample: GenrmSample) -> dict[str, Any]:
-    """Record to write: the judge's messages, with roles `response_1` and `response_2`, and the expected labels.
+    """Return the record to write: prompt and answers (roles `response_1` and `response_2`), and expected labels.
 
     The judge sees answers without their reasoning ("only final answer is judged by GenRM", section 3.3.2). Roles and
     score names are the same as in NeMo Gym's genrm_compare.

@@ -16,9 +16,9 @@ class Generation:
     """One answer.
 
     Attributes:
-        messages: messages after the prompt; several if tools were called and answered.
+        messages: messages after the prompt; several if tools were called.
         model: name of the model that wrote the answer; "" if unknown.
-        side: side in delta learning; "" if the answer's file does not determine it.
+        side: side in delta learning (strong or weak); "" if the answer's file does not determine it.
         score: score from a judge or reward model.
         correct: True if the final answer is correct; None if unknown.
         label: safe, unsafe or refusal for safety pairs; chosen or rejected for existing pairs.
@@ -33,7 +33,7 @@ class Generation:
 
     @property
     def key(self) -> str:
-        """Sort key from the content, so that results do not depend on the order of the input."""
+        """Sort key derived from the content, so that results do not depend on the order of the input."""
         rest = [self.model, self.side, self.score, self.correct, self.label]
         return json.dumps([message_records(self.messages), *rest], sort_keys=True)
 
@@ -43,10 +43,10 @@ class Group:
     """Answers to one prompt, in the order of their keys.
 
     Attributes:
-        id: identifier, unique in its source; with a digest of the tools if a prompt has several sets of tools.
+        id: identifier, unique within its source; includes a digest of the tools if a prompt has several sets of tools.
         prompt: conversation before the answer.
         tools: JSON schemas of the tools that the prompt declares.
-        label: label of the prompt: harmful or safe; "" if unknown.
+        label: label of the prompt (harmful or safe); "" if unknown.
     """
 
     id: str
@@ -60,13 +60,13 @@ class Group:
 
     @property
     def multi_turn(self) -> bool:
-        """True if the prompt contains an assistant message."""
+        """Whether the prompt contains an assistant message."""
         return any(message.role == "assistant" for message in self.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Pair of answers to one prompt; `kind` is the method of pairing (delta, judged, no_tools ...)."""
+    """A chosen and a rejected answer to one prompt; `kind` is the pairing method (delta, judged, no_tools ...)."""
 
     id: str
     group: Group
@@ -76,12 +76,12 @@ class Pair:
 
 
 def message_records(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format, with arguments of calls as JSON text."""
+    """Return the messages in the OpenAI format, with call arguments as JSON strings."""
     return openai_messages(messages, arguments_as_text=True)
 
 
 def prompt_digest(prompt: Iterable[Message]) -> int:
-    """Digest of a prompt's user messages (64 bits), by which prompts are split.
+    """Digest (64 bits) of a prompt's user messages, which determines the prompt's split.
 
     Prompts that differ only in the system message or the tools are in the same split.
     """
@@ -89,12 +89,12 @@ def prompt_digest(prompt: Iterable[Message]) -> int:
 
 
 def pair_digest(pair: Pair) -> int:
-    """Digest of a pair's prompt, tools and answers (64 bits)."""
+    """Digest (64 bits) of a pair's prompt, tools and answers."""
     parts = [message_records(part) for part in (pair.group.prompt, pair.chosen.messages, pair.rejected.messages)]
     return int(json_digest([*parts, list(pair.group.tools)]), 16)
 
 
 def json_digest(value: Any) -> str:
-    """Digest of a JSON value (16 hex digits); the order of keys does not matter."""
+    """Digest (16 hex digits) of a JSON value; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Tool hallucination: pairs from many solutions of one task (Nemotron 3 Nano, appendix C).
+"""Tool hallucination: pairs from many solutions to one task (Nemotron 3 Nano, appendix C).
 
 no_tools                no tools are declared; a correct answer over an incorrect one
 with_tools              tools are declared; a correct answer over an incorrect one, with or without calls
@@ -30,7 +30,7 @@ _NAMED = r"(?=\s*:\s*[{\"])(?!\s*:\s*\{\s*\"(?:type\"\s*:\s*\"object\"|propertie
 
 
 def _json_calls(names: str, arguments: str, *, value: str = "") -> tuple[str, str]:
-    """Patterns of a JSON object with one of the keys `names` and one of `arguments`, in either order.
+    """Return patterns of a JSON object with one of the keys `names` and one of `arguments`, in either order.
 
     `value` is a pattern that must follow the key of the arguments.
     """
@@ -71,9 +71,9 @@ class HallucinationRules:
     """Settings of the three groups.
 
     Attributes:
-        per_prompt: group -> maximum number of pairs per task; 0 for groups that are not listed.
-        call_patterns: regular expressions of text that counts as a call, in addition to structured tool calls.
-        search_reasoning: True to search the reasoning, too.
+        per_prompt: mapping from group to maximum number of pairs per task; 0 for groups that are not listed.
+        call_patterns: regular expressions for text that counts as a call, in addition to structured tool calls.
+        search_reasoning: True to search the reasoning as well.
         chosen_correct: True if chosen answers of hallucination_penalty must also be correct, not only free of calls.
     """
 
@@ -97,7 +97,7 @@ class HallucinationRules:
         return re.compile("|".join(f"(?:{pattern})" for pattern in self.call_patterns) or "(?!)")
 
     def calls(self, answer: Generation) -> bool:
-        """True if an answer calls a tool or contains text that looks like a call."""
+        """Return whether an answer calls a tool or contains text that looks like a call."""
         for message in answer.messages:
             if message.tool_calls or message.role == "tool" or self._calls.search(message.content):
                 return True
@@ -107,7 +107,7 @@ class HallucinationRules:
 
 
 def tool_hallucination(group: Group, rules: HallucinationRules, seed: int, report: ReadReport) -> list[Pair]:
-    """Make the pairs of one task: of with_tools if its prompt declares tools, else of the other two groups."""
+    """Make a task's pairs: for with_tools if its prompt declares tools, otherwise for the other two groups."""
     unknown = sum(answer.correct is None for answer in group.generations)
     if unknown:
         report.skip("answers without a mark of correctness", group.id, count=unknown)

@@ -1,4 +1,4 @@
-"""Job `nemo-ext preference_data`: generations -> pairs -> filters -> files for TRL and NeMo-RL, and a report."""
+"""The `nemo-ext preference_data` job: turns generations into filtered pairs, and writes files and a report."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ _WORK = ".work"
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job that the composed config describes; an interrupted run is resumed.
+    """Run `nemo-ext preference_data` as the composed config describes, resuming an interrupted run.
 
     Raises:
         ValueError: a setting or an input file is invalid.
@@ -68,7 +68,7 @@ def _run(settings: Settings, files: Mapping[str, Mapping[str, RecordSource]], ou
 def _built(
     source: SourceSettings, settings: Settings, files: Mapping[str, RecordSource], folder: Path
 ) -> tuple[list[tuple[Path, list[Any]]], Counts]:
-    """Build the parts of one source; returns the parts with their rows, and the total counts."""
+    """Build the parts of one source; return the parts with their rows, and the total counts."""
     work = Work(
         source=source,
         tokenizer=json.dumps(settings.tokenizer),
@@ -110,7 +110,7 @@ def _built(
 def _spread(
     source: SourceSettings, files: Mapping[str, RecordSource], place: Path, report: ReadReport, max_bad_share: float
 ) -> list[Path]:
-    """Write the records of a source to parts, unless an earlier run has done so; returns the paths."""
+    """Write the records of a source to parts, unless an earlier run has done so; return the paths."""
     done = place / "spread.json"
     if (stored := noted(done)) is not None:
         report.add(ReadReport(**stored["report"]))
@@ -169,7 +169,7 @@ def _report(settings: Settings, counts: Mapping[str, Counts], written: Written, 
 
 
 def _fingerprint(work: Work, files: Mapping[str, RecordSource]) -> str:
-    """Fingerprint of the settings and inputs that a source's parts depend on; `limit` is applied later."""
+    """Hash the settings and inputs on which a source's parts depend, excluding `limit`, which is applied later."""
     relevant = dataclasses.asdict(dataclasses.replace(work, source=dataclasses.replace(work.source, limit=None)))
     inputs = {side: reader.fingerprint(reader.inputs()) for side, reader in files.items()}
     if work.template is not None:

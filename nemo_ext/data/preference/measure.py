@@ -1,4 +1,4 @@
-"""Lengths of a pair, and its texts if a chat template renders it."""
+"""Lengths of a pair, and its texts if rendered by a chat template."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ def rendered_pair(
     The mode is the sample's; if that is None, thinking is on if an answer has reasoning.
 
     Raises:
-        ValueError: the template refuses a side, omits a part of it, or does not start an answer with its generation
+        ValueError: the template rejects a side, omits a part of it, or does not start an answer with its generation
             prompt.
     """
     thinking = question.thinking
@@ -41,9 +41,9 @@ def rendered_pair(
 
 
 def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = None) -> Lengths:
-    """Lengths of a pair in tokens, or in characters without a tokenizer.
+    """Measure a pair in tokens, or in characters without a tokenizer.
 
-    Measured on the rendered texts, if given, else on the contents, reasoning and calls, without a template's markup.
+    Measured on the rendered texts, if given; otherwise on the contents, reasoning and calls, without template markup.
     """
     if texts is None:
         declared = [json.dumps(list(pair.group.tools), ensure_ascii=False)] if pair.group.tools else []

@@ -1,4 +1,4 @@
-"""Mixing of the lines of all sources: deduplication, limits, order and split."""
+"""Mixing of all sources' lines: deduplication, limits, order and split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from nemo_ext.job.seeds import digest, uniform
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a part: number of the source, number of the part in the source, and the row."""
+    """A line of a part: number of the source, number of the part within the source, and the row."""
 
     source: int
     part: int
@@ -26,14 +26,14 @@ def mixed(
 ) -> list[Line]:
     """Select the lines to keep, in random order; dropped lines are counted in their source's report.
 
-    A pair that is in several sources is kept in the first one. A limit keeps a random subset. It counts pairs, or
-    samples in a source that has only samples, of which both orders count as one.
+    A pair that is in several sources is kept in the first one. A limit keeps a random subset. It counts pairs or, in a
+    source that has only samples, samples (of which both orders count as one).
 
     Args:
         sources: lines of each source.
-        limits: limit of each source.
-        limit: limit of all sources together.
-        reports: report of each source.
+        limits: limit of each source; None for no limit.
+        limit: limit of all sources together; None for no limit.
+        reports: report on each source.
     """
     selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()
@@ -53,14 +53,14 @@ def mixed(
 
 
 def is_validation(row: Row, share: float, seed: int) -> bool:
-    """True if a line is for validation; the same for all lines with the same prompt."""
+    """Return whether a line is for validation, which is the same for all lines with the same prompt."""
     return uniform(seed, "validation", row.prompt) < share
 
 
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Lines of the `most` smallest units; `redraw` draws new units, since an earlier limit left only small ones."""
+    """Return the lines of the `most` smallest units; `redraw` draws new units, as earlier limits left small ones."""
     drawn = [digest(0, line.row.unit, line.source) if redraw else line.row.unit for line in lines]
     units = sorted(set(drawn))
     if most is None or len(units) <= most:

@@ -1,4 +1,4 @@
-"""Pairs from the answers to one prompt: pure functions of a group, the settings and the seed.
+"""Pairs from the answers to one prompt, made by pure functions of a group, the settings and the seed.
 
 A group without a pair is counted in a report with the reason, so pairs and reasons together account for all groups.
 The draw among equal answers depends on the seed, the group and the answers' content, not on their order.
@@ -22,14 +22,14 @@ SAFE, UNSAFE, REFUSAL = "safe", "unsafe", "refusal"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Rules:
-    """Settings for making pairs of a group.
+    """Settings for making pairs from a group.
 
     Attributes:
         strong_models: patterns (`*` matches anything) of models whose answers are chosen, in delta learning.
         weak_models: patterns of models whose answers are rejected; in judged pools, of the deliberately weak models.
         pairs_per_prompt: maximum number of pairs per prompt.
         min_margin: minimum difference between the best and the worst score; equal scores never make a pair.
-        require_weak: True if a judged pool must contain an answer of `weak_models`.
+        require_weak: True if a judged pool must contain an answer by one of `weak_models`.
     """
 
     strong_models: StringsOrNone = ()
@@ -40,7 +40,7 @@ class Rules:
 
 
 def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair strong over weak models' answers, regardless of content (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
+    """Pair strong over weak models' answers, whatever they contain (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
     strong = [answer for answer in group.generations if _is(answer, "strong", rules.strong_models)]
     weak = [answer for answer in group.generations if _is(answer, "weak", rules.weak_models)]
     both = [answer for answer in strong if answer in weak]
@@ -53,7 +53,7 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 
 
 def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair the best answers of a scored pool over the worst (Domyn-Small 4.3), if the pool satisfies the rules."""
+    """Pair a scored pool's best answers over its worst (Domyn-Small 4.3), if the pool satisfies the rules."""
     scored = [answer for answer in group.generations if answer.score is not None]
     if len(scored) < len(group.generations):
         report.skip("answers without a score", group.id, count=len(group.generations) - len(scored))
@@ -73,7 +73,7 @@ def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair safe over unsafe answers to harmful prompts, and safe answers over refusals of safe prompts.
+    """Pair safe answers over unsafe ones for harmful prompts, and safe answers over refusals for safe prompts.
 
     A refusal is a safe answer to a harmful prompt (Nemotron 3 Nano, appendix D).
     """
@@ -95,7 +95,7 @@ def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair the answers labelled chosen and rejected, for existing pairs."""
+    """Pair the answers labelled chosen and rejected, for data that already consist of pairs."""
     good = [answer for answer in group.generations if answer.label == "chosen"]
     bad = [answer for answer in group.generations if answer.label == "rejected"]
     return balanced(group, good, bad, limit=rules.pairs_per_prompt, kind="pairs", seed=seed)
@@ -104,7 +104,7 @@ def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 def balanced(
     group: Group, good: Sequence[Generation], bad: Sequence[Generation], *, limit: int, kind: str, seed: int
 ) -> list[Pair]:
-    """Make at most `limit` distinct pairs, with each answer in about the same number; ids end with the pair's number.
+    """Make at most `limit` distinct pairs that use all answers about equally often; ids end with the pair's number.
 
     The first pairs are a random matching, so that even a small limit uses different answers.
     """
@@ -120,7 +120,7 @@ def balanced(
 
 
 def grid(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield every (row, column) once, such that the uses of any two rows, or columns, never differ by more than one."""
+    """Yield every (row, column) once, such that the use counts of rows, or columns, never differ by more than one."""
     if rows and columns:
         # Along the diagonals: each closes after the least common multiple, and the next starts one column to the right.
         period = math.lcm(rows, columns)

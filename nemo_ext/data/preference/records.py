@@ -1,4 +1,4 @@
-"""Conversion of records of generation files to groups.
+"""Conversion of records in generation files to groups.
 
 A record has a prompt and either a list of generations or one answer:
 
@@ -27,7 +27,7 @@ from nemo_ext.job.settings import STRICT
 PROMPT_KEYS = ("messages", "prompt", "context", "conversations")
 ANSWER_KEYS = ("response", "completion", "text", "message", "generation", "output")
 _NEXT_TO_TEXT = ("reasoning", "tool_calls")
-"""Keys next to an answer that is text, as in the output of `nemo-ext generate`."""
+"""Keys next to an answer that is a string, as in the output of `nemo-ext generate`."""
 _SHOWN = 60
 
 
@@ -37,11 +37,11 @@ class RecordKeys:
 
     Attributes:
         id: key of the prompt's id.
-        prompt: key of the prompt, text or a list of messages; null for the first of `PROMPT_KEYS` that is present.
-        history: key of earlier turns, inserted before a single-turn prompt: synthetic context, self-talk.
+        prompt: key of the prompt, a string or a list of messages; null for the first of `PROMPT_KEYS` that is present.
+        history: key of earlier turns to insert before a single-turn prompt, such as synthetic context or self-talk.
         generations: key of the list of answers.
         answer: key of the answer in a generation or in a record with one answer; null for the first of `ANSWER_KEYS`.
-        prompt_label: key of the prompt's label, harmful or safe.
+        prompt_label: key of the prompt's label (harmful or safe).
     """
 
     id: str = "id"
@@ -62,7 +62,7 @@ class RecordKeys:
 
 
 def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
-    """Key by which records form one group: the id, else the prompt.
+    """Return the key that identifies a record's group: the id, otherwise the prompt.
 
     Raises:
         FormatError: the record has neither an id nor a prompt.
@@ -84,7 +84,7 @@ def to_group(
     pairs: bool = False,
     report: ReadReport | None = None,
 ) -> Group:
-    """Convert one record to a group, with an empty prompt if the record has none.
+    """Convert one record to a group, with an empty prompt if it has none.
 
     Args:
         side: side of every generation in the record.
@@ -92,7 +92,7 @@ def to_group(
         report: report in which generations with an unfinished trace are skipped; None to raise an error instead.
 
     Raises:
-        FormatError: the record is invalid; the message has the path in the record.
+        FormatError: the record is invalid; the message contains the path within the record.
     """
     sample = None if pairs else _prompt(record, keys)
     task, language = (optional_text(value_at(record, key), key) for key in (keys.task, keys.language))
@@ -152,7 +152,7 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """Read an answer: text, a message, or messages that start and end with the assistant's.
+    """Read an answer: a string, a message, or messages that start and end with the assistant's.
 
     Raises:
         FormatError: the value is something else.
@@ -173,7 +173,7 @@ def completion(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def number(value: Any, where: str) -> float | None:
-    """Return the value as a float, or None for None.
+    """Return the value as a float; None stays None.
 
     Raises:
         FormatError: the value is not a finite number.
@@ -207,14 +207,14 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
 
 
 def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys) -> bool:
-    """True for an RL task, which has a prompt but no answer."""
+    """Return whether a record is an RL task, which has a prompt but no answer."""
     task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
     answers = ANSWER_KEYS if keys.answer is None else (keys.answer,)
     return task and not any(value_at(record, key) is not None for key in answers)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
-    """Read the prompt and the two generations; the prompt of whole conversations is their common beginning."""
+    """Read an existing pair's prompt, which whole conversations have in common, and its two generations."""
     sample = _prompt(record, keys)
     sides = {}
     for key in (keys.chosen, keys.rejected):

@@ -1,4 +1,4 @@
-"""Report of preference data: counts by source, kind, task and language, lengths, and skipped records by reason."""
+"""Report on preference data: counts by source, kind, task and language, lengths, and skipped records by reason."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ class Written:
     """Counts of the lines in the output files.
 
     Attributes:
-        rows: (source, kind, task, language, split) -> number of lines.
-        models: (chosen model, rejected model) -> number of pairs.
-        multi_turn, tools, thinking: number of pairs with several turns, with tools, with reasoning.
-        lengths: source -> sums of its pairs' prompt, chosen and rejected lengths, and number of pairs.
+        rows: number of lines, keyed by (source, kind, task, language, split).
+        models: number of pairs, keyed by (chosen model, rejected model).
+        multi_turn, tools, thinking: number of pairs with several turns, with tools, and with reasoning.
+        lengths: for each source, sums of its pairs' prompt, chosen and rejected lengths, and the number of pairs.
     """
 
     rows: Counter[tuple[str, str, str, str, str]] = field(default_factory=Counter)
@@ -34,7 +34,7 @@ class Written:
     lengths: dict[str, list[int]] = field(default_factory=dict)
 
     def see(self, staged: Mapping[str, Any], split: str) -> None:
-        """Count one line."""
+        """Count one output line, which belongs to `split`."""
         self.rows[staged["source"], staged["kind"], staged["task"], staged["language"], split] += 1
         if "genrm" not in staged:
             self.models[staged["chosen_model"], staged["rejected_model"]] += 1
@@ -46,7 +46,7 @@ class Written:
                 sums[index] += value
 
     def total(self, *, genrm: bool, split: str | None = None) -> int:
-        """Number of pairs, or of reward model samples, in one split or in all."""
+        """Return the number of pairs (with `genrm`, reward model samples) in one split; None counts all splits."""
         return sum(
             count
             for (_, kind, _, _, where), count in self.rows.items()
@@ -55,7 +55,7 @@ class Written:
 
 
 def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str) -> Report:
-    """The report."""
+    """Build the report on preference data; `unit` is the unit of lengths, tokens or characters."""
     report = Report(title).facts(facts)
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}
@@ -90,7 +90,7 @@ def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], wri
 
 
 def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
-    """Draw the differences of the answers' lengths before and after the filters, if there are any."""
+    """Draw the differences between the answers' lengths before and after the filters, if there are any."""
     drawn = {name: source for name, source in counts.items() if source.before}
     if not drawn:
         return
@@ -114,7 +114,7 @@ def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
 
 
 def _edges(largest: int) -> np.ndarray[Any, Any]:
-    """Edges of bins that are equally wide on the symlog axis: ten up to 100, and ten for each further power of ten."""
+    """Return edges of equally wide bins on the symlog axis: ten up to 100, ten for each further power of ten."""
     decades = 0
     while _LINEAR * 10**decades < largest + 1:
         decades += 1

@@ -1,4 +1,4 @@
-"""Checked settings of `nemo-ext preference_data`."""
+"""Validated settings of `nemo-ext preference_data`."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -21,7 +21,7 @@ OUTPUTS = ("trl", "nemo_rl")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenrmLabels:
-    """Labels of a pair as a training sample for a reward model, with the chosen answer first."""
+    """Labels that a pair gets as a training sample for a reward model, with the chosen answer first."""
 
     chosen: int = 5
     rejected: int = 1
@@ -30,20 +30,20 @@ class GenrmLabels:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SourceSettings(Rules, HallucinationRules):
-    """Settings of a source: files of generations, and the method of making pairs from them.
+    """Settings of a source: files with generations, and the method of making pairs from them.
 
     Attributes:
         kind: kind of pairs: delta, judged, tool_hallucination, safety, pairs (existing pairs) or genrm.
         path: files and globs, JSONL (plain, .gz, .zst) or Parquet.
         strong: files and globs with the strong models' answers, for delta learning; joined with `weak` by id.
         weak: files and globs with the weak models' answers.
-        file_kind: kind of the files; by default from their names.
+        file_kind: kind of the files; by default inferred from their names.
         keys: keys of a record.
         task: default task, for records without one.
         language: default language.
         turns: prompts to keep: single (one turn), multi (several turns) or any.
         limit: number of pairs to keep, drawn by the seed after the filters; null for all.
-        as_genrm: labels for also writing every pair as a sample for a reward model; null to disable.
+        as_genrm: labels for writing every pair as a reward model sample, too; null to disable.
         filters: filters of the pairs.
     """
 
@@ -82,14 +82,14 @@ class SourceSettings(Rules, HallucinationRules):
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Paths by side ("", strong, weak)."""
+        """Paths, keyed by side ("", strong, weak); sides without paths are omitted."""
         by_side = {"": self.path, "strong": self.strong, "weak": self.weak}
         return {side: paths for side, paths in by_side.items() if paths}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Checked settings of the job; `filters` are the defaults for every source."""
+    """Validated settings of `nemo-ext preference_data`; `filters` are the defaults for every source."""
 
     preset: str | None = None
     output: Place
@@ -120,14 +120,15 @@ class Settings:
 
 
 def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
-    """Check a composed config and return the settings.
+    """Validate a composed config and return its settings.
 
     Args:
         config: composed config of the job.
-        files: True to also check that the tokenizer and the template can be read; False if an earlier job writes them.
+        files: True to also check that the tokenizer and the template can be read; False if an earlier job has yet to
+            write them.
 
     Raises:
-        ValueError: a value is invalid; the message has the key, the value and the expected values.
+        ValueError: a value is invalid; the message names the key, the value and what was expected.
     """
     values = {key: value for key, value in config.items() if key != "hydra"}
     if values.get("outputs") is None:

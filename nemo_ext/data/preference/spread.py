@@ -26,7 +26,7 @@ _UNPACKED = 5  # approximate ratio of the size as JSON to that of compressed or 
 
 
 class Placed(NamedTuple):
-    """A record with its place in the input (for messages) and the side of its file."""
+    """A record, its place in the input (for messages), and the side of its file."""
 
     record: dict[str, Any]
     where: str
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 
 def readers(source: SourceSettings) -> dict[str, RecordSource]:
-    """Reader of the files of each side.
+    """Return a reader of each side's files, keyed by side.
 
     Raises:
         ValueError: a file is missing, or .parquet files are mixed with others.
@@ -57,7 +57,7 @@ def spread(
     max_bad_share: float,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write the records of a source to parts in `folder`; records without id and prompt are skipped and counted.
+    """Write the records of a source to parts in `folder`; records with neither id nor prompt are skipped and counted.
 
     Raises:
         ValueError: a file cannot be read, or too large a share of a side's records is invalid.
@@ -83,7 +83,7 @@ def spread(
 
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
-    """Yield the records of each id in a part, in the order of the ids' digests; records of an id are sorted."""
+    """Yield the records of each id in a part, in the order of the ids' digests; the records of an id are sorted."""
     if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
         for piece in pieces:
             yield from gathered(piece)
@@ -96,7 +96,7 @@ def gathered(path: Path) -> Iterator[list[Placed]]:
 
 
 def _divided(path: Path) -> list[Path]:
-    """Divide a part into smaller parts, in the order of the digests; an empty list if it has only one id."""
+    """Divide a part into smaller parts, in the order of the digests; return an empty list if it has only one id."""
     with open(path, encoding="ascii") as file:
         keys = [int(line[:16], 16) for line in file]
     low, high = min(keys), max(keys)
@@ -115,7 +115,7 @@ def _divided(path: Path) -> list[Path]:
 def _records(
     reader: RecordSource, part: Part, report: ReadReport, keys: RecordKeys
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the digest of the group's key, the record and its place, for each valid record."""
+    """Yield the digest of the group's key, the record, and its place, for each valid record."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
         try:

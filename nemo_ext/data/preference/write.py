@@ -1,4 +1,4 @@
-"""Writer of the output files: one per format and split, from the selected lines."""
+"""Writer of the selected lines to the output files, one per format and split."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_ext.job.files import complete_file
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128
-"""Maximum number of open files, whatever the number of parts: systems allow 256 or 1024."""
+"""Maximum number of open files, however many parts there are; systems allow 256 or 1024."""
 SPLITS = ("train", "validation")
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
     "trl": trl_record,
@@ -38,7 +38,7 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:
-    """Yield the contents of the lines, in their order."""
+    """Yield the contents of the lines, in the given order."""
     opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of last use
     try:
         for line in lines:

@@ -1,1 +1,1 @@
-"""SFT data: read conversations, filter, render with a chat template, mask, sample, pack, report."""
+"""SFT data: reads, filters, renders, masks, samples and packs conversations, and reports on them."""

@@ -33,7 +33,7 @@ class Table:
 
     Attributes:
         shards: shards in order.
-        reports: number of a source -> counts of its records.
+        reports: mapping from the number of a source to the counts of its records.
         sources: [samples] number of the source.
         lengths: [rows] number of tokens.
     """
@@ -61,12 +61,13 @@ class Chosen:
     Attributes:
         train: indices of the rows for training, repeated for later passes.
         valid: indices of the rows for validation.
-        passes: number of passes over each source.
-        skipped: samples skipped by this selection (rows, if longer than a pack), with examples of the first few.
+        passes: number of passes over each source, in order.
+        skipped: counts of samples skipped by this selection (rows, if longer than a pack), with the first few as
+            examples.
         all_skipped: `skipped` plus all records skipped while reading.
-        changed: change -> number of samples whose thinking mode was changed.
-        shares: task -> target share of samples with thinking on, and the numbers of samples with thinking on and off,
-            over training and validation.
+        changed: number of samples whose thinking mode was changed, keyed by kind of change.
+        shares: mapping from each task to its target share of samples with thinking on, and its numbers of samples with
+            thinking on and off, in training and validation together.
     """
 
     train: Numbers
@@ -79,7 +80,7 @@ class Chosen:
 
 
 def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
-    """Join the shards into one table; rows that packing will truncate have their truncated lengths."""
+    """Join the shards into one table; rows that packing will truncate get their truncated lengths."""
     before = np.cumsum([0, *(len(shard.ids) for shard in shards)])
     tasks = sorted({name for shard in shards for name in shard.task_names})
     languages = sorted({name for shard in shards for name in shard.language_names})
@@ -116,7 +117,7 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
     """Select the rows to train on: deduplicate, apply the shares of thinking, split, and sample to the token budget.
 
     Raises:
-        ValueError: too many records are invalid, an id is repeated under `duplicate_ids=error`, a task of
+        ValueError: too many records are invalid, an id is repeated under `duplicate_ids=error`, a task in
             `thinking_shares` does not exist, no sample is left, or the budget cannot be reached.
     """
     for number, report in table.reports.items():
@@ -173,7 +174,7 @@ def _skip(
 
 
 def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags:
-    """Mask of the samples that repeat no earlier sample's id and are no near duplicate of one, [samples]."""
+    """Return the mask of samples that repeat no earlier id and have no earlier near duplicate, [samples]."""
     first = first_of_each(table.ids)
     repeats = first != np.arange(len(first))
     differ = repeats & (table.contents != table.contents[first])
@@ -205,7 +206,7 @@ def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags
 def _balanced(
     table: Table, settings: SftSettings, keep: Flags, fits: Flags, skipped: ReadReport, changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
-    """Mask of the rows that give each task its share of thinking, [rows], and `Chosen.shares`."""
+    """Return the mask of rows that give each task its share of thinking, [rows], and `Chosen.shares`."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:
         return rows, {}
@@ -255,13 +256,13 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
-    """Samples with at least one of these rows of that kind, ascending."""
+    """Return the indices of the samples with at least one of these rows of that kind, ascending."""
     found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
     return found
 
 
 def _trained_within(shard: Shard, capacity: int) -> Numbers:
-    """Number of tokens in the loss among the first `capacity` tokens of each row, [rows]."""
+    """Return the number of tokens that count in the loss among the first `capacity` tokens of each row, [rows]."""
     trained, lengths = shard.trained.copy(), shard.file.lengths
     starts = np.cumsum(lengths) - lengths
     for row in np.flatnonzero(lengths > capacity).tolist():

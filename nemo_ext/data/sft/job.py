@@ -1,6 +1,6 @@
-"""SFT data job: workers make shards, then one process selects samples over all shards, packs them and reports.
+"""The `nemo-ext sft_data` job: workers write shards, then one process selects samples, packs them and reports.
 
-OUTPUT/.work/              shards of tokenised texts; kept, so that another sampling or packing can reuse them
+OUTPUT/.work/              shards of tokenised texts; kept, so that different sampling or packing can reuse them
 OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)
 OUTPUT/report.md           contents, and skipped records by reason
 """
@@ -32,11 +32,11 @@ LATER = (
     *("preset", "output", "sampling", "packing", "validation_share", "workers", "duplicate_ids", "thinking_shares"),
     *("max_bad_share", "data_root"),
 )
-"""Keys that do not change the shards; of `thinking_shares`, only whether it is empty does."""
+"""Config keys that do not affect the shards; of `thinking_shares`, only whether it is empty does."""
 
 
 def run(config: Mapping[str, Any]) -> Path:
-    """Make packs and a report from the composed config; returns the report's path.
+    """Write packs and a report as the composed config describes; return the report's path.
 
     Raises:
         ValueError: the config is invalid, a source cannot be read, the output cannot be written, or no sample is left
@@ -82,7 +82,7 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
 
 
 def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:
-    """Prepare the folder of shards; shards made from other inputs or settings are removed.
+    """Prepare the shard folder; shards made from different inputs or settings are removed.
 
     Raises:
         ValueError: the folder holds files that this job did not write, or an input is in it.

@@ -1,4 +1,4 @@
-"""Token ids of a conversation and their loss mask.
+"""Token ids and loss mask of a conversation.
 
 The text is encoded once, by the model's tokenizer with two changes. First, control tokens get secret names, and the
 template's control tokens are translated to them, so that `<|im_end|>` in the data remains ordinary text. Second, two
@@ -35,7 +35,7 @@ class Encoded:
         ids: [length] token ids, int32.
         mask: [length] uint8, 1 where the token is a training target. Labels are shifted by one, so position i has a
             loss where `mask[i + 1]` is 1.
-        thinking: mode of the text, which may differ from its sample's mode if turns are split.
+        thinking: whether the text has thinking on, which may differ from its sample's mode if turns are split.
     """
 
     ids: npt.NDArray[np.int32]
@@ -44,13 +44,13 @@ class Encoded:
 
 
 class ChatEncoder:
-    """Encoder of conversations with a template and a tokenizer.
+    """Encoder of conversations, for one template and one tokenizer.
 
     Args:
         template: template that renders the samples.
         tokenizer: Hugging Face tokenizer, whose control tokens are its special tokens and any added token that the
             template writes; or byte tokenizer, which has none, so that data and markup cannot be distinguished.
-        allow_missing: True to encode control tokens of the template that the tokenizer does not have as ordinary text.
+        allow_missing: True to encode control tokens that the template writes but the tokenizer lacks as ordinary text.
 
     Raises:
         ValueError: The template writes a token like `<|im_end|>` that the tokenizer does not have.
@@ -70,13 +70,13 @@ class ChatEncoder:
         """Encode the sample's training texts; see `Template.renderings`.
 
         Raises:
-            ValueError: The template refuses the sample.
+            ValueError: The template rejects the sample.
         """
         texts = self.template.renderings(sample, turns=turns, control=self.control)
         return [self.tokens(text) for text in texts]
 
     def tokens(self, rendered: Rendered) -> Encoded:
-        """Token ids and loss mask of a text that was rendered with this encoder's `control`."""
+        """Return token ids and loss mask of a text that was rendered with this encoder's `control`."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return _bytes(rendered)
         if not self._cuts:
@@ -100,11 +100,11 @@ class ChatEncoder:
 
     @property
     def ends_turns(self) -> bool:
-        """True if the template ends a turn with a control token, or with the byte tokenizer, which has none."""
+        """Whether the template ends turns with a control token; True for the byte tokenizer, which has none."""
         return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
 
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
-        """Truncate the text to each token budget that it exceeds, without a partial character at the end."""
+        """Truncate the text to each budget (in tokens) that it exceeds, at a whole character; keyed by budget."""
         starts, ends = self._ends(text)
         cuts = {}
         for budget in budgets:
@@ -117,7 +117,7 @@ class ChatEncoder:
         return cuts
 
     def _ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Start and end of each token of the text, in characters."""
+        """Start and end of each token in the text, as character offsets."""
         if isinstance(self.tokenizer, ByteTokenizer):
             sizes = [len(character.encode()) for character in text]
             starts = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -158,12 +158,12 @@ class ChatEncoder:
         return number
 
     def _cut_is_clean(self) -> bool:
-        """True if added tokens do not change the encoding of the text after them, as with a prefix space per piece."""
+        """Return whether text after an added token is encoded as elsewhere, without a prefix space, for example."""
         ids = self._tokenizer.encode(f"a{self._open}a", add_special_tokens=False).ids
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 
     def _secret(self, rendered: Rendered, start: int, end: int) -> str:
-        """Part of the text with secret names for the template's control tokens; those in quoted data are unchanged."""
+        """Give the template's control tokens in a span their secret names; quoted data are left unchanged."""
         parts = []
         for quote_start, quote_end in rendered.quoted:
             if start <= quote_start and quote_end <= end:
@@ -176,7 +176,7 @@ class ChatEncoder:
         return self._names.sub(lambda match: self._secrets[match[0]], text)
 
     def _by_offsets(self, rendered: Rendered) -> Encoded:
-        """Encode without boundary tokens: a token is trained on if all its characters are."""
+        """Encode without boundary tokens: a token is trained on if all of its characters are."""
         parts = [self._secret(rendered, start, end) for start, end in _between(rendered)]
         encoding = self._tokenizer.encode("".join(parts), add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
@@ -212,7 +212,7 @@ def _bytes(rendered: Rendered) -> Encoded:
 
 
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
-    """Copy of a tokenizer in which some tokens have other names and the same ids."""
+    """Copy a tokenizer, giving some tokens new names with the same ids."""
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]
     for token in described.get("added_tokens", []):

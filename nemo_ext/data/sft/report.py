@@ -1,4 +1,4 @@
-"""Report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, and skipped records by reason."""
+"""Report on SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, and skipped records by reason."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 PLOT = "report.png"
 _SHOWN = 30
-"""Maximum number of rows of a table; further entries are summed in one row."""
+"""Maximum number of rows in a table; further entries are summed in one row."""
 
 
 def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed: Mapping[str, PackedManifest]) -> Path:
-    """Write report.md and its plot into the output folder; returns the report's path."""
+    """Write report.md and its plot to the output folder; return the report's path."""
     rows = chosen.train
     preset = f", preset {settings.preset}" if settings.preset else ""
     contents = "\n".join(f"- {name}: {manifest.contents()}" for name, manifest in packed.items())
@@ -59,7 +59,7 @@ def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> list[li
 def _counts(
     table: "Table", rows: npt.NDArray[np.int64], groups_of: npt.NDArray[np.int64], names: Sequence[str]
 ) -> list[list[str]]:
-    """Rows of a table of texts and tokens by group; `groups_of` is the group of every row of `table`."""
+    """Return rows with texts and tokens per group; `groups_of` is each row's group, as an index into `names`."""
     weights, count = (None, table.lengths[rows], table.trained[rows]), len(names)
     amounts = np.stack([np.bincount(groups_of[rows], weight, count) for weight in weights]).astype(np.int64)
     order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]
@@ -94,7 +94,7 @@ def _reasoning(table: "Table", chosen: "Chosen") -> str:
 
 
 def _lengths(report: Report, table: "Table", chosen: "Chosen", settings: SftSettings) -> None:
-    """Draw a histogram of the texts' lengths, and each task's tokens by mode."""
+    """Draw a histogram of text lengths, and each task's tokens by mode."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     rows = chosen.train

@@ -1,4 +1,4 @@
-"""Dynamic sampling: number of passes over each source, and which samples a partial pass includes."""
+"""Dynamic sampling: how often each source is passed over, and which samples a partial pass includes."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,13 +11,13 @@ from nemo_ext.data.sft.settings import Sampling
 
 
 def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
-    """Number of passes over each source, from its number of training tokens.
+    """Return the number of passes over each source, given the sources' numbers of training tokens.
 
     A source's share of the budget is proportional to its tokens to the power `alpha`; the part that it cannot use
     within `max_epochs` goes to the other sources.
 
     Raises:
-        ValueError: the budget exceeds the tokens of all sources within `max_epochs`.
+        ValueError: the budget exceeds what all sources provide within `max_epochs`.
     """
     if sampling.tokens is None:
         return [1.0 if size else 0.0 for size in tokens]
@@ -37,7 +37,7 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
 
 
 def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number of copies of each sample, [samples]; the samples with the smallest keys are in the last, partial pass.
+    """Return the number of copies of each sample, [samples]; a partial pass takes the samples with the smallest keys.
 
     Args:
         passes: number of passes over all samples.

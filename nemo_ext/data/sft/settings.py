@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext sft_data`: sources, filters, template, reasoning, sampling, packing. No torch."""
+"""Settings of `nemo-ext sft_data`: sources, filters, template, reasoning, sampling, packing. Does not import torch."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,7 +19,7 @@ from nemo_ext.job.settings import REPLACED, STRICT, Place, Share, checked
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of sources: more passes over small ones than over large ones (Nemotron 3 Nano, section 3.1; (choice)).
+    """Sampling of sources: small ones are passed over more often than large ones (Nemotron 3 Nano, 3.1; (choice)).
 
     Attributes:
         tokens: total number of training tokens; None to use every sample once.
@@ -34,22 +34,22 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftSettings:
-    """Checked settings of the job.
+    """Validated settings of `nemo-ext sft_data`.
 
     Attributes:
         preset: name of the preset, for the report.
         output: output folder.
         tokenizer: config of the tokenizer, `{kind: ..., path: ...}`.
         template: name of a chat template, or path of a file or folder with one.
-        turns: splitting of a conversation into texts, see `Template.renderings`.
+        turns: how to split a conversation into texts; see `Template.renderings`.
         sources: sources of conversations.
-        filters: settings of the filters of single samples, by name; None disables a filter.
+        filters: settings of the filters of single samples, keyed by name; None disables a filter.
         near_duplicates: filter of near duplicates; None to keep them.
-        duplicate_ids: `drop` all but the first sample of an id, or `error`.
-        reasoning: control of reasoning; None to keep samples unchanged.
-        thinking_shares: task -> share of its samples with thinking on; `*` for all other tasks.
+        duplicate_ids: `drop` all but the first sample with an id, or `error`.
+        reasoning: reasoning control; None to keep samples unchanged.
+        thinking_shares: mapping from task to its share of samples with thinking on; `*` for all other tasks.
         sampling: sampling of sources.
-        packing: settings of packing.
+        packing: packing settings.
         validation_share: share of samples for validation, chosen by seed and id; used once and packed separately.
         max_bad_share: maximum share of a source's records that are not conversations (malformed or schema).
         seed: seed of all decisions.
@@ -89,15 +89,15 @@ class SftSettings:
         return load_filters(self.filters)
 
     def thinking_share(self, task: str) -> float | None:
-        """Target share of a task's samples with thinking on; None if the task has no target and is unchanged."""
+        """Return the target share of a task's samples with thinking on; None if it has none and is unchanged."""
         return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 
 def read_settings(config: Mapping[str, Any]) -> SftSettings:
-    """Check a composed config and return the settings.
+    """Validate a composed config and return its settings.
 
     Raises:
-        ValueError: a value is invalid; the message has the key, the value and the expected values.
+        ValueError: a value is invalid; the message names the key, the value and the expected values.
     """
     values = {key: value for key, value in config.items() if key != "data_root"}
     for name, meaning in (("output", "the output folder"), ("template", "a chat template")):

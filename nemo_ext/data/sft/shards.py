@@ -1,4 +1,4 @@
-"""Shards: parts of sources after a worker has filtered them, applied the control of reasoning, and encoded them.
+"""Shards: parts of sources after a worker has filtered them, applied reasoning control, and encoded them.
 
 FOLDER/NNNNNN.tokens, .loss, .lengths.npy   the texts (`nemo_ext.data.packs.sample_files`)
 FOLDER/NNNNNN.npz                           arrays for the selection over all samples
@@ -30,23 +30,23 @@ from nemo_ext.job.seeds import digest
 from nemo_ext.job.units import Units
 
 FORMAT = 4
-"""Version of these files; shards of other versions are made again."""
+"""Version of these files; shards of other versions are regenerated."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")
-"""`Mode` of a row's sample; a `stripped` row is an alternative text of an `on` sample, without its reasoning."""
+"""The `Mode` of a row's sample; a `stripped` row is an alternative text for an `on` sample, without its reasoning."""
 _SKETCHED_TOGETHER = 256
 
 
 @dataclass(frozen=True)
 class Work:
-    """Settings of the job and its folder of shards, as sent to workers."""
+    """The job's settings and shard folder, as sent to workers."""
 
     settings: SftSettings
     units: Units
 
     @property
     def encoder(self) -> ChatEncoder:
-        """Encoder of the job's template and tokenizer."""
+        """Encoder for the job's template and tokenizer."""
         return encoder_of(self.settings.template, json.dumps(self.settings.tokenizer))
 
 
@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Number of input bytes."""
         return self.part.size
 
 
@@ -71,20 +71,20 @@ class Shard:
     Attributes:
         piece: part of the input.
         file: tokens and masks of the rows.
-        ids: [samples] uint64, digests of source and id.
-        contents: [samples] uint64, digests of the messages.
-        numbers: [samples] numbers of the samples' records in the input file.
-        sketches: sketches of the samples; None if near duplicates are kept.
-        samples: [rows] sample of a row.
+        ids: [samples] uint64 digest of source and id.
+        contents: [samples] uint64 digest of the messages.
+        numbers: [samples] number of the sample's record in the input file.
+        sketches: MinHash sketches of the samples; None if near duplicates are kept.
+        samples: [rows] index of the row's sample.
         modes: [rows] index into `MODES`.
         kinds: [rows] index into `KINDS`.
         tasks: [rows] index into `task_names`.
         languages: [rows] index into `language_names`.
-        trained: [rows] number of tokens in the loss.
+        trained: [rows] number of tokens that count in the loss.
         task_names: names of the shard's tasks.
         language_names: names of the shard's languages.
         report: counts of the records read and skipped.
-        reasoning: counts of the changes made by the control of reasoning.
+        reasoning: counts of the changes made by reasoning control.
     """
 
     piece: Piece
@@ -107,7 +107,7 @@ class Shard:
 
 @lru_cache(maxsize=4)
 def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
-    """Encoder of a template and a tokenizer, given by its config as JSON; cached."""
+    """Return the cached encoder for a template and a tokenizer, whose config is given as JSON."""
     return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
 
 
@@ -117,7 +117,7 @@ def make_shard(work: Work, piece: Piece) -> None:
 
 
 def open_shard(work: Work, piece: Piece) -> Shard:
-    """Open a finished shard."""
+    """Open a finished shard and read its arrays and counts."""
     base = work.units.file(piece.number, "")
     vocab_size = work.encoder.tokenizer.vocab_size
     with np.load(base.with_suffix(".npz")) as arrays:
@@ -197,7 +197,7 @@ class _Writer:
                 yield text.ids, text.mask
 
     def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
-        """Encode the texts of a sample, and with `thinking_shares` also its stripped texts, which may replace them."""
+        """Encode a sample's texts and, with `thinking_shares`, also the stripped texts that may replace them."""
         settings, encoder = self.work.settings, self.work.encoder
         versions: dict[str, Sample] = {mode_of(sample): sample}
         if settings.thinking_shares and "on" in versions:

@@ -36,7 +36,7 @@ _CHECKED_BYTES = 1 << 20
 
 
 class Located(NamedTuple):
-    """A sample with its place in the input (for messages) and the number of its record in the file."""
+    """A sample, its place in the input (for messages), and the number of its record in the file."""
 
     sample: Sample
     where: str
@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
 @plain_dataclass
 class ConversationReport(ReadReport):
-    """Counts of a reader of conversations, with ignored message keys and corrections, by kind."""
+    """Counts of a reader of conversations, including ignored message keys and corrections, each keyed by kind."""
 
     ignored: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class ConversationSource:
     Attributes:
         name: name of the source, in reports and shares.
         path: files and globs.
-        kind: kind of the files; by default from their names.
+        kind: kind of the files; by default inferred from their names.
         format: format of the records; `auto` detects it for each record.
         id_key: key of the id; records without an id get a digest of their content.
         task_key: key of the task.
@@ -90,11 +90,11 @@ class ConversationSource:
 
     @cached_property
     def files(self) -> RecordSource:
-        """Reader of the files' records."""
+        """Reader of the records in the files."""
         return record_source(self.path, self.kind, f"source {self.name}")
 
     def check(self) -> list[tuple[str, Path]]:
-        """Check the first records of each input file; returns the name and path of each.
+        """Check the first records of each input file; return (name, path) of each file.
 
         Raises:
             ValueError: a file is missing or cannot be read, or none of its first records is a conversation.
@@ -113,14 +113,14 @@ class ConversationSource:
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """Split the files into parts that are read separately; see `nemo_ext.data.text.documents.Source.parts`."""
+        """Split the files into separately read parts; see `nemo_ext.data.text.documents.Source.parts`."""
         for name, path in self.files.inputs():
             if path.stat().st_size == 0:
                 yield Part(name=name, path=str(path), size=0, documents=0)
         yield from self.files.parts(max_documents=max_documents, max_size=max_size)
 
     def read(self, part: Part, report: ConversationReport, *, mode_lines: bool = False) -> Iterator[Located]:
-        """Read the samples of one part in order; skipped records are counted in `report`.
+        """Yield the samples of one part in order; skipped records are counted in `report`.
 
         Args:
             mode_lines: True to keep lines such as `detailed thinking on` in system messages, for a template that does
@@ -165,7 +165,7 @@ class ConversationSource:
 
 
 def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
-    """Build the source that a config describes.
+    """Build the source described by a config.
 
     Raises:
         ValueError: a key is unknown or invalid; the message suggests the nearest known key.
@@ -174,7 +174,7 @@ def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Id of a record without one: a digest of its content, independent of other records and of the order of files."""
+    """Derive an id from a record's content, independently of other records and of the order of files."""
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:

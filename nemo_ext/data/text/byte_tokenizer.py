@@ -1,6 +1,6 @@
 """Byte tokenizer as a Hugging Face folder: ids 0 to 255 are the bytes, and id 256 ends a document.
 
-`nemo-ext byte_tokenizer` can add a chat template with its control tokens, for models trained from scratch.
+`nemo-ext byte_tokenizer` can add a chat template and its control tokens, for models trained from scratch.
 """
 
 import functools
@@ -20,17 +20,17 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Default chat template: roles and texts without control tokens, for models that were not trained on chats."""
+"""Default chat template: roles and message texts without control tokens, for models that were not trained on chats."""
 
 
 BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
 """Name of a single-byte token in a SentencePiece vocabulary."""
 CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
-"""Control token of a chat template."""
+"""Control token in a chat template, such as `<|im_end|>`."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Job `nemo-ext byte_tokenizer`: write the folder `output`, with the chat template `template` if set.
+    """Run `nemo-ext byte_tokenizer`: write the folder `output`, with the chat template `template` if set.
 
     `eos_token` is the last control token of the assistant's turn in the template, or `EOD` if there is none.
 
@@ -53,10 +53,10 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     """Write tokenizer.json and tokenizer_config.json, and return the folder.
 
     Args:
-        folder: folder to write.
+        folder: folder to write to.
         template: source of the chat template.
-        control: control tokens of the template, which get the ids from 257.
-        end: token that ends a text, `eos_token`.
+        control: control tokens of the template; they get ids starting at 257.
+        end: end-of-text token, stored as `eos_token`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -76,14 +76,14 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
 
 
 def letters() -> list[str]:
-    """Letters that byte-level tokenizers use for the bytes 0 to 255 (GPT-2's `bytes_to_unicode`)."""
+    """Return the characters by which byte-level tokenizers represent the bytes 0 to 255 (`bytes_to_unicode`)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
 
 
 def token_bytes(name: str, *, byte_level: bool) -> bytes:
-    """Bytes of a token from its name in a byte-level or SentencePiece vocabulary; in the latter `\u2581` is a space."""
+    """Bytes that a token name stands for in a byte-level or SentencePiece vocabulary (where `\u2581` is a space)."""
     if byte_level:
         return b"".join(_byte_of().get(letter) or letter.encode() for letter in name)
     if BYTE_NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Sources that need no download: code, docstrings and prose of Python and the installed packages."""
+"""Sources that need no download: code, docstrings and prose from Python and the installed packages."""
 
 import ast
 import email
@@ -21,7 +21,7 @@ _HEADERS = (".h", ".hpp", ".cuh")
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlibSource(Source):
-    """Source of Python's standard library: its .py files, without tests and machine-dependent files."""
+    """Python's standard library as a source: its .py files, except tests and machine-dependent files."""
 
     kind: ClassVar[str] = "python_stdlib"
     _times_matter: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class PythonStdlibSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledSource(Source):
-    """Base class of sources of files in installed packages, without vendored copies and tests.
+    """Base class of sources that read files of installed packages, except vendored copies and tests.
 
     packages: Top-level modules and distributions to read (empty: all); naming them pins the contents of a stream.
     exclude_packages: Packages to exclude; by default this project, and installers, which differ by environment.
@@ -82,13 +82,13 @@ class InstalledSource(Source):
         return sorted(files.items())
 
     def _takes(self, name: str) -> bool:
-        """True if the file with this path in its package is to be read."""
+        """Return whether to read the file at this path within its package."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocstringsSource(InstalledSource):
-    """Source of docstrings in installed packages: one document per module, each docstring below its object's name.
+    """Docstrings of installed packages as a source: one document per module, each docstring below its object's name.
 
     A docstring that is repeated within a module is included once.
     """
@@ -121,10 +121,10 @@ class DocstringsSource(InstalledSource):
 
 @dataclass(frozen=True, kw_only=True)
 class PackageDocsSource(InstalledSource):
-    """Source of prose in installed packages: READMEs (from METADATA), change logs, licences, C++ header comments.
+    """Prose of installed packages as a source: READMEs (from METADATA), change logs, licences, C++ header comments.
 
-    A header's comments that read like sentences, without its licence, make one document. Unless `packages` is set, the
-    language reference of Python's `help` is included, one document per topic.
+    The comments of a header that read like sentences, except its licence, form one document. Unless `packages` is set,
+    the language reference of Python's `help` is included, one document per topic.
     """
 
     kind: ClassVar[str] = "package_docs"
@@ -167,7 +167,7 @@ class PackageDocsSource(InstalledSource):
 
 
 def _roots(packages: set[str]) -> list[str]:
-    """Folders of packages that Python finds outside site-packages, as after `pip install --target`."""
+    """Return the folders of the packages that Python finds outside site-packages, as after `pip install --target`."""
     outside: set[str] = set()
     for package in packages:
         if (spec := importlib.util.find_spec(package)) is not None:
@@ -177,14 +177,14 @@ def _roots(packages: set[str]) -> list[str]:
 
 
 def _package(entry: str) -> str:
-    """Package that an entry of site-packages belongs to: `Torch-2.1.dist-info` and `torch.py` are `torch`."""
+    """Return the package that an entry of site-packages belongs to, such as `torch` for `Torch-2.1.dist-info`."""
     if entry.endswith((".dist-info", ".egg-info")):
         entry = entry.rsplit(".", 1)[0].split("-", 1)[0]
     return re.sub(r"[-.]", "_", entry.removesuffix(".py")).lower()
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (qualified name, docstring) of a node and of every class and function in it, in source order."""
+    """Yield (qualified name, docstring) for a node and every class and function in it, in source order."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         docstring = ast.get_docstring(node)
         if docstring and not docstring.isspace():
@@ -199,7 +199,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _literal_topics(source: str) -> dict[str, str]:
-    """Read the `topics` dictionary of pydoc_data.topics without running it."""
+    """Read the `topics` dictionary of pydoc_data.topics without running it; return {} if it has none."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             return {str(topic): str(body) for topic, body in ast.literal_eval(statement.value).items()}
@@ -207,7 +207,7 @@ def _literal_topics(source: str) -> dict[str, str]:
 
 
 def _prose_comments(source: str) -> Iterator[str]:
-    """Yield comments of C++ code that read like sentences and are not a licence, without comment markers."""
+    """Yield the comments of C++ code that read like sentences, except licences, without comment markers."""
     for comment in re.findall(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+", source, re.DOTALL | re.MULTILINE):
         lines = [re.sub(r"^\s*(/\*+[!<]*|//+[!<]*|\*(?!/)|) ?|\s*\**/?$", "", line) for line in comment.splitlines()]
         text = "\n".join(lines).strip()

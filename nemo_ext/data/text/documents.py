@@ -1,8 +1,9 @@
 """Documents, and the base class of their sources.
 
-A source is a frozen dataclass that lists its input in a fixed order (`parts`, cheap) and reads one part at a time
-(`read`), so any worker can read any part with the same result. `Admission` sees the documents in order and decides for
-the whole stream: it removes duplicates and stops at `max_bytes`. A `ReadReport` counts skipped records by reason.
+A source is a frozen dataclass that lists its input in a fixed order (`parts`, which is cheap) and reads one part at a
+time (`read`), so any worker can read any part with the same result. `Admission` sees the documents in order and makes
+the decisions that concern the whole stream: it drops duplicates and stops at `max_bytes`. A `ReadReport` counts
+skipped records by reason.
 """
 
 import dataclasses
@@ -18,14 +19,14 @@ from pydantic import PositiveInt
 
 EXAMPLES_PER_REASON = 5
 UNLIMITED = 1 << 60
-"""Limit for parts that are not to be cut."""
+"""Limit to pass when parts are not to be cut."""
 BAD = ("malformed", "schema")
-"""Reasons that count against `max_bad_share`: not a JSON object, or not an object of the required form."""
+"""Reasons that count towards `max_bad_share`: not a JSON object, or not an object of the required form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text with an id, which is unique in its source and free of local paths; `about` is metadata such as `url`."""
+    """Text with an id, unique within its source and free of local paths; `about` holds metadata such as `url`."""
 
     id: str
     text: str
@@ -36,9 +37,9 @@ class Document:
 class Part:
     """Piece of a source that is read separately: a file, some lines of a file, or a Parquet row group.
 
-    `size` is in bytes of input; `documents` is the expected number of documents (0: unknown). `start` and `stop` are
-    byte offsets in a JSONL file (stop 0: to the end); in a Parquet file, `start` is the row group. `first` is the
-    number of the first line or row.
+    `size` is the number of input bytes; `documents` is the expected number of documents (0: unknown). `start` and
+    `stop` are byte offsets in a JSONL file (`stop` 0: to the end); in a Parquet file, `start` is the row group. `first`
+    is the number of the first line or row.
     """
 
     name: str
@@ -60,20 +61,20 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Number of input bytes."""
         return sum(part.size for part in self.parts)
 
 
 @dataclass
 class ReadReport:
-    """Counts of a reader: records read, and skipped records by reason with the first few places of each."""
+    """A reader's counts: records read, and skipped records by reason, with the first few places of each."""
 
     records: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, where: str = "", *, count: int = 1) -> None:
-        """Count a skipped record; `where` is its place, which is kept for the first few records of each reason."""
+        """Count a skipped record under `reason`, and keep its place `where` for each reason's first few records."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
         if where and len(places := self.examples.setdefault(reason, [])) < EXAMPLES_PER_REASON:
             places.append(where)
@@ -87,7 +88,7 @@ class ReadReport:
             self.examples[reason] = (self.examples.get(reason, []) + places)[:EXAMPLES_PER_REASON]
 
     def summary(self, *, examples: int = EXAMPLES_PER_REASON) -> str:
-        """Skipped records on one line, such as `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
+        """Return the skipped records on one line, `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
         reasons = []
         for reason, count in sorted(self.skipped.items()):
             places = self.examples.get(reason, [])[:examples]
@@ -96,7 +97,7 @@ class ReadReport:
         return ", ".join(reasons) or "nothing"
 
     def check_bad_share(self, where: str, most: float) -> None:
-        """Raise ValueError if more than a share `most` of the records, or all of them, are `BAD`."""
+        """Raise ValueError if all records, or more than a fraction `most`, were skipped for a reason in `BAD`."""
         bad = sum(self.skipped.get(reason, 0) for reason in BAD)
         if bad > most * self.records or bad == self.records > 0:
             places = [place for reason in BAD for place in self.examples.get(reason, [])]
@@ -108,7 +109,7 @@ class ReadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Base class of sources, with the options that all kinds have.
+    """Base class of sources, with the options common to all kinds.
 
     max_bytes: Maximum total size of the documents, in bytes of UTF-8 text; later ones are not read (None: no limit).
     deduplicate: Whether to drop all but the first of byte-identical documents.
@@ -119,11 +120,11 @@ class Source:
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_source` builds this source again."""
+        """Return a mapping from which `load_source` rebuilds this source."""
         return {"kind": self.kind} | dataclasses.asdict(self)
 
     def identity(self) -> dict[str, object]:
-        """Settings and a fingerprint of the input files, which determine the documents."""
+        """Return everything that determines the documents: the settings, and a fingerprint of the input files."""
         return {**self.describe(), "files": self.fingerprint(self.inputs())}
 
     def inputs(self) -> list[tuple[str, Path]]:
@@ -135,7 +136,7 @@ class Source:
         raise NotImplementedError
 
     def check(self) -> list[tuple[str, Path]]:
-        """Check cheaply that the source can be read, and return its `inputs`.
+        """Run a cheap check that the source can be read, and return its `inputs`.
 
         Raises:
             ValueError: A file cannot be read.
@@ -156,19 +157,19 @@ class Source:
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        """Read the documents of a part in order, counting skipped records; by default, the text of its file."""
+        """Yield the documents of a part in order, counting skipped records; by default, the text of the part's file."""
         if (text := file_text(part, report)) is not None:
             yield Document(part.name, text)
 
     def finish(self, report: ReadReport) -> None:
-        """Check the report of a source that was read completely; raises ValueError if too many records are bad."""
+        """Check the report after a complete read; raises ValueError if too many records are bad."""
 
     # False for installed files, whose times change with every installation although the content does not.
     _times_matter: ClassVar[bool] = True
 
 
 def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
-    """Group the parts of streams into units within limits of documents and bytes; a larger part is a unit alone."""
+    """Group the streams' parts into units within limits of documents and bytes; a larger part becomes a unit alone."""
     number = 0
     for stream, source in streams.items():
         parts: list[Part] = []
@@ -185,7 +186,7 @@ def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> 
 
 
 class Admission:
-    """Decides in stream order which documents are kept: no byte-identical duplicates, at most `max_bytes`.
+    """Filter that decides in stream order what to keep: no byte-identical duplicates, at most `max_bytes` in total.
 
     Duplicates are recognised by 16-byte digests, which take about 100 bytes of memory per document.
     """
@@ -197,7 +198,7 @@ class Admission:
         self.full = False
 
     def admit(self, digest: bytes, size: int, report: ReadReport) -> bool:
-        """True if the next document, of `size` bytes, is kept; sets `full` when `max_bytes` is reached."""
+        """Return whether the next document, of `size` bytes, is kept; sets `full` once `max_bytes` is reached."""
         if self.full:
             return False
         if self._seen is not None and digest in self._seen:
@@ -254,7 +255,7 @@ def encodable[D: _WithText](documents: Iterable[D], report: ReadReport) -> Itera
 
 
 def file_text(part: Part, report: ReadReport) -> str | None:
-    """Read a UTF-8 file without its byte order mark; None if it cannot be read, which is counted by reason."""
+    """Return the text of a UTF-8 file without its byte order mark; None if unreadable, which is counted by reason."""
     report.records += 1
     try:
         data = Path(part.path).read_bytes()
@@ -269,7 +270,7 @@ def file_text(part: Part, report: ReadReport) -> str | None:
 
 
 def encoding_hint(start: bytes) -> str:
-    """Phrase for messages that names the likely encoding of a text's first bytes; "" if they may be UTF-8."""
+    """Return a phrase, for messages, that names a text's likely encoding; "" if it may be UTF-8."""
     if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) or start[:4].count(0) == 3:
         return " (it seems to be UTF-32)"
     utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff")) or (start[0:4:2] == b"\0\0") != (start[1:4:2] == b"\0\0")
@@ -277,11 +278,11 @@ def encoding_hint(start: bytes) -> str:
 
 
 def document_digest(text: bytes) -> bytes:
-    """Digest (16 bytes) by which byte-identical documents are recognised."""
+    """Digest (16 bytes) that identifies byte-identical documents."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def split_position(seed: int, document_id: str) -> int:
-    """Position of a document in [0, 2**64) from a hash; the first `validation_share` of this range is validation."""
+    """Hash a document id to a position in [0, 2**64); the first `validation_share` of this range is for validation."""
     name = f"{seed}\0{document_id}".encode(errors="surrogateescape")  # file names need not be UTF-8
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
 """Megatron's .bin/.idx files: the concatenated ids of all documents, and the start of each document.
 
 Implemented here so that data can be written without torch and Megatron, in the format of Megatron's IndexedDataset
-(megatron/core/datasets/indexed_dataset.py); the tests read the files with its reader.
+(megatron/core/datasets/indexed_dataset.py). The tests read the files with Megatron's reader.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _BLOCKS, _BLOCK = 64, 64
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Integer type in which Megatron stores the ids of a vocabulary of this size."""
+    """Return the integer type that Megatron uses to store ids from a vocabulary of this size."""
     return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
@@ -33,11 +33,11 @@ def write_index(
     *,
     documents: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Write the .idx of a .bin whose sequences have these lengths in tokens.
+    """Write the .idx file of a .bin file.
 
     Args:
         path: path of the .idx.
-        lengths: lengths of the sequences, in tokens.
+        lengths: [sequences] length of each sequence, in tokens.
         dtype: type of a token in the .bin.
         documents: first sequence of each document, followed by the number of sequences, `[documents + 1]`; None for
             one sequence per document.
@@ -61,7 +61,7 @@ def write_index(
 
 
 def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
-    """Read the lengths of all sequences in tokens, their starts in the .bin in bytes, and the integer type of the ids.
+    """Read each sequence's length in tokens and start in bytes, both [sequences], and the ids' integer type.
 
     Args:
         path: path of the .idx.
@@ -89,10 +89,10 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
 
 
 def index_digest(path: Path) -> str:
-    """Digest of an .idx in constant time, 16 hexadecimal digits: its header, and 64 evenly spaced runs of 64 sequences.
+    """Hash an .idx in constant time to 16 hex digits: its header, and 64 evenly spaced runs of 64 sequences.
 
-    Since a sequence's start is the sum of the lengths before it, other data have the same digest only if all of these
-    runs have the same lengths and starts.
+    A sequence's start is the sum of the lengths before it, so different data collide only if all of these runs have the
+    same lengths and starts.
 
     Args:
         path: path of the .idx.

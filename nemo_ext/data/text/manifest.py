@@ -20,7 +20,7 @@ _KEYS = ("format_version", "config_hash")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCounts:
-    """Counts of one split; `tokens` includes the eod of every document, and `text_bytes` counts UTF-8."""
+    """Counts for one split; `tokens` includes each document's eod, and `text_bytes` is the size in UTF-8."""
 
     documents: int = 0
     tokens: int = 0
@@ -29,7 +29,7 @@ class SplitCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Contents of a finished stream, and its source, tokenizer and settings. A split without documents has no files.
+    """A finished stream's contents, source, tokenizer and settings. A split without documents has no files.
 
     `report` counts skipped records by reason; `reached_max_bytes` is True if the source had more documents.
     `prefix` is the manifest's location and is not stored, so that the files can be moved together.
@@ -50,12 +50,12 @@ class Manifest:
     reached_max_bytes: bool
 
     def split_prefix(self, split: str) -> str:
-        """Path without .bin/.idx, as Megatron expects it, for the split "train" or "valid"."""
+        """Return the path prefix (without .bin/.idx, as Megatron expects it) of the split "train" or "valid"."""
         assert split in SPLITS, split
         return f"{self.prefix}_{split}"
 
     def contents(self) -> str:
-        """Numbers of documents and tokens, as text for notices."""
+        """Return the numbers of documents and tokens, worded for notices."""
         train, valid = (self.splits[split] for split in SPLITS)
         documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
         if valid.documents:
@@ -65,12 +65,12 @@ class Manifest:
         return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
     def where(self) -> str:
-        """Paths of the files and the token that ends documents, as text for notices."""
+        """Return the paths of the files and the token that ends documents, worded for notices."""
         end = self.tokenizer.get("eod")
         return f"{self.prefix}_*.bin and .idx, documents end with {f'{end}, ' if end else ''}id {self.eod}"
 
     def skipped(self) -> str:
-        """Skipped records and whether `max_bytes` was reached, as text for notices; "" if neither."""
+        """Return what was skipped, and whether `max_bytes` was reached, worded for notices; "" if neither applies."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
         return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
 
@@ -79,7 +79,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """Read the manifest `<prefix>.json` of a finished stream.
 
     Raises:
-        ValueError: The file is missing or damaged, or is not a manifest of this version.
+        ValueError: The file is missing or damaged, or is not a manifest of this format version.
     """
     path = Path(f"{prefix}.json")
     values = stored(path, _KEYS)
@@ -96,12 +96,12 @@ def read_manifest(prefix: str | Path) -> Manifest:
 
 
 def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifest | None:
-    """Return the manifest if the stream was finished with these settings and its files are complete; else None.
+    """Return the manifest if the stream was finished with these settings and its files are complete; otherwise None.
 
     If a manifest exists but does not match, the reason is printed.
 
     Raises:
-        ValueError: The file of that name is not a manifest, or its stream has a tokenizer of another identity.
+        ValueError: The file of that name is not a manifest, or its stream has a tokenizer with a different identity.
     """
     values = stored(Path(f"{prefix}.json"), _KEYS)
     if values is None:
@@ -126,7 +126,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write `<prefix>.json`, through a temporary file in `directory`."""
+    """Write `<prefix>.json` by way of a temporary file in `directory`."""
     values = {"format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
     del values["prefix"]
     complete = unfinished(directory / "manifest.json")
@@ -135,7 +135,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def stored(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Read the values of a manifest; None if the file does not exist.
+    """Read the values of a manifest; return None if the file does not exist.
 
     Raises:
         ValueError: the file is not JSON or does not have all of the keys.

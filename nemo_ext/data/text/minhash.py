@@ -1,4 +1,4 @@
-"""MinHash of n-grams by rensa's R-MinHash: bands to find near duplicates, and low bytes of slots to compare them."""
+"""MinHash of n-grams with rensa's R-MinHash: bands find near duplicates, and the low bytes of slots compare them."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from nemo_ext.data.text.words import Hashes
 def sketches(
     grams: Sequence[Hashes], *, slots: int, rows: int, seed: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-    """MinHash bands and slots of texts; most efficient for a few hundred texts at a time.
+    """Compute MinHash bands and slots of texts; most efficient for a few hundred texts at a time.
 
-    Two texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with s**rows.
+    Texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with probability s**rows.
 
     Args:
         grams: hashes of each text's n-grams.
-        slots: number of slots of the MinHash.
+        slots: number of MinHash slots.
         rows: number of slots per band.
         seed: seed of the hash functions.
 

@@ -39,7 +39,7 @@ _TOKENS, _ROWS = ".tokens", ".npz"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWork:
-    """Settings of a stream's shards, in a form that is cheap to send to worker processes."""
+    """A stream's tokenisation settings, in a form that is cheap to send to worker processes."""
 
     source: str
     tokenizer: str
@@ -50,7 +50,7 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One row per document of a shard, in reading order; `positions` decide the split."""
+    """One row per document of a shard, in reading order; `positions` determine the split."""
 
     lengths: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -60,12 +60,12 @@ class ShardRows:
 
 
 def shards_in(directory: Path) -> Units:
-    """Files of the shards in a directory, as units of work."""
+    """Return the shard files in a directory, as units of work."""
     return Units(directory, mark=_ROWS, digits=5)
 
 
 def open_shards(directory: Path, plan_hash: str) -> None:
-    """Create the shards' directory; if it holds shards of another plan, empty it first."""
+    """Create the shard directory; if it holds shards of a different plan, empty it first."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
         notice(f"{directory}: begun with other settings or input files: starting over")
@@ -123,7 +123,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
 
 
 def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
-    """Open the `count` ids of a finished shard as a memory map.
+    """Open the `count` token ids of a finished shard as a memory map.
 
     Raises:
         ValueError: The file is damaged.

@@ -1,4 +1,4 @@
-"""Registry of sources by their kind in a config: `{kind: jsonl, path: texts.jsonl, max_bytes: 8000000}`."""
+"""Registry of sources, keyed by `kind` in a config such as `{kind: jsonl, path: texts.jsonl, max_bytes: 8000000}`."""
 
 from collections.abc import Mapping
 
@@ -24,10 +24,10 @@ KINDS: dict[str, type[Source]] = {
 
 
 def load_source(config: Mapping[str, object]) -> Source:
-    """Build the source that `config["kind"]` names from the other keys, the fields of its class.
+    """Build the source of kind `config["kind"]`; the other keys are the fields of its class.
 
     Raises:
-        ValueError: A kind or key is unknown (with the nearest known), a key is missing, or a value has the wrong type.
+        ValueError: A kind or key is unknown (the message names the nearest one), a key is missing, or a type is wrong.
     """
     kind = config.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:

@@ -1,4 +1,4 @@
-"""Last pass over the shards of a stream: selection of documents, and their split into training and validation.
+"""Last pass over a stream's shards: selects documents, and splits them into training and validation.
 
 One process sees all documents in order, so the files do not depend on which workers wrote the shards.
 """
@@ -19,7 +19,7 @@ from nemo_ext.job.files import publish, unfinished
 
 @dataclass(frozen=True)
 class Selection:
-    """Masks of kept documents and of validation documents, one per shard; `size` is the kept text in bytes."""
+    """Masks of the kept and of the validation documents, one per shard; `size` is the kept text in bytes."""
 
     kept: list[npt.NDArray[np.bool_]]
     validation: list[npt.NDArray[np.bool_]]
@@ -28,14 +28,14 @@ class Selection:
     full: bool
 
     def masks(self, split: str) -> list[npt.NDArray[np.bool_]]:
-        """Masks of the documents in a split, one per shard."""
+        """Return the masks of the documents in a split ("train" or "valid"), one per shard."""
         if split == "valid":
             return self.validation
         return [kept & ~held for kept, held in zip(self.kept, self.validation, strict=True)]
 
 
 def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
-    """Select the documents of each split from the rows of all shards, in order.
+    """Select each split's documents from the rows of all shards, in order.
 
     Raises:
         ValueError: There are no documents, or too many records of the source are malformed.
@@ -74,7 +74,7 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files and move them into place; reports bytes of text to `advance`."""
+    """Write the selected documents as Megatron's files, and move them into place; `advance` gets bytes of text."""
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []

@@ -1,8 +1,8 @@
-"""Test sets of benchmarks, indexed by word n-grams, for finding their items in training data.
+"""Benchmark test sets, indexed by word n-grams to find their items in training data.
 
-GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are a
-benchmark's phrasing and are excluded; the rest count more, the fewer items share them. An item shorter than an n-gram
-has to occur as a whole; an item shorter than `min_words` only counts as an entire message of a user.
+GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are
+benchmark phrasing and are excluded; the fewer items share one of the others, the more it counts. An item shorter than
+an n-gram must occur as a whole; an item shorter than `min_words` only counts as an entire user message.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class TestSets:
     Attributes:
         test_sets: the test sets.
         ngram: number of words per n-gram.
-        min_words: number of words below which items are compared only with entire messages of a user.
+        min_words: number of words below which items are compared only with entire user messages.
         share: share of an item's n-grams that a sample must contain, rare n-grams weighted higher; 0 if one n-gram is
             enough.
         common: maximum number of items that may share an n-gram; n-grams shared by more are excluded.
@@ -68,12 +68,12 @@ class TestSets:
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
-        """Read the files again and index them; raises ValueError if a file cannot be used."""
+        """Reread and index the files; raises ValueError if a file cannot be used."""
         index_of.cache_clear()
         index_of(self)
 
     def reads(self) -> list[Path]:
-        """Paths of the test sets' files."""
+        """Return the paths of the test sets' files."""
         return [path for test_set in self.test_sets for _, path in JsonlSource(path=test_set.path).inputs()]
 
 
@@ -82,18 +82,18 @@ class Index:
     """Index of test sets' items by their n-grams.
 
     Attributes:
-        items: name of each item, `gsm8k test.jsonl:12`.
+        items: name of each item, such as `gsm8k test.jsonl:12`.
         report: counts of items read, items without text or words, and excluded n-grams.
         length: number of words per n-gram.
-        min_words: number of words of the beginnings of short items.
-        grams: [n-grams] sorted hashes; an n-gram of several items is repeated for each.
+        min_words: number of words in the beginnings of short items.
+        grams: [n-grams] sorted hashes; an n-gram shared by several items is repeated for each of them.
         owners: [n-grams] item of each entry of `grams`.
         weights: [n-grams] 1 + log(number of all items / number of items with the n-gram).
         sizes: [items] sum of the weights of the item's n-grams in `grams`.
         beginnings: [short texts] sorted hashes of their first `min_words` words.
         short: [short texts] item of each text.
         lengths: [short texts] number of words of each text.
-        wholes: (number of words, hash) of a short text -> item.
+        wholes: mapping from (number of words, hash) of a short text to its item.
     """
 
     items: list[str]
@@ -112,13 +112,13 @@ class Index:
     def found_in(
         self, words: Words, *, share: float, judged: Collection[int] | None = None, whole: Collection[int] = ()
     ) -> str | None:
-        """Name of an item that the texts contain, or None.
+        """Return the name of a test set item that occurs in the texts; None if there is none.
 
         Args:
             words: words of the texts.
-            share: share of an item's n-grams, weighted by `weights`, that they must contain; 0 if one is enough.
-            judged: texts to search; None for all.
-            whole: texts that are also compared as a whole with items of fewer than `min_words` words.
+            share: fraction of an item's n-grams, weighted by `weights`, that must occur; 0 if one is enough.
+            judged: indices of the texts to search; None for all.
+            whole: indices of texts that are also compared as a whole with items of fewer than `min_words` words.
         """
         for text in whole:
             text_words = words.hashes_of(text)
@@ -157,13 +157,13 @@ class Index:
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    """Mask of the `wanted` values that are in the sorted `known`, [wanted]."""
+    """Return the mask of the `wanted` values that occur in the sorted array `known`, [wanted]."""
     return known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
 
 
 @lru_cache(maxsize=1)
 def index_of(settings: TestSets) -> Index:
-    """Index test sets, once per process.
+    """Build the index of these test sets, once per process.
 
     Raises:
         ValueError: a file cannot be read, or there are no items.
@@ -220,7 +220,7 @@ def index_of(settings: TestSets) -> Index:
 
 
 def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and texts of every item of a test set."""
+    """Yield the name and texts of every item in a test set."""
     where = f"decontamination: test set {test_set.name}"
     if all(Path(path).suffix == ".txt" for path in test_set.path):
         for name, path in JsonlSource(path=test_set.path).inputs():

@@ -1,7 +1,7 @@
 """Tokenizers for training data: UTF-8 bytes, or any Hugging Face `tokenizer.json`.
 
-Both turn text into ids without special tokens; whoever writes a document appends `eod`. Another process rebuilds a
-tokenizer from `describe()`, and two tokenizers with equal `identity` give the same ids.
+Both turn text into ids without special tokens; whoever writes a document appends `eod`. Another process can rebuild a
+tokenizer from `describe()`, and two tokenizers with equal `identity` produce the same ids.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class ByteTokenizer:
-    """Byte tokenizer, without a file or unknown text: ids 0 to 255 are the bytes, and id 256 ends a document.
+    """Byte tokenizer, which needs no file and encodes any text: ids 0 to 255 are the bytes, and 256 ends a document.
 
     Matches Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
     (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
@@ -49,12 +49,12 @@ class ByteTokenizer:
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_tokenizer` builds this tokenizer again."""
+        """Return a mapping from which `load_tokenizer` rebuilds this tokenizer."""
         return {"kind": "byte"}
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of a `tokenizer.json`, by the `tokenizers` library, without transformers or network access.
+    """Tokenizer read from a `tokenizer.json` by the `tokenizers` library, without transformers or network access.
 
     The file's truncation, padding and added special tokens are switched off: training documents are never truncated,
     and only `eod` is added. Text that spells a special token (`<|endoftext|>` in a web page) is encoded as ordinary
@@ -62,12 +62,12 @@ class HuggingFaceTokenizer:
 
     Args:
         path: Path of the file, or of its directory.
-        eod: Name of the token that ends a document. By default, `eos_token` of the tokenizer_config.json in the same
-            directory, as in Megatron and transformers, or else the first token of `COMMON_EOD` in the vocabulary.
-        parse_special_tokens: True to encode the names of special tokens in a text as these tokens.
+        eod: Name of the token that ends a document. By default, `eos_token` from the tokenizer_config.json in the same
+            directory, as in Megatron and transformers, or otherwise the first token of `COMMON_EOD` in the vocabulary.
+        parse_special_tokens: True to encode special token names in a text as those tokens.
 
     Raises:
-        ValueError: The file is missing or unreadable, or has no such end-of-document token.
+        ValueError: The file is missing or unreadable, or has no end-of-document token.
     """
 
     def __init__(self, path: str | Path, *, eod: str | None = None, parse_special_tokens: bool = False) -> None:
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer:
         return ids_of(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Encode each text, without eod and other special tokens."""
+        """Encode each text, without eod or other special tokens."""
         return [self._ids_of(text).astype(ids_type(self.vocab_size)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(without_eod, skip_special_tokens=False)
 
     def describe(self) -> dict[str, object]:
-        """Mapping from which `load_tokenizer` builds this tokenizer again."""
+        """Return a mapping from which `load_tokenizer` rebuilds this tokenizer."""
         return {
             "kind": "huggingface",
             "path": str(self.path),
@@ -115,7 +115,7 @@ _KEYS: dict[str, tuple[str, ...]] = {"byte": (), "huggingface": ("path", "eod", 
 
 
 def named_tokenizer(name: str) -> dict[str, object]:
-    """Config for `load_tokenizer` from `byte` or the path of a Hugging Face tokenizer."""
+    """Return a config for `load_tokenizer`, given `byte` or the path of a Hugging Face tokenizer."""
     return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
 
 
@@ -146,14 +146,14 @@ def load_tokenizer(config: object) -> Tokenizer:
 
 
 def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[str, object]:
-    """Megatron arguments (snake_case) with which Megatron's tokenizer has this vocabulary size and eod.
+    """Return the Megatron arguments (snake_case) that give Megatron's tokenizer this vocabulary size and eod.
 
-    Training on tokenised files needs nothing else from a tokenizer. `ids_only` selects Megatron's NullTokenizer of the
-    same size and eod in place of a Hugging Face tokenizer, so that transformers is not required. Otherwise Megatron
+    Training on tokenised files needs nothing else from a tokenizer. `ids_only` selects Megatron's NullTokenizer with
+    the same size and eod instead of a Hugging Face tokenizer, so that transformers is not required. Otherwise Megatron
     loads the files with transformers, can decode ids, and saves the files in checkpoints.
 
     Raises:
-        ValueError: Megatron would read another eod or another vocabulary size from the tokenizer's directory.
+        ValueError: Megatron would read a different eod or vocabulary size from the tokenizer's directory.
     """
     if isinstance(tokenizer, ByteTokenizer) or ids_only:
         arguments: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": tokenizer.vocab_size}
@@ -180,17 +180,17 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Number of token ids of a training config's model: `model.vocab_size`, but at most the rows of its embedding.
+    """Return the number of ids of a training config's model: `model.vocab_size`, at most its embedding's rows.
 
     Returns:
-        The number; None if neither is set, so that Megatron derives it from the data.
+        The number; None if neither is set, in which case Megatron derives it from the data.
     """
     sizes = ((config.get("model") or {}).get("vocab_size"), config["megatron"].get("padded_vocab_size"))
     return min((int(size) for size in sizes if size), default=None)
 
 
 def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
-    """Check that the data's tokenizer does not have more ids than the model.
+    """Check that the data's tokenizer has no more ids than the model.
 
     Raises:
         ValueError: the tokenizer has more ids.
@@ -204,7 +204,7 @@ def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
 
 
 def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
-    """Read a tokenizer.json as an object of the `tokenizers` library, and return it with the file's bytes.
+    """Read a tokenizer.json with the `tokenizers` library; return the tokenizer and the file's bytes.
 
     Raises:
         ValueError: The file is missing, or the library cannot read it.
@@ -229,7 +229,7 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
 
 
 def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]]:
-    """Function that encodes one text, without the tokens that a post-processor adds.
+    """Return a function that encodes one text, without the tokens that a post-processor adds.
 
     Uses fastokens, which is many times faster and gives the same ids, if it is installed and supports the tokenizer.
     The first text and about one in 256 are encoded with both libraries, and a difference raises JobFailed. The
@@ -281,7 +281,7 @@ def _end_token(vocabulary: Mapping[str, int], path: Path, eod: str | None) -> st
 
 
 def _configured_eos(path: Path) -> str | None:
-    """Name of `eos_token` in the tokenizer_config.json next to a tokenizer.json, or None."""
+    """Return the name of `eos_token` in the tokenizer_config.json next to a tokenizer.json; None if there is none."""
     config_path = path.parent / "tokenizer_config.json"
     try:
         config = json.loads(config_path.read_bytes())

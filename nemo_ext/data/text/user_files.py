@@ -1,7 +1,7 @@
-"""Sources of the user's files, and the package's reader of rows.
+"""Sources that read the user's files, and the package's reader of rows.
 
-`jsonl` and `parquet` files hold many records each; in `text` and `tree` (a directory of source files) each file is a
-document. The first two also read rows that are not documents, such as conversations, pairs and tasks.
+`jsonl` and `parquet` files hold many records each. With `text` and `tree` (a directory of source files), each file is
+a document. The first two also read rows that are not documents, such as conversations, pairs and tasks.
 """
 
 import fnmatch
@@ -29,12 +29,12 @@ _SAMPLE_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 Row = dict[str, Any]
 DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
-"""Errors raised while reading a damaged compressed file."""
+"""Errors raised when reading a damaged compressed file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
-    """Base class of sources of files with many records each.
+    """Base class of sources whose files hold many records each.
 
     path: Paths and globs.
     text_key: Key of the JSON object, or column of the table, that holds the text.
@@ -50,23 +50,23 @@ class RecordSource(Source):
         return _named_files(self.path, self.kind)
 
     def check_files(self) -> None:
-        """Raise ValueError if a file is missing or, as far as a cheap check can tell, not of this kind."""
+        """Raise ValueError if a file is missing or, as far as a cheap check can tell, of a different kind."""
         self.inputs()
 
     def numbered(
         self, part: Part, *, columns: list[str] | None = None, strict: bool = False
     ) -> Iterator[tuple[int, Row | str]]:
-        """Yield the number (line or row) of each record of a part with its content, or the reason why it is malformed.
+        """Yield each record of a part as its number (line or row) and its content, or the reason why it is malformed.
 
         Args:
             part: the part.
-            columns: columns of a table to read; None for all.
-            strict: reject JSON that only Python accepts, see `read_json`.
+            columns: table columns to read; None for all.
+            strict: whether to reject JSON that only Python accepts; see `read_json`.
         """
         raise NotImplementedError
 
     def records(self, part: Part, report: ReadReport, *, columns: list[str] | None = None) -> Iterator[tuple[int, Row]]:
-        """Yield number (line or row) and content of each record of a part; malformed records are only counted."""
+        """Yield the number (line or row) and content of each record of a part; malformed records are only counted."""
         for number, row in self.numbered(part, columns=columns):
             report.records += 1
             if isinstance(row, str):
@@ -75,13 +75,13 @@ class RecordSource(Source):
                 yield number, row
 
     def placed(self, *, strict: bool = False) -> Iterator[tuple[str, Row | str]]:
-        """Yield the place of each record of all files with its content, or the reason why it is malformed."""
+        """Yield each record of all files as its place and its content, or the reason why it is malformed."""
         for part in self.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
             for number, row in self.numbered(part, strict=strict):
                 yield self.place(part, number), row
 
     def rows(self, *, strict: bool = False) -> Iterator[tuple[str, Row]]:
-        """Yield place and content of each record of all files.
+        """Yield the place and content of each record of all files.
 
         Raises:
             ValueError: a record is malformed.
@@ -89,7 +89,7 @@ class RecordSource(Source):
         return ((place, well_formed(row, place)) for place, row in self.placed(strict=strict))
 
     def place(self, part: Part, number: int) -> str:
-        """Place of a record for messages, such as `a.jsonl:7`."""
+        """Return the place of a record, worded for messages, such as `a.jsonl:7`."""
         return f"{part.path}{self._numbering}{number}"
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
@@ -98,7 +98,7 @@ class RecordSource(Source):
                 yield Document(f"{part.name}:{number}", text)
 
     def text_of(self, record: Mapping[str, Any], part: Part, number: int, report: ReadReport) -> str | None:
-        """Text of a record; None if it has no text, which is counted as malformed."""
+        """Return the text of a record; None if it has none, which is counted as malformed."""
         text = record.get(self.text_key)
         if isinstance(text, str):
             return text
@@ -116,7 +116,7 @@ class RecordSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSource(RecordSource):
-    """Source of JSONL files, plain, .gz or .zst, with one JSON object per line; blank lines are ignored.
+    """JSONL files (plain, .gz or .zst) as a source, with one JSON object per line; blank lines are ignored.
 
     Several workers can read a plain file, but only one a compressed file.
     """
@@ -169,7 +169,7 @@ class JsonlSource(RecordSource):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(RecordSource):
-    """Source of Parquet files with one document per row, read by row group; null is malformed. Requires pyarrow."""
+    """Parquet files as a source: one document per row, read by row group; null is malformed. Requires pyarrow."""
 
     kind: ClassVar[str] = "parquet"
     _numbering: ClassVar[str] = ": row "
@@ -220,7 +220,7 @@ class ParquetSource(RecordSource):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Source of text files, given by paths and globs, with one document each; a file that is not UTF-8 is an error."""
+    """Text files, given as paths and globs, as a source: one document per file; files must be UTF-8."""
 
     kind: ClassVar[str] = "text"
     path: Strings
@@ -239,7 +239,7 @@ class TextSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSource(Source):
-    """Source of the files below a directory, one document each; binary, undecodable and unreadable files are counted.
+    """Files below a directory as a source, one document each; binary, undecodable and unreadable files are skipped.
 
     A glob may match a file's path below `path` (where `*` also matches `/`) or its name; an exclude glob may also match
     a directory above it. Links to directories are not followed.
@@ -268,7 +268,7 @@ class TreeSource(Source):
 
 
 def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
-    """Source of records in jsonl or parquet files; if the kind is None, it is inferred from the files' names.
+    """Return a source of records in jsonl or parquet files; a `kind` of None is inferred from the file names.
 
     Raises:
         ValueError: the names mix .parquet and others; the message begins with `where`.
@@ -282,7 +282,7 @@ def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> Recor
 
 
 def value_at(record: Mapping[str, Any], key: str) -> Any:
-    """Value at a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
+    """Return the value under a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
     if key in record or "." not in key:
         return record.get(key)
     value: Any = record
@@ -292,9 +292,9 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Row of an Arrow table without the nulls inside structs, where each row has the keys of all rows.
+    """Return the row of an Arrow table without the nulls inside structs, where every row has all rows' keys.
 
-    JSONL rows do not pass through here: their nulls are values, such as a JSON schema's `const: null`.
+    JSONL rows do not pass through here, as their nulls are values, such as a JSON schema's `const: null`.
     """
 
     def without_nulls(value: Any) -> Any:
@@ -306,17 +306,18 @@ def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outside(folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise ValueError if an input is inside a folder that the job empties."""
+    """Raise ValueError if an input lies in a folder that the job empties."""
     for path in inputs:
         if folder.resolve() in path.resolve().parents:
             raise ValueError(f"{path} is inside {folder}, which the job empties: move it, or choose another output")
 
 
 def find_files(patterns: Collection[str], where: str) -> list[Path]:
-    """Find the files of paths and globs, without duplicates, in the order of the patterns and sorted within each.
+    """Find the files that paths and globs match, without duplicates, in pattern order and sorted within each pattern.
 
     Raises:
-        ValueError: a pattern matches nothing or names a directory, or no file is found; begins with `where`.
+        ValueError: a pattern matches nothing or names a directory, or no file is found; the message begins with
+            `where`.
     """
     if not patterns:
         raise ValueError(f"{where}: path is empty: name at least one file")
@@ -335,7 +336,7 @@ def find_files(patterns: Collection[str], where: str) -> list[Path]:
 
 
 def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Find the files of paths and globs, named by their paths below their common directory."""
+    """Find the files that paths and globs match, and name each by its path below their common directory."""
     files = find_files(patterns, f"{kind} source")
     common = Path(os.path.commonpath([path.parent for path in files]))
     return sorted((path.relative_to(common).as_posix(), path) for path in files)
@@ -356,13 +357,13 @@ def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collecti
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if a path or its last component matches one of the globs."""
+    """Return whether a path or its last component matches one of the globs."""
     last = name.rsplit("/", 1)[-1]
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
 
 
 def json_object(line: bytes, *, strict: bool = False) -> Row | str:
-    """JSON object of a line (`read_json`), or the reason why the line is malformed."""
+    """Return the JSON object on a line (see `read_json`), or the reason why the line is malformed."""
     try:
         record = read_json(line, strict=strict)
     except (ValueError, RecursionError) as error:
@@ -371,14 +372,14 @@ def json_object(line: bytes, *, strict: bool = False) -> Row | str:
 
 
 def well_formed(row: Row | str, place: str) -> Row:
-    """Return a row of `RecordSource.placed`; raises ValueError if it is the reason why the row is malformed."""
+    """Return a row of `RecordSource.placed`; raises ValueError if it is a reason (string) instead of a row."""
     if isinstance(row, str):
         raise ValueError(f"{place}: {row}: correct or remove this row")
     return row
 
 
 def _readable_rows(batch: Any) -> list[Row | str]:
-    """Rows of an Arrow batch, with an error message in place of each row that is not UTF-8."""
+    """Return the rows of an Arrow batch; a row that is not UTF-8 is replaced by an error message."""
     try:
         return cast(list[Row | str], batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -388,7 +389,7 @@ def _readable_rows(batch: Any) -> list[Row | str]:
 
 
 def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
-    """Import pyarrow with `pyarrow.parquet`; raises ValueError beginning with `what` if it is not installed."""
+    """Import and return pyarrow with `pyarrow.parquet`; raises ValueError, beginning with `what`, if missing."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -406,7 +407,7 @@ def parquet_file(path: Path) -> Any:
 
 
 def open_lines(path: str) -> IO[bytes]:
-    """Open a file of lines in UTF-8: plain, .gz or .zst.
+    """Open a file of UTF-8 lines: plain, .gz or .zst.
 
     Raises:
         ValueError: the file appears to be UTF-16 or UTF-32.
@@ -427,7 +428,7 @@ def open_lines(path: str) -> IO[bytes]:
 
 
 def utf8_text(path: Path) -> str:
-    """Text of a file that `open_lines` can open, without its byte order mark.
+    """Return the text of a UTF-8 file (plain, .gz or .zst), without its byte order mark.
 
     Raises:
         ValueError: the file is not UTF-8, or cannot be read.
@@ -442,7 +443,7 @@ def utf8_text(path: Path) -> str:
 
 
 class _Zstandard(io.RawIOBase):
-    """Decompressed .zst file with any window size. Unlike zstandard's reader, it detects truncated files.
+    """Decompressing reader of a .zst file with any window size. Unlike zstandard's reader, it detects truncated files.
 
     Raises:
         EOFError: the last frame is truncated.
@@ -476,7 +477,7 @@ class _Zstandard(io.RawIOBase):
 
 
 def whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """Yield the lines of a file; raises ValueError with its path if its compression is damaged."""
+    """Yield the lines of a file; raises ValueError naming `path` if its compressed data are damaged."""
     try:
         yield from file
     except DAMAGED as error:

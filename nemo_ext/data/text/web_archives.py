@@ -1,4 +1,4 @@
-"""Source of web archives: the main text of pages in WARC files, extracted by trafilatura, and texts of WET files."""
+"""Web archives as a source: the main text of WARC pages, extracted by trafilatura, and the texts of WET files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from nemo_ext.data.text.user_files import find_files
 from nemo_ext.job.settings import Share, Strings
 
 _LARGEST = 1 << 22
-"""Maximum number of bytes of a page, since trafilatura's time is quadratic in the number of links."""
+"""Maximum page size in bytes, since trafilatura's time is quadratic in the number of links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarcSource(Source):
-    """Source of pages in WARC files (`response` records of HTML or text) and texts in WET files (`conversion` records).
+    """Pages in WARC files (`response` records of HTML or text) and texts in WET files (`conversion` records).
 
-    A document has the id of its record, and its `url` and `date` in `about`. Other records are counted by type, and
-    pages without main text as `no text`.
+    A document has its record's id, with `url` and `date` in `about`. Other records are counted by type, and pages
+    without main text as `no text`.
 
     path: Paths and globs of .warc, .wet, .warc.gz and .wet.gz files.
     precise: Whether trafilatura favours precision over recall, as for FineWeb.

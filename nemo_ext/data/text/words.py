@@ -1,4 +1,4 @@
-"""Words and word n-grams as 64-bit hashes, equal in all processes.
+"""Words and word n-grams as 64-bit hashes that are the same in all processes.
 
 The hash of a run of bytes or words is a polynomial modulo 2**64, computed from prefix sums: numpy hashes all words of a
 text at once, and n-grams of any length cost the same. Collisions are negligible in practice.
@@ -29,26 +29,26 @@ _CHUNK = 1 << 16
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words in lower case, normalised by NFKC, without punctuation."""
+    """Split a text into lower-case words, normalised by NFKC, without punctuation."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def word_hashes(text: str) -> Hashes:
-    """Hashes of the words of `words_of`, [words]."""
+    """Return the hashes of a text's words (see `words_of`), [words]."""
     return Words([text]).hashes
 
 
 def ngram_hashes(words: Hashes, length: int) -> Hashes:
-    """Hashes of the n-grams of `length` words at each position, [max(0, words - length + 1)]."""
+    """Return the hashes of the n-grams of `length` words at each position, [max(0, words - length + 1)]."""
     if len(words) < length:
         return np.empty(0, dtype=np.uint64)
     return _between(_sums(words), slice(None, len(words) - length + 1), slice(length, None))
 
 
 def span_hashes(data: bytes, starts: Places, ends: Places) -> Hashes:
-    """Hashes of the bytes from starts to ends, [spans], equal for equal bytes; takes 16 times the memory of `data`."""
+    """Return the hashes of the bytes from starts to ends, [spans]; takes 16 times the memory of `data`."""
     return _between(_sums(np.frombuffer(data, dtype=np.uint8)), starts, ends)
 
 
@@ -57,7 +57,7 @@ class Words:
 
     Attributes:
         hashes: [words] hashes of the words.
-        starts: [texts + 1] index of each text's first word, and the number of words.
+        starts: [texts + 1] index of each text's first word, followed by the number of words.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -75,15 +75,15 @@ class Words:
         self._running = _sums(self.hashes)
 
     def hashes_of(self, text: int) -> Hashes:
-        """Hashes of the words of one text."""
+        """Return the hashes of the words in the text with this index."""
         return self.hashes[self.starts[text] : self.starts[text + 1]]
 
     def ngrams(self, length: int, *, texts: Collection[int] | None = None) -> tuple[Hashes, Places]:
-        """Hashes of n-grams and indices of their first words; n-grams do not cross texts.
+        """Return the hashes of n-grams and indices of their first words, both [n-grams]; none crosses texts.
 
         Args:
             length: number of words per n-gram.
-            texts: texts whose n-grams to return; None for all.
+            texts: indices of the texts whose n-grams to return; None for all.
         """
         chosen = range(len(self.starts) - 1) if texts is None else texts
         spans = [(self.starts[text], self.starts[text + 1] - length + 1) for text in chosen]
@@ -105,14 +105,14 @@ def _pieces(text: str) -> Iterator[bytes]:
 
 
 def _run_hashes(data: bytes) -> tuple[Hashes, Places]:
-    """Hashes of the words in UTF-8 bytes, and the offsets at which they begin."""
+    """Return the hashes of the words in UTF-8 bytes, and the byte offsets at which they begin."""
     inside = np.frombuffer(b"\0" + data.translate(_IN_WORD) + b"\0", dtype=np.uint8)
     edges = (inside[1:] != inside[:-1]).nonzero()[0]
     return _between(_sums(np.frombuffer(data, dtype=np.uint8)), edges[::2], edges[1::2]), edges[::2]
 
 
 def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
-    """Prefix sums of the values times powers of the base, [values + 1]."""
+    """Return the prefix sums of (value + 1) times powers of the base, [values + 1]."""
     sums = np.empty(len(values) + 1, dtype=np.uint64)
     sums[0] = 0
     if len(values):
@@ -124,7 +124,7 @@ def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
 
 
 def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hashes:
-    """Hashes of the values from starts to ends, independent of their position."""
+    """Return the hashes of the runs of values from starts to ends, independent of their position."""
     _, inverses = _powers((len(sums) - 1).bit_length())
     hashes = (sums[ends] - sums[starts]) * inverses[starts]
     # The low bits of a product depend only on low bits of the factors, so mix the high bits into them.
@@ -133,7 +133,7 @@ def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hash
 
 @lru_cache(maxsize=32)
 def _powers(bits: int) -> tuple[Hashes, Hashes]:
-    """The first 2**bits powers of the base and of its inverse, from exponent 0."""
+    """Return the first 2**bits powers of the base and of its inverse, from exponent 0."""
     powers = []
     for base in (_BASE, _INVERSE):
         factors = np.full(1 << bits, base, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Job `nemo-ext train_tokenizer`: draws a sample of text, trains a tokenizer on it, and writes a report."""
+"""The `nemo-ext train_tokenizer` job: draws a sample of text, trains a tokenizer on it, and writes a report."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ _LONGEST = 25
 
 
 def check(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
-    """Check a composed config and return its settings and streams, without looking at the streams' files.
+    """Validate a composed config and return its settings and streams, without looking at the streams' files.
 
     Raises:
         ValueError: a setting is invalid.
@@ -40,7 +40,7 @@ def run(config: Mapping[str, Any]) -> None:
     """Train the tokenizer of a composed config and report on it, skipping parts that are complete.
 
     Raises:
-        ValueError: a setting or a file is invalid, or the folder has a tokenizer with other settings.
+        ValueError: a setting or a file is invalid, or the folder has a tokenizer made with different settings.
     """
     settings, streams = check(config)
     for stream in streams:
@@ -91,7 +91,7 @@ def _train(settings: Settings, samples: list[Sample]) -> "Tokenizer":
 
 
 def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tokenizer"]) -> Path:
-    """Write the report and return the path of its page."""
+    """Write the report; return the path of its HTML page."""
     notice("measuring")
     folder = settings.folder
     tokenizer, special = _load(str(folder)), special_tokens(settings)
@@ -112,14 +112,14 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
 
 
 def _load(path: str) -> "Tokenizer":
-    """Load a tokenizer, set to encode the names of special tokens in a text as ordinary text."""
+    """Load a tokenizer, and set it to encode the names of special tokens in a text as ordinary text."""
     tokenizer, _ = read_tokenizer(_folder(path) / "tokenizer.json")
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _name(path: str, settings: Settings) -> str:
-    """Name of a tokenizer in the report: that of its folder if it is unique, else the path."""
+    """Return the name of a tokenizer in the report: its folder's name if that is unique, otherwise its path."""
     names = [_folder(other).name for other in settings.compare]
     return _folder(path).name if names.count(_folder(path).name) == 1 else path
 
@@ -130,7 +130,7 @@ def _folder(path: str) -> Path:
 
 
 def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
-    """Settings and input files that determine the tokenizer."""
+    """Return the settings and input files that determine the tokenizer."""
     excluded = ("output", "preset", "compare", "held_out", "template")
     values = {key: value for key, value in dataclasses.asdict(settings).items() if key not in excluded}
     template = Template.load(settings.template).source if settings.template else None

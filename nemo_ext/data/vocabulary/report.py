@@ -1,4 +1,4 @@
-"""Report of a tokenizer on held-out text, compared with other tokenizers: tables and a picture."""
+"""Report on a tokenizer's results on held-out text, compared with other tokenizers: tables and a picture."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,22 @@ PICTURE = "bytes_a_token.png"
 _LANGUAGE_TEXT = 2000
 """Number of characters of a document from which its language is identified."""
 _LEAST_BYTES = 10_000
-"""Minimum number of bytes of a language that is reported separately, not among `others`."""
+"""Minimum size in bytes of the text in a language that is reported separately rather than among `others`."""
 
 
 Counts = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Counts by group of texts (a stream or language), then by tokenizer.
+"""Counts keyed by group of texts (a stream or language), then by tokenizer.
 
-`bytes` of UTF-8, `words` separated by white space, `tokens`, and `changed` texts, which decoding did not restore."""
+These are `bytes` of UTF-8, `words` separated by white space, `tokens`, and `changed`, the number of texts that decoding
+did not restore.
+"""
 
 
 def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
-    """Count held-out text by `stream` and by `language`.
+    """Count held-out text by stream and by language, under the keys `stream` and `language`.
 
     Args:
-        tokenizers: tokenizers by name.
+        tokenizers: tokenizers, keyed by name.
         samples: streams with their held-out texts.
     """
     from nemo_ext.data.sft.filters.language import identifier
@@ -54,7 +56,7 @@ def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) ->
 
 
 def page(about: Mapping[str, object], counts: Mapping[str, Counts], samples: Sequence[Sample]) -> Report:
-    """Report with facts about the tokenizer, its counts (see `measure`) and the sampled streams."""
+    """Build the report: facts about the tokenizer, its counts (see `measure`) and the sampled streams."""
     names = list(next(iter(counts["stream"].values()), ()))
     report = Report("Tokenizer").facts(about)
     if names:
@@ -89,12 +91,12 @@ def _ratio(counts: Mapping[str, int], numerator: str, denominator: str) -> float
 
 
 def shown(tokens: Sequence[str]) -> str:
-    """Format tokens as Markdown."""
+    """Format tokens as a Markdown list on one line; "none" if there are none."""
     return ", ".join(f"`{token!r}`" for token in tokens) or "none"
 
 
 def _picture(report: Report, counts: Counts, names: Sequence[str]) -> None:
-    """Draw bars of bytes per token, by stream and tokenizer."""
+    """Draw bars of bytes per token, grouped by stream, one per tokenizer."""
     height = 0.8 / len(names)
     (axes,) = report.picture("bytes per token", PICTURE, 8, 0.8 + 0.3 * (len(names) + 1) * len(counts))
     for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Sample of text for training a tokenizer, and held-out text for its report."""
+"""Sample of text for training a tokenizer, with held-out text for its report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from nemo_ext.data.vocabulary.settings import Weighted
 HELD_OUT = 0.02
 """Share of the pieces of text that are held out from training."""
 PIECE = 20_000
-"""Maximum number of characters of a piece; a long document has several, of which some are held out."""
+"""Maximum number of characters in a piece; a long document has several pieces, of which some are held out."""
 
 
 @dataclass
@@ -18,9 +18,9 @@ class Sample:
 
     Attributes:
         stream: the stream.
-        train: pieces of documents for training, `train_bytes` in total.
-        held_out: held-out pieces, `held_out_bytes` in total.
-        report: counts of the reader.
+        train: pieces of documents for training, `train_bytes` bytes in total.
+        held_out: held-out pieces, `held_out_bytes` bytes in total.
+        report: the reader's counts.
     """
 
     stream: Weighted
@@ -34,13 +34,13 @@ class Sample:
 def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
     """Sample pieces of a stream's documents, reading parts in random order until there are enough.
 
-    A hash of seed and text decides whether a piece is held out, so equal texts are either all held out or not at all.
+    A hash of seed and text decides whether a piece is held out, so equal pieces are either all held out or not at all.
 
     Args:
         stream: the stream.
-        train: bytes to train on.
+        train: number of bytes to train on.
         held_out: maximum number of bytes to hold out; at most about 2 % of the text is.
-        seed: seed of the order and of the held-out pieces.
+        seed: seed of the reading order and of the choice of held-out pieces.
 
     Raises:
         ValueError: the source cannot be read, or too much of it is malformed.

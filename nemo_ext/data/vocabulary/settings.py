@@ -1,4 +1,4 @@
-"""Checked settings of `nemo-ext train_tokenizer`."""
+"""Validated settings of `nemo-ext train_tokenizer`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted:
-    """A stream of text, with its share of the sample."""
+    """A stream of text, and its share of the sample."""
 
     name: str
     source: Source
@@ -27,7 +27,7 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job, except its text.
+    """Settings of `nemo-ext train_tokenizer`, except its text.
 
     Attributes:
         preset: name of the preset, for the report.
@@ -35,13 +35,13 @@ class Settings(OutputFolder):
         vocab: number of tokens, including special tokens.
         split: regular expression of the pieces of text that tokens do not cross.
         normalizer: Unicode normal form of the text; None for no normalisation.
-        special_tokens: special tokens, which get the last ids of the vocabulary.
-        end: special token, or control token of the template, that ends a document: `eos_token`.
+        special_tokens: special tokens, which get the vocabulary's last ids.
+        end: special token, or control token of the template, that ends a document; stored as `eos_token`.
         template: chat template, whose `<|...|>` control tokens are added; None for no template.
-        longest: maximum number of bytes of a token; None for no limit.
-        min_frequency: minimum number of occurrences of a pair that is merged.
-        sample: bytes of text to train on.
-        held_out: bytes of each stream to hold out for the report.
+        longest: maximum number of bytes in a token; None for no limit.
+        min_frequency: minimum number of occurrences for a pair to be merged.
+        sample: number of bytes of text to train on.
+        held_out: number of bytes of each stream to hold out for the report.
         compare: other tokenizers to compare with in the report.
         seed: seed of the sample.
     """
@@ -63,7 +63,7 @@ class Settings(OutputFolder):
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
-    """Read settings and streams of a composed config, without checking that the streams' files exist.
+    """Read the settings and streams of a composed config, without checking that the streams' files exist.
 
     Raises:
         ValueError: a setting is invalid, or no text is given.

@@ -1,4 +1,4 @@
-"""Training of byte-level BPE by the `tokenizers` library, and writing of the Hugging Face folder."""
+"""Training of byte-level BPE with the `tokenizers` library, and writing of the Hugging Face folder."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def special_tokens(settings: Settings) -> list[str]:
-    """Special tokens in the order of their ids: those in the settings, then the chat template's control tokens.
+    """Return the special tokens in order of id: those in the settings, then the template's control tokens.
 
     Raises:
         ValueError: the template does not exist, the vocabulary is too small, or `end` is not a special token.
@@ -37,7 +37,7 @@ def special_tokens(settings: Settings) -> list[str]:
 
 
 def untrained(settings: Settings) -> "Tokenizer":
-    """Tokenizer before training: without merges, splitting text by `settings.split`.
+    """Return an untrained tokenizer: without merges, splitting text by `settings.split`.
 
     Raises:
         ValueError: the library does not accept the regular expression.
@@ -65,7 +65,7 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
         texts: texts to train on.
 
     Raises:
-        ValueError: training made a special token an ordinary token as well.
+        ValueError: a special token also became an ordinary token in training.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
 
@@ -87,7 +87,7 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once; otherwise Python would handle it only when training returns."""
+    """Let Ctrl-C end the process at once; otherwise, Python would handle it only when training returns."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
@@ -116,14 +116,14 @@ def write(tokenizer: "Tokenizer", settings: Settings) -> None:
 
 
 def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
-    """Longest tokens as text, without special tokens."""
+    """Return the `count` longest tokens as decoded strings, without special tokens."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     names = sorted(set(tokenizer.get_vocab()) - special, key=lambda name: (-len(name), name))[:count]
     return [tokenizer.decoder.decode([name]) for name in names]
 
 
 def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
-    """Tokens that do not occur in the texts, without bytes and special tokens."""
+    """Return the tokens that do not occur in the texts, as decoded strings, without single bytes and special tokens."""
     seen: set[int] = set()
     for batch in batched(texts, 1000):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

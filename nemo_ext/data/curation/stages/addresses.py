@@ -1,4 +1,4 @@
-"""Filters by URL and id: blocklists, and robots.txt files that refuse crawlers for training data."""
+"""Filters by URL and id: blocklists, and robots.txt files that disallow crawlers for training data."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -18,15 +18,15 @@ from nemo_ext.job.settings import STRICT, PlacesOrNone, StringsOrNone
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Listed(Stage):
-    """Drops documents whose domain, URL or id is listed. List files have one entry per line; `#` begins a comment line.
+    """Drops documents whose domain, URL or id is listed, one entry per line; lines starting with `#` are comments.
 
     Attributes:
-        domains: files of domains, which include their subdomains; this and the other lists may be .gz or .zst.
-        urls: files of URLs, compared without scheme, `www.`, fragment and trailing slash.
-        ids: files of document ids.
-        words: files of words; a URL that has one of them between its punctuation is dropped.
-        robots: JSONL files of `{"domain": host, "robots": text of its robots.txt}`, read according to RFC 9309.
-        agents: names of crawlers; a URL is dropped if its robots.txt refuses any of them.
+        domains: files with domains, which include their subdomains; this and the other lists may be .gz or .zst.
+        urls: files with URLs, compared without scheme, `www.`, fragment and trailing slash.
+        ids: files with document ids.
+        words: files with words; a URL that has one of them between its punctuation is dropped.
+        robots: JSONL files with `{"domain": host, "robots": text of its robots.txt}`, interpreted by RFC 9309.
+        agents: names of crawlers; a URL is dropped if its robots.txt disallows any of them.
         without_url: whether to `keep` or `drop` documents without a URL.
     """
 
@@ -88,7 +88,7 @@ def _entries(paths: tuple[str, ...]) -> Iterator[str]:
 
 
 def _split(url: str) -> SplitResult | None:
-    """Parse a URL; None if it is malformed, as some URLs of a crawl are."""
+    """Parse a URL; None if it is malformed, as some URLs in a crawl are."""
     try:
         parts = urlsplit(url if "://" in url else f"//{url}")
         return parts if parts.hostname else None
@@ -97,7 +97,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _host(url: str) -> str:
-    """Host of a URL or a list's entry, without `www.`, in its ASCII form (IDNA)."""
+    """Return the host of a URL or list entry, without `www.`, in its ASCII form (IDNA)."""
     parts = _split(url.strip().lstrip("."))
     host = (parts.hostname or "" if parts else "").strip(".").removeprefix("www.")
     try:
@@ -107,7 +107,7 @@ def _host(url: str) -> str:
 
 
 def _plain(url: str) -> str:
-    """Normalised URL for comparison: host, path and query, without scheme, fragment and trailing slash."""
+    """Normalise a URL for comparison: host, path and query, without scheme, fragment or trailing slash."""
     parts = _split(url)
     if parts is None:
         return url.lower()
@@ -134,7 +134,7 @@ def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _refusals(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
-    """Function from a host to its test of URLs: True if the host's robots.txt refuses a URL to any of the agents."""
+    """Return a function from a host to a test of URLs: whether its robots.txt disallows one to any of the agents."""
 
     @lru_cache(maxsize=10_000)
     def refusal_of(host: str) -> Callable[[str], bool]:

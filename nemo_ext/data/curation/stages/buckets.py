@@ -1,4 +1,4 @@
-"""Quality buckets of documents, and the repetition rate of each: the quality-aware up-sampling of Dolma 3."""
+"""Quality buckets of documents, each with a repetition rate: the quality-aware up-sampling of Dolma 3."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,28 +18,29 @@ from nemo_ext.data.text.user_files import value_at
 from nemo_ext.job.settings import STRICT, Share
 
 BUCKET = "bucket"
-"""Key of a document's bucket number; 0 is the worst bucket."""
+"""Document key for the bucket number; bucket 0 is the worst."""
 _POWERS = np.linspace(2.0, 0.01, 20)
 _STEEPEST = 64.0
 _POINTS = 512
 _BYTES_A_DOCUMENT = 120
-"""Memory per document while a part is decided."""
+"""Memory in bytes per document while a part is decided."""
 _SAMPLE = 256
 """Number of sampled documents per part, from which the bounds of the parts are estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Buckets(Barrier):
-    """Assigns documents to buckets of equal bytes by score, each bucket with a repetition rate.
+    """Assigns documents by score to buckets of equal size in bytes, each with a repetition rate.
 
-    A bucket's rate is C (x - a)^p e^(l (x - a)), where x is the share of worse data, and 0 below x = a
+    A bucket's rate is C (x - a)^p e^(l (x - a)), where x is the share of worse data; below x = a it is 0
     (allenai/dolma3, mixes/6T-1025). p is the largest for which the mean rate is `rate` and no rate exceeds `most`.
 
     Attributes:
-        key: key of a document's score, such as a classifier's.
+        key: document key that holds the score, such as a classifier's.
         buckets: number of buckets.
-        within: key of groups, such as topics, that are divided into buckets separately; null for a single group.
-        rate: mean rate, which is the desired number of bytes over the available one; null for a rate of 1 everywhere.
+        within: document key for groups, such as topics, that are divided into buckets separately; null for a single
+            group.
+        rate: mean rate, i.e. desired bytes divided by available bytes; null for a rate of 1 everywhere.
         most: maximum rate of a bucket.
         throwaway: share of the worst data, whose rate is 0; a in the formula.
     """
@@ -137,7 +138,7 @@ class Buckets(Barrier):
 
 
 def _rows(units: Sequence[Features]) -> Iterator[Values]:
-    """Group, score as an integer of the same order, bytes, and index in the input of each document: [documents, 4]."""
+    """Yield [documents, 4] blocks: group, score as an integer of the same order, bytes, and index in the input."""
     first = 0
     for unit in units:
         for block in unit.blocks(3):
@@ -149,7 +150,7 @@ def _rows(units: Sequence[Features]) -> Iterator[Values]:
 
 
 def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
-    """Bytes by group, and the total number of documents."""
+    """Return the bytes keyed by group, and the total number of documents."""
     totals, documents = dict[int, float](), 0
     for rows in _rows(units):
         groups, inverse = np.unique(rows[:, 0], return_inverse=True)
@@ -160,7 +161,7 @@ def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
 
 
 def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
-    """Ends (group, score, index) of parts with about the same number of documents, estimated from a sample."""
+    """Return the bounds (group, score, index) between parts with similar numbers of documents, from a sample."""
     if parts == 1:
         return []
     step = max(1, documents // (_SAMPLE * parts))
@@ -170,7 +171,7 @@ def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[i
 
 
 def _between(rows: Values, start: tuple[int, ...] | None, end: tuple[int, ...] | None) -> Values:
-    """Rows from `start` (inclusive) to `end` (exclusive) in the order of group, score and index; None is unbounded."""
+    """Return the rows from `start` (inclusive) to `end` (exclusive) by group, score and index; None is unbounded."""
     inside = np.ones(len(rows), bool)
     if start is not None:
         inside &= ~_below(rows, start)

@@ -1,7 +1,7 @@
 """Deduplication: exact by URL, text, paragraph and long passage, and approximate by MinHash.
 
 64-bit hashes of every document are recorded on disk. Sorting them finds repeated ones, in as many parts of the hash
-range as memory requires; the first document in the order of the input is kept. Dolma uses a Bloom filter for paragraphs
+range as memory requires; the first document in input order is kept. Dolma uses a Bloom filter for paragraphs
 instead, which needs less space but has false positives and depends on the order in which processes reach it.
 """
 
@@ -25,9 +25,9 @@ from nemo_ext.job.settings import STRICT, Share
 _NONE = np.empty(0, dtype=np.uint64)
 _NO_LINKS = np.empty((0, 2), dtype=np.int64)
 _BYTES_A_VALUE = 40
-"""Memory per value while sorting."""
+"""Memory in bytes per value while sorting."""
 _PIECE = 1 << 22
-"""Bytes of a document that are searched for passages at a time."""
+"""Number of a document's bytes that are searched for passages at a time."""
 
 
 def _digest(data: bytes) -> int:
@@ -35,7 +35,7 @@ def _digest(data: bytes) -> int:
 
 
 class _Repeats(Barrier):
-    """Base class of barriers whose verdict marks values that equal an earlier one, in the order of the units."""
+    """Base class of barriers whose verdicts mark values that equal an earlier one, in the order of the units."""
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         firsts = np.cumsum([0, *(unit.number for unit in units)])
@@ -50,7 +50,7 @@ class _Repeats(Barrier):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameUrl(_Repeats):
-    """Drops documents that have the URL of an earlier one; documents without a URL are kept."""
+    """Drops documents whose URL equals an earlier one's; documents without a URL are kept."""
 
     kind: ClassVar[str] = "same_url"
 
@@ -64,7 +64,7 @@ class SameUrl(_Repeats):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameText(_Repeats):
-    """Drops documents that have the text of an earlier one.
+    """Drops documents whose text equals an earlier one's.
 
     Attributes:
         exactly: True to compare bytes, False to compare lower-case words without punctuation.
@@ -87,8 +87,8 @@ class SameParagraphs(_Repeats):
     """Removes paragraphs (non-blank lines) that occurred before, in the same document or an earlier one.
 
     Attributes:
-        least: minimum number of characters of a paragraph; shorter ones are always kept.
-        most: maximum share of a document's characters that may be removed; above it the document is dropped.
+        least: minimum number of characters in a paragraph; shorter ones are always kept.
+        most: maximum share of a document's characters that may be removed; beyond that, the document is dropped.
     """
 
     kind: ClassVar[str] = "same_paragraphs"
@@ -118,14 +118,14 @@ class SameParagraphs(_Repeats):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SamePassages(_Repeats):
-    """Removes runs of words that occurred before verbatim, as deduplication by suffix array does (arXiv 2107.06499).
+    """Removes runs of words that occurred before, verbatim, as deduplication by suffix array does (arXiv 2107.06499).
 
     Finds every repeated run of `words` words, except across the borders of 4 MB pieces of long documents. Takes 8 bytes
     per word on disk.
 
     Attributes:
         words: number of words per run; 100 are about 500 bytes.
-        most: maximum share of a document's bytes that may be removed; above it the document is dropped.
+        most: maximum share of a document's bytes that may be removed; beyond that, the document is dropped.
     """
 
     kind: ClassVar[str] = "same_passages"
@@ -136,7 +136,7 @@ class SamePassages(_Repeats):
         return np.concatenate([_NONE, *(grams for grams, _, _ in self._runs(document.text.encode()))])
 
     def _runs(self, data: bytes) -> Iterator[tuple[Values, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yield hashes, first bytes and end bytes of the runs of words in each piece of a text."""
+        """Yield hashes, start offsets and end offsets (in bytes) of the runs of words in each piece of a text."""
         start = 0
         while start < len(data):
             space = _SPACE.search(data, start + _PIECE)
@@ -170,10 +170,10 @@ _WORD, _SPACE = re.compile(rb"\S+"), re.compile(rb"\s")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NearDuplicates(Barrier):
-    """Drops near duplicates of an earlier document, by MinHash of their word n-grams.
+    """Drops near duplicates of earlier documents, found by MinHash of word n-grams.
 
     Two documents are linked if they share a band and their Jaccard similarity, estimated from all slots, is at least
-    `threshold`. Of documents linked directly or through others, the first is kept.
+    `threshold`. Among documents linked directly or through others, the first is kept.
 
     Attributes:
         ngram: number of words per n-gram.
@@ -231,7 +231,7 @@ class NearDuplicates(Barrier):
     def _similarity(
         self, units: Sequence[Features], firsts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Jaccard similarity of pairs of documents, estimated from their slots: [pairs]."""
+        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots."""
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
         for start in range(0, len(pairs), 1 << 16):
@@ -253,7 +253,7 @@ class NearDuplicates(Barrier):
 def _parts(
     units: Sequence[Features], memory: int, *, width: int = 1, column: int = 0
 ) -> Iterator[tuple[Values, npt.NDArray[np.int64]]]:
-    """Yield a column of the units' rows and the rows' numbers, ascending, in parts of its range that fit in memory."""
+    """Yield a column of the units' rows and the ascending row numbers, in parts of its range that fit in memory."""
     rows = sum(unit.number for unit in units) // width
     number = max(1, -(-rows * _BYTES_A_VALUE // memory))
     for part in range(number):
@@ -270,7 +270,7 @@ def _parts(
 
 
 def _to_firsts(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Replace links [links, 2] by one link from each connected document to the first document of its group."""
+    """Replace links [links, 2] with one link from the first document of each group to each of the others."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 

@@ -1,4 +1,4 @@
-"""Language identification of documents by py3langid, or by the user's fastText model such as lid.176.bin."""
+"""Language identification of documents by py3langid, or by a fastText model of the user's, such as lid.176.bin."""
 
 import re
 from collections.abc import Callable
@@ -21,13 +21,13 @@ Identify = Callable[[str], tuple[str, float]]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Language(Stage):
-    """Records `language` and `language_score` of a document, and drops documents in other languages.
+    """Records each document's `language` and `language_score`, and drops documents in other languages.
 
     Attributes:
         languages: codes (ISO 639-1) to keep; empty for any.
         least: minimum probability of the language.
-        by_language: code -> minimum probability, in place of `least`.
-        model: file of a fastText model; null for py3langid.
+        by_language: mapping from code to minimum probability, in place of `least`.
+        model: fastText model file; null for py3langid.
         characters: number of characters to examine, from the middle of the text without digits and punctuation.
     """
 
@@ -84,7 +84,7 @@ def _by_fasttext(model: Any) -> Identify:
 
 
 def fasttext_model(path: str) -> Any:
-    """Load a fastText model, whose file holds no code.
+    """Load a fastText model; such files contain no code.
 
     Raises:
         ValueError: the library or the file is missing, or the file is not a model.

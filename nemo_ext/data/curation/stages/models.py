@@ -1,4 +1,4 @@
-"""Stages that use the user's models or data: perplexity by KenLM, classifiers, and decontamination by test sets."""
+"""Stages that use the user's models or data: KenLM perplexity, classifiers, and decontamination with test sets."""
 
 import math
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from nemo_ext.job.settings import STRICT, Place, Share
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Perplexity(Stage):
-    """Records the perplexity per word by a KenLM model of the document's language, and drops documents by it.
+    """Records the perplexity per word under a KenLM model of the document's language, and drops documents by it.
 
     Attributes:
-        models: language code -> KenLM model (.bin or .arpa); documents in other languages are kept.
-        sentencepiece: code -> SentencePiece model, for KenLM models over its pieces; omit for models over words.
+        models: mapping from language code to KenLM model (.bin or .arpa); documents in other languages are kept.
+        sentencepiece: mapping from code to SentencePiece model, for KenLM models over its pieces; omit for word models.
         normalize: `ccnet` normalises lines as CCNet's models require: lower case, digits as 0, no accents, ASCII
             punctuation.
         least: minimum perplexity.
@@ -98,9 +98,9 @@ class Classifier(Stage):
     """Records a classifier's probability for each document, and drops documents by it.
 
     Attributes:
-        model: folder written by `nemo-ext curate_classifier`, or the file of a fastText model.
-        label: label of a fastText model whose probability is used, without `__label__`.
-        key: key of the document in which to store the probability.
+        model: folder written by `nemo-ext curate_classifier`, or a fastText model file.
+        label: label whose probability a fastText model file gives, without `__label__`.
+        key: document key under which to store the probability.
         least: minimum probability; `recommended` for the threshold in the classifier's folder.
         most: maximum probability, for classifiers that detect unwanted documents.
     """

@@ -16,7 +16,7 @@ from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 Find = Callable[[str], Iterator[tuple[int, int]]]
-"""Function that yields start and end of each occurrence of a kind of personal data in a text."""
+"""Function that yields (start, end) character offsets for each occurrence of a kind of personal data in a text."""
 # The part before the @ is matched backwards from there: one pattern for the whole takes quadratic time on long texts.
 _DOMAIN = re.compile(r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}\b")
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*\Z")
@@ -44,7 +44,7 @@ class Personal(Stage):
 
     Attributes:
         kinds: kinds of personal data to find.
-        replacements: kind -> replacement text, in place of the default one.
+        replacements: mapping from kind to replacement text, in place of the default one.
         most: maximum number of occurrences, above which a document is dropped; null to only replace.
         regions: countries (ISO 3166) whose telephone numbers are recognised without a country code.
     """
@@ -90,11 +90,11 @@ _USUAL = {
     "card": "|||CARD_NUMBER|||",
     "tax": "|||TAX_NUMBER|||",
 }
-"""Default replacements: Dolma's for e-mail addresses, telephone numbers and IP addresses, and the rest in its style."""
+"""Default replacements: Dolma's for e-mail addresses, telephone numbers and IP addresses; others in its style."""
 
 
 def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, list[Find]]:
-    """Functions that find each kind, longest patterns first, since digits of one kind may look like another."""
+    """Return functions that find each kind, longest patterns first, as digits of one kind may look like another."""
     try:
         import phonenumbers
         from stdnum import iban, luhn
@@ -166,7 +166,7 @@ def _ibans(text: str, is_valid: Callable[[str], bool]) -> Iterator[tuple[int, in
 
 
 def _is_sequence(text: str) -> bool:
-    """True for consecutive numbers, such as 31 32 33 34 35."""
+    """Return whether a string consists of consecutive numbers, such as 31 32 33 34 35."""
     groups = [int(group) for group in _DIGITS.findall(text)]
     return len(groups) > 3 and all(after - before == 1 for before, after in pairwise(groups))
 
@@ -181,7 +181,7 @@ def _emails(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _replace_spans(text: str, spans: list[tuple[int, int]], replacement: str) -> str:
-    """Replace each span of a text."""
+    """Replace each (start, end) span of a text with `replacement`."""
     pieces, last = [], 0
     for start, end in spans:
         pieces += [text[last:start], replacement]

@@ -25,7 +25,7 @@ from nemo_ext.job.settings import STRICT, nearest
 
 WordsOf = Literal["spaces", "characters", "datatrove"]
 _SAMPLE = "One of the lines that the rules are tried on, with words that are there and have an end.\n" * 3 + "The end."
-"""Text that reaches all rules, so that values of the wrong type are found before the work."""
+"""Text that triggers all rules, so that values of the wrong type are found before the work starts."""
 _NOT_SETTINGS = ("exclusion_writer", "language")
 
 
@@ -50,14 +50,14 @@ def _tokenizer(words: str) -> WhitespaceTokenizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Rules(Stage):
-    """Base class of stages that run a filter of datatrove.
+    """Base class of stages that run one of datatrove's filters.
 
     Attributes:
         words: how to split texts into words: `spaces` at white space; `characters` for any script; `datatrove` by its
-            tokenizer for the language (spaCy and others), or as `characters` where it has none.
+            tokenizer for the language (spaCy and others), or like `characters` if it has none.
         language: code to use for documents whose language is unknown.
-        rules: arguments of the filter by name; the defaults are datatrove's.
-        by_language: code -> arguments that override `rules`.
+        rules: the filter's arguments, keyed by name; the defaults are datatrove's.
+        by_language: mapping from language code to arguments that override `rules`.
     """
 
     block: ClassVar[type[BaseFilter]]
@@ -106,7 +106,7 @@ class _Rules(Stage):
 
 
 def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
-    """datatrove's tokenizer for a language; where it has none, an error if the settings name it, else `characters`."""
+    """Load datatrove's tokenizer for a language; if there is none, fail if settings name it, else use `characters`."""
     try:
         tokenizer = load_word_tokenizer(language)
         tokenizer.word_tokenize("a b")
@@ -120,7 +120,7 @@ def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class C4(_Rules):
-    """C4's rules: remove lines that are not sentences; drop documents with few sentences, braces or lorem ipsum."""
+    """C4's rules: remove lines that are not sentences; drop documents with few sentences, or braces or lorem ipsum."""
 
     kind: ClassVar[str] = "c4"
     block: ClassVar[type[BaseFilter]] = C4QualityFilter

@@ -1,4 +1,4 @@
-"""Base class of all filters."""
+"""Base class of all filters, and the values that filters share."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemo_ext.data.text.words import Words
 
 
 class Drop(NamedTuple):
-    """Reason why a sample is dropped.
+    """Reason for dropping a sample.
 
     Attributes:
         reason: short hyphenated name, counted in reports.
@@ -24,7 +24,7 @@ class Drop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a conversation: a message's content, its reasoning, or a tool call as name and JSON."""
+    """One text of a conversation: a message's content, its reasoning, or a tool call as name and JSON arguments."""
 
     role: str
     text: str
@@ -40,7 +40,7 @@ class Texts:
 
     @cached_property
     def spoken(self) -> list[Text]:
-        """Non-empty texts in order, except system messages: contents, reasoning and calls."""
+        """Non-empty texts in order, except system messages: reasoning, contents and tool calls."""
         spoken = []
         for message in self.sample.messages:
             if message.reasoning:
@@ -54,41 +54,41 @@ class Texts:
 
     @cached_property
     def words(self) -> Words:
-        """Words of `spoken` as hashes."""
+        """Hashed words of the texts in `spoken`."""
         return Words([text.text for text in self.spoken])
 
     @cached_property
     def assistant(self) -> list[int]:
-        """Indices in `spoken` of the assistant's contents and reasoning, without calls."""
+        """Indices into `spoken` of the assistant's contents and reasoning, without tool calls."""
         return [index for index, text in enumerate(self.spoken) if text.role == "assistant" and not text.is_call]
 
     @cached_property
     def calls(self) -> list[int]:
-        """Indices in `spoken` of the calls."""
+        """Indices into `spoken` of the tool calls."""
         return [index for index, text in enumerate(self.spoken) if text.is_call]
 
 
 class Filter:
-    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, so workers can receive them."""
+    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, which workers can receive."""
 
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Check before the job starts that the settings are usable; files are read again.
+        """Check before the job starts that the settings are usable; files are reread.
 
         Raises:
             ValueError: a setting is invalid; the message names it.
         """
 
     def reads(self) -> list[Path]:
-        """Paths of the files whose content determines the filter's decisions."""
+        """Return the paths of the files whose content affects the filter's decisions."""
         return []
 
     def drop(self, texts: Texts) -> Drop | None:
-        """Reason to drop the sample; None to keep it."""
+        """Return the reason to drop the sample; None to keep it."""
         raise NotImplementedError
 
     def reason(self, sample: Sample) -> str | None:
-        """Reason alone, without the detail; None if the sample is kept."""
+        """Return only the name of the reason, without the detail; None if the sample is kept."""
         dropped = self.drop(Texts(sample))
         return dropped and dropped.reason

@@ -11,7 +11,7 @@ from nemo_ext.job.settings import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Decontamination(TestSets, Filter):
-    """Filter for overlap between test sets and the user's and assistant's texts, including calls."""
+    """Filter for overlap between test sets and the texts of users and assistants, including tool calls."""
 
     name: ClassVar[str] = "decontamination"
 

@@ -1,4 +1,4 @@
-"""Language filter of prompts, answers and traces, by py3langid.
+"""Language filter of prompts, answers and traces, based on py3langid.
 
 Domyn-Small, SFT: "language filtering on prompts, answers, and reasoning traces based on pre-defined language tiers".
 Code, formulas, addresses and names (capitalised words) are ignored, texts with too few letters are not judged, and only
@@ -49,15 +49,15 @@ _ENGLISH_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Language(Filter):
-    """Filter by the language of prompts, answers and traces; tool calls and tools' answers are not judged.
+    """Filter by the language of prompts, answers and traces; tool calls and tool results are not judged.
 
     Attributes:
         languages: ISO 639-1 codes of the allowed languages; empty for all.
-        by_source: name of a source -> allowed codes, in place of `languages`.
+        by_source: mapping from source name to allowed codes, in place of `languages`.
         declared: True if a sample that declares its language must be in that language; `en-GB` is read as `en`.
-        confidence: minimum probability that a text is in another language, to drop the sample.
-        characters: number of characters of an excerpt; more is more reliable and slower.
-        min_letters: minimum number of letters of an excerpt; shorter ones are not judged.
+        confidence: minimum probability that a text is in another language for the sample to be dropped.
+        characters: number of characters in an excerpt; more characters are more reliable but slower.
+        min_letters: minimum number of letters in an excerpt; shorter ones are not judged.
     """
 
     name: ClassVar[str] = "language"
@@ -98,7 +98,7 @@ class Language(Filter):
         return None
 
     def _foreign(self, text: str, allowed: set[str]) -> str | None:
-        """Language of the text, if it is confidently not an allowed one; else None."""
+        """Return the language of the text if it is confidently not an allowed one; otherwise None."""
         likely = _with_confusable(frozenset(allowed))
         prose = _FENCE.sub(" ", text) if "```" in text or "~~~" in text else text
         pieces = 1 if len(prose) < _LONG else 3
@@ -133,7 +133,7 @@ def _is_english(piece: str) -> bool:
 
 
 def _weight(piece: str) -> int:
-    """Number of letters that a character counts as: 4 in Chinese, Japanese or Korean text, else 1."""
+    """Return the number of letters that a character counts as: 4 in Chinese, Japanese or Korean text, otherwise 1."""
     return 4 if not piece.isascii() and sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
 
 
@@ -149,7 +149,7 @@ def _known() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def identifier() -> Any:
-    """py3langid's language identifier with normalised probabilities."""
+    """Return py3langid's language identifier with normalised probabilities."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

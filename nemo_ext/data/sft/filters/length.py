@@ -24,7 +24,7 @@ class Length(Filter):
     Attributes:
         max_tokens: maximum number of tokens (Domyn: 32 600, for sequences of 32 768); requires `tokenizer`.
         max_characters: maximum number of characters.
-        min_characters: minimum number of characters of all the assistant's answers together.
+        min_characters: minimum number of characters in all of the assistant's answers together.
         tokenizer: config for `nemo_ext.data.text.tokenizers.load_tokenizer`: {kind: huggingface, path: ...}.
     """
 

@@ -1,9 +1,9 @@
 """Filter of texts that speak for a nation, a party or a model vendor.
 
 Nemotron 3 Nano, section 3.1.3: "we apply targeted keyword- and regex-based filters (e.g., patterns such as "our
-nation/party [...]", "our values") and remove all trajectories matching such behavior". The paper's list is not public:
-PAPER has the patterns that it quotes; other lists are read from files. Each pattern costs a search through the text;
-keywords cost one look-up per word, whatever their number.
+nation/party [...]", "our values") and remove all trajectories matching such behavior". The paper's list is not public.
+`PAPER` contains the patterns that it quotes; other lists are read from files. Each pattern costs a search through the
+text, whereas keywords cost one look-up per word, however many there are.
 """
 
 import re
@@ -28,13 +28,13 @@ _SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Narrative(Filter):
-    """Filter for patterns in the assistant's answers, reasoning and calls.
+    """Filter for patterns in the assistant's answers, reasoning and tool calls.
 
     Attributes:
         patterns: case-insensitive regular expressions, without references to groups.
         keywords: whole words and phrases, matched without case and punctuation.
-        files: files with lists: .yaml with the keys `patterns` and `keywords`, or text with one pattern per line and
-            comments after #.
+        files: list files, either .yaml with the keys `patterns` and `keywords`, or text with one pattern per line and
+            comment lines starting with #.
     """
 
     name: ClassVar[str] = "narrative"
@@ -70,7 +70,7 @@ class _Lists(NamedTuple):
 
 
 def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | None:
-    """Excerpt around the first keyword in the text; None if there is none."""
+    """Return an excerpt around the first keyword in the text; None if there is none."""
     for length, known in keywords.items():
         if (found := np.isin(ngram_hashes(words, length), known)).any():
             place = int(found.argmax())
@@ -108,7 +108,7 @@ def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple
 
 
 def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield the entries of a file: place, text, and True for a pattern or False for a keyword."""
+    """Yield the entries of a list file: place, text, and True for a pattern or False for a keyword."""
     try:
         text = utf8_text(path)
         content: Any = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else None

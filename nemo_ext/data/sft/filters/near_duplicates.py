@@ -1,9 +1,9 @@
 """Near duplicates: workers make MinHash sketches, and one pass over all sketches decides.
 
-A sketch is rensa's R-MinHash of the sample's word n-grams, over contents, reasoning, calls and tools' answers. System
-messages must be equal instead of similar, since a system message shared by a whole source would make its samples alike.
-Slots are grouped into bands: two samples with an equal band are compared by the low byte of every slot (Li and König,
-b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches made by different versions of rensa
+A sketch is rensa's R-MinHash of the sample's word n-grams, over contents, reasoning, tool calls and tool results.
+System messages must be equal rather than similar, since one shared by a whole source would make its samples alike.
+Slots are grouped into bands. Two samples that share a band value are compared by the low byte of every slot (Li and
+König, b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches made by different versions of rensa
 cannot be compared.
 """
 
@@ -29,11 +29,12 @@ Samples = npt.NDArray[np.int64]
 
 @plain_dataclass(frozen=True)
 class Sketches:
-    """Sketches of samples, one row per sample.
+    """MinHash sketches of samples, one row per sample.
 
     Attributes:
-        bands: [samples, bands] uint32; samples with an equal band may be near duplicates; 0 for samples without words.
-        slots: [samples, slots] uint8, low bytes of the MinHash.
+        bands: [samples, bands] uint32; samples that share a band value may be near duplicates; 0 for samples without
+            words.
+        slots: [samples, slots] uint8, low byte of each MinHash value.
     """
 
     bands: npt.NDArray[np.uint32]
@@ -51,11 +52,12 @@ class NearDuplicates:
 
     Attributes:
         threshold: minimum similarity of near duplicates.
-        ngram: number of words of an n-gram; a shorter text counts as one n-gram.
-        slots: number of slots of the MinHash; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
-        rows: number of slots per band. Fewer find more pairs just above the threshold, at the cost of more comparisons.
+        ngram: number of words in an n-gram; a shorter text counts as one n-gram.
+        slots: number of MinHash slots; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
+        rows: number of slots per band. Fewer rows find more pairs just above the threshold, at the cost of more
+            comparisons.
         prompts: True to compare only user messages (and system messages for equality), so that different answers to
-            the same prompt are duplicates, too.
+            the same prompt also count as duplicates.
         seed: seed of the hash functions.
     """
 
@@ -72,11 +74,11 @@ class NearDuplicates:
 
     @property
     def bands(self) -> int:
-        """Number of bands of a sketch."""
+        """Number of bands in a sketch."""
         return self.slots // self.rows
 
     def sketch(self, samples: Sequence[Texts]) -> Sketches:
-        """Compute the sketches of samples; fastest with a few hundred per call."""
+        """Compute the sketches of samples; fastest with a few hundred samples per call."""
         grams = [self._grams(texts) for texts in samples]
         bands, slots = sketches(grams, slots=self.slots, rows=self.rows, seed=self.seed)
         short = (bands >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
@@ -94,10 +96,11 @@ class NearDuplicates:
         return whole ^ np.uint64(digest(0, first.content))
 
     def duplicate_of(self, sketches: Sketches) -> Samples:
-        """Index of the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
+        """Return the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
 
-        Samples are visited in order: one is dropped if a kept sample shares a band with it and is similar enough. Only
-        the first 64 kept samples of a band are compared, which bounds the work if very many share a band by chance.
+        Samples are visited in order, and one is dropped if a kept sample shares a band value with it and is similar
+        enough. Only the first 64 kept samples per band value are compared, which bounds the work if very many share one
+        by chance.
         """
         # One in 256 slots with different hashes has an equal low byte by chance.
         least = self.threshold + (1 - self.threshold) / 256
@@ -128,14 +131,14 @@ class NearDuplicates:
 
 
 def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
-    """Index of the first sample with the same id (a 64-bit digest of source and id) as each sample, [samples]."""
+    """Return the index of the first sample with the same id (a 64-bit digest) as each sample, [samples]."""
     _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     found: Samples = first[number]
     return found
 
 
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Groups of samples with an equal band: start of each sample's groups, [samples + 1], and the groups' numbers."""
+    """Group samples that share a band value: start of each sample's groups, [samples + 1], and the group numbers."""
     members, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     first = 0
     for band in range(bands.shape[1]):

@@ -24,13 +24,13 @@ Times = Annotated[int, Field(ge=2)]
 class Repetition(Filter):
     """Filter of repeated, non-overlapping n-grams in the assistant's answers and reasoning. All numbers are (choice).
 
-    Each tool call is judged separately, since calls of one tool begin alike.
+    Each tool call is judged separately, since all calls to a tool begin alike.
 
     Attributes:
-        ngram: number of words of an n-gram.
-        window: number of words of the window.
+        ngram: number of words in an n-gram.
+        window: number of words in the window.
         window_times: number of occurrences of an n-gram within a window at which a sample is dropped; None to disable.
-        trajectory_times: the same for all of the assistant's texts together, and for one call.
+        trajectory_times: the same for all of the assistant's texts together, and for a single tool call.
         characters: length in bytes of a run of a pattern of at most 8 bytes at which a sample is dropped; None to
             disable.
     """
@@ -72,14 +72,15 @@ class Repetition(Filter):
 def repeated(
     grams: Hashes, places: npt.NDArray[np.int64], *, length: int, times: int, window: int | None
 ) -> int | None:
-    """Place of the first n-gram that occurs at least `times` times without overlap; None if there is none.
+    """Find the first n-gram that occurs `times` times without overlap; return its first word's index, or None.
 
     Args:
         grams: [n-grams] hashes.
-        places: [n-grams] places of their first words, ascending.
-        length: number of words of an n-gram.
+        places: [n-grams] indices of their first words, ascending.
+        length: number of words in an n-gram.
         times: minimum number of occurrences.
-        window: maximum number of words from the start of the first to the end of the last; None for no limit.
+        window: maximum number of words from the start of the first to the end of the last occurrence; None for no
+            limit.
     """
     if len(grams) <= length * (times - 1):
         return None
@@ -106,7 +107,7 @@ def repeated(
 
 
 def longest_run(text: str, least: int) -> int:
-    """Length in bytes of the longest run of a repeated pattern of at most 8 bytes; 0 if it is below `least`."""
+    """Return the length in bytes of the longest run of a pattern of at most 8 bytes; 0 if below `least`."""
     whole = text.encode()
     # A run of `least` bytes covers at least one of these places, where the next bytes repeat within a period.
     probes = range(0, len(whole) - _LONGEST_PERIOD, least // 2)

@@ -1,4 +1,4 @@
-"""Filters of a job, applied in order; dropped samples are counted by filter and reason."""
+"""Chain of a job's filters, applied in order; dropped samples are counted by filter and reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, 
 
 @dataclass(frozen=True)
 class Screen:
-    """Chain of filters, picklable for workers."""
+    """Chain of filters that can be pickled and so sent to workers."""
 
     filters: tuple[Filter, ...]
 
     def check(self) -> None:
-        """Raise ValueError if a filter is unusable, for example for a missing file or an unknown language."""
+        """Raise ValueError if a filter is unusable, for example because of a missing file or an unknown language."""
         for judge in self.filters:
             judge.check()
 
     def reads(self) -> list[Path]:
-        """Paths of the files whose content determines the filters' decisions."""
+        """Return the paths of the files whose content affects the filters' decisions."""
         return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
-        """Return the sample's texts if it passes all filters; else None, with the first reason counted in `report`."""
+        """Return the sample's texts if it passes all filters; otherwise count the first reason, and return None."""
         report.records += 1
         texts = Texts(located.sample)
         for judge in self.filters:
@@ -49,7 +49,7 @@ class Screen:
 
 
 def load_filters(config: Mapping[str, Any]) -> Screen:
-    """Read filters from a config: name -> settings, or null to disable one. They are applied in the order of `FILTERS`.
+    """Build filters from a mapping of names to settings (null disables a filter), in the order of `FILTERS`.
 
     Raises:
         ValueError: a filter or key is unknown or invalid; the message suggests the nearest known name.

@@ -35,7 +35,7 @@ class Structural(Filter):
     """Filter of malformed conversations and tool calls.
 
     Attributes:
-        arguments: True to check the arguments of calls against the tool's JSON schema.
+        arguments: True to check call arguments against the tool's JSON schema.
         end_with_assistant: True if the last message must be the assistant's.
     """
 
@@ -49,7 +49,7 @@ class Structural(Filter):
 
 
 def _turns(sample: Sample, *, end_with_assistant: bool) -> Drop | None:
-    """Reason to drop a sample for its order of roles or empty messages; None if there is none."""
+    """Return the reason to drop a sample for its role order or empty messages; None if there is none."""
     before = "start"
     for index, message in enumerate(sample.messages):
         where = f"messages[{index}]"
@@ -81,7 +81,7 @@ def _around_tag(text: str) -> str:
 
 
 def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
-    """Reason to drop a sample for its tool calls or tools' answers; None if there is none."""
+    """Return the reason to drop a sample for its tool calls or tool results; None if there is none."""
     declared: dict[str, Any] | None = None
     for index, message in enumerate(sample.messages):
         if message.role == "tool" and (dropped := _answer(sample.messages, index)):
@@ -100,7 +100,7 @@ def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
 
 
 def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
-    """Reason to drop a sample whose tool message at `index` answers no call of the preceding message; else None."""
+    """Return the reason to drop a sample whose tool message at `index` answers no preceding call; None if it does."""
     first = index
     while messages[first].role == "tool" and first > 0:
         first -= 1
@@ -115,7 +115,7 @@ def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
 
 
 def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Reason and detail if the arguments violate the tool's schema or the schema is invalid; else None."""
+    """Return reason and detail if arguments violate the tool's schema or the schema is invalid; otherwise None."""
     if not parameters:
         return None
     try:
