@@ -52,7 +52,7 @@ def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
 
 
 def keys_of(package: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, default, comment) for the keys in a config file and in the files it includes at the top level."""
+    """Yield (dotted key, default, comment) for a config file and the files that it includes at the top level."""
     place = files(package) / f"{name}.yaml"
     text = place.read_text()
     root = yaml.compose(text)
