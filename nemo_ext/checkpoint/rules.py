@@ -60,7 +60,7 @@ class QKV:
     head_dim: int
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Split `linear_qkv` into the projections, of the given shapes."""
         (fused,) = tensors
         queries = self.heads // self.groups
         by_group = fused.reshape(self.groups, queries + 2, self.head_dim, *fused.shape[1:])
@@ -68,7 +68,7 @@ class QKV:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Interleave the projections into `linear_qkv`, of the given shape."""
         import torch
 
         (shape,) = shapes
@@ -81,12 +81,12 @@ class Vocabulary:
     """Rule for the embedding and output layer, to which Megatron adds padding rows; rows added here are zero."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Drop the padding rows."""
         (table,), ((rows, _),) = tensors, shapes
         return [table[:rows]]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Add zero rows up to the given, padded shape."""
         (table,), ((rows, _),) = tensors, shapes
         missing = rows - table.shape[0]
         if missing == 0:

@@ -101,8 +101,8 @@ def bootstrap(
     """Compute a bootstrap percentile interval of a mean over problems, which are resampled with replacement.
 
     Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3; problems as clusters: Miller,
-    section 2.2. Problems with equal values form a kind, and the counts of kinds are drawn from a multinomial, which gives
-    the same distribution at a cost that depends only on the number of kinds. Beyond `GROUPS` kinds with
+    section 2.2. Problems with equal values form a kind, and the counts of kinds are drawn from a multinomial. This
+    gives the same distribution at a cost that depends only on the number of kinds. Beyond `GROUPS` kinds with
     up to three columns, similar kinds are binned, which keeps the mean exact but neglects the variance within a bin.
 
     Args:
@@ -334,14 +334,14 @@ def sensitivity(
     Nemotron 3 Nano (appendix E and Table 8) takes the mean over eight seeds for each prompt, then the standard
     deviation of the prompts' means. The interval is the basic bootstrap interval of the variance (Davison and Hinkley,
     "Bootstrap Methods and their Application", 1997, section 5.2.1), with the same resampled problems for all prompts.
-    With few problems, the standard deviation is biased upwards, even if prompts make no difference. A percentile interval would
-    double this bias and never contain 0, while this one corrects it and may end below the estimate.
+    With few problems, the standard deviation is biased upwards, even if prompts make no difference. A percentile
+    interval would double this bias and never contain 0, while this one corrects it and may end below the estimate.
 
     Args:
         scores: mean over samples for each prompt and problem, [prompts, P].
 
     Returns:
-        Standard deviation (n - 1), and (low, high). The interval is None for one problem, and for two prompts, for which
+        Standard deviation (n - 1), and (low, high). The interval is None for one problem, and for two prompts, where
         its coverage would be too low.
     """
     means = np.asarray(scores, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Loading of a model for this package's engine."""
+"""Loading of a model into this package's engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from nemo_ext.serving.engine import Engine
 from nemo_ext.serving.settings import ServingSettings
 
 CHUNK = 32
-"""Chunk size of Mamba-2 on a CPU, in tokens."""
+"""Chunk size in tokens for Mamba-2 on a CPU."""
 
 
 def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> Served:

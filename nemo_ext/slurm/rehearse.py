@@ -155,7 +155,7 @@ def _result(
 
 
 def _run(folder: Path, limit: float | None) -> int | None:
-    """Run a rehearsal in its own process group; return its exit code, or None if it was killed after `limit` seconds."""
+    """Run a rehearsal in its own process group; return its exit code, None if it was killed after `limit` seconds."""
     command = [sys.executable, "-m", "nemo_ext.slurm.rehearse", str(folder)]
     none = subprocess.DEVNULL
     # A new session, as ranks that are still importing do not end with their parent yet.
