@@ -1,4 +1,4 @@
-"""Files next to the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
+"""Files next to a checkpoint's weights: model config, tokenizer, chat template and modelling files."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
-    """Checkpoint that a run was initialised from, or None if it is in `seen` (a run may name itself)."""
+    """Checkpoint that a run was initialised from; None if there is none or it is in `seen` (a run may name itself)."""
     if not (run / "config.yaml").is_file():
         return None
     start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")

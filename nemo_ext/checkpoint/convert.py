@@ -17,7 +17,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 
 PLAIN_WIDTH = 200
-"""Width of the tensor listing, in columns, when stdout is not a terminal."""
+"""Width of the tensor listing in characters if stdout is not a terminal."""
 
 
 def run(config: Mapping[str, Any]) -> None:

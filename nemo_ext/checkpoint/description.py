@@ -1,7 +1,7 @@
-"""Description of the model in a checkpoint: its blocks and every setting that affects its outputs.
+"""Description of a checkpoint's model: its blocks, and every setting that affects its outputs.
 
-Our configs and every Hugging Face format are read into this form. Two descriptions are equal if and only if the same
-weights compute the same function under both, so a checkpoint and a model config are compared through it.
+Our configs and all Hugging Face formats are read into this form. Two descriptions are equal if and only if the same
+weights compute the same function under both, so checkpoints and model configs are compared by their descriptions.
 """
 
 from collections.abc import Mapping
@@ -120,7 +120,7 @@ class Description:
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of the blocks that are not replaced by a linear map."""
+        """Kinds of blocks in the model, without blocks that are replaced by a linear map."""
         return {block.kind for block in self.blocks if not block.is_linear}
 
 

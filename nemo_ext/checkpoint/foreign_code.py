@@ -58,9 +58,10 @@ def foreign_code(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> tuple[set[str], list[str]]:
-    """Classes named in the `auto_map`s of a folder, and files that may redirect transformers to other repositories.
+    """Classes that the `auto_map`s in a folder name, and files that may redirect transformers to other repositories.
 
-    A tokenizer's `auto_map` maps to a list of two classes, either of which may be null, or is such a list itself.
+    The values in a tokenizer's `auto_map` may be lists of two classes, either of which may be null; the `auto_map` may
+    also be such a list itself.
     """
     words: list[Any] = []
     redirecting = [name for name in ("adapter_config.json",) if (folder / name).is_file()]

@@ -539,7 +539,7 @@ def _rows(plan: Plan) -> Vocabulary | None:
 
 
 def _finish_hf(plan: Plan, folder: Path) -> None:
-    """Write config.json, tokenizer and modelling files."""
+    """Write config.json, the tokenizer and other files, and the format's modelling files."""
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])

@@ -75,7 +75,7 @@ def loads(data: bytes, file: Path) -> Any:
         file: file that holds the pickle, for messages.
 
     Raises:
-        Unsafe: the pickle names anything else; no code of it has run.
+        Unsafe: the pickle names anything else; none of its code has run.
         CheckpointError: the pickle cannot be read.
     """
     try:
@@ -119,7 +119,7 @@ def _classes_unchanged() -> Iterator[None]:
 
 
 def _attributes(target: object) -> dict[str, Any]:
-    """All attributes that can be set on a class or an enum member."""
+    """Mapping from name to value of all attributes that can be set on a class or an enum member."""
     return {**vars(target), **{name: getattr(target, name) for name in _SPECIAL if hasattr(target, name)}}
 
 

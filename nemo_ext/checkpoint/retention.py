@@ -17,7 +17,7 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import STRICT, Count, checked
 
 REMOVED = "removed"
-"""Folder, next to the checkpoints, from which checkpoints are deleted, so that a partial one is never loaded."""
+"""Folder next to the checkpoints into which they are moved for deletion, so that a partial one is never loaded."""
 KEEP = "keep"
 """Marker file in a checkpoint that is never deleted."""
 

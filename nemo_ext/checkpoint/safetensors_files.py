@@ -1,4 +1,4 @@
-"""Reading and writing of `model.safetensors`, or of safetensors shards with an index."""
+"""Reading and writing of weights in a single `model.safetensors`, or in safetensors shards with an index."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def shard_name(number: int, count: int) -> str:
-    """Hugging Face's file name of a shard; `number` counts from 0."""
+    """Hugging Face's file name for shard `number` (from 0) of `count`."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 

@@ -19,7 +19,7 @@ def description_of(checkpoint: Path) -> Description:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
+    """Directory that Megatron loads from: a run's checkpoints directory, or a converted checkpoint itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 

@@ -38,7 +38,7 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Reader of a checkpoint of either format."""
+    """Protocol of a checkpoint reader, for either format."""
 
     path: Path
 
@@ -132,7 +132,7 @@ def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:
         problems: pairs of a problem and the names of the tensors that have it.
 
     Raises:
-        CheckpointError: there is a problem.
+        CheckpointError: a tensor has a problem.
     """
     if lines := [f"{len(names)} tensors are {problem}: {listed(names)}" for problem, names in problems if names]:
         raise CheckpointError(where + "; ".join(lines))

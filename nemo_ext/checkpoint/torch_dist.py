@@ -1,7 +1,7 @@
 """Single-process reading and writing of Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format).
 
 A checkpoint saved at any tensor, pipeline or expert parallel size is read as a set of whole tensors. It is written in
-parts, each laid out like the file of one rank of a parallel save, so it may exceed memory, and an interrupted write can
+parts, each laid out like one rank's file in a parallel save, so that it may exceed memory and an interrupted write can
 be resumed. Neither a process group nor Megatron is required.
 """
 

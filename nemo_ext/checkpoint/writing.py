@@ -1,4 +1,4 @@
-"""Resumable writing of checkpoints of either format, tensor by tensor, with checks and a final rename."""
+"""Resumable writing of a checkpoint in either format, tensor by tensor, with checks and a final rename."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """Name in messages and records."""
+        """Name of the slot in messages and records."""
         whole = self.piece.shape == self.piece.whole
         return self.piece.key if whole else f"{self.piece.key}[{self.piece.offset[0]}]"
 

@@ -40,7 +40,7 @@ _LONGEST_AFTER = 600.0
 _TO_COME_UP = 60.0
 """Seconds for which `Client.check` waits for an endpoint."""
 _RESTING = 4
-"""Maximum number of requests waiting for a retry, per request in flight."""
+"""Maximum ratio of requests that wait for a retry to requests in flight."""
 _CHARACTERS = 4
 """Approximate number of characters per token, for limits per minute."""
 _TOO_LONG = re.compile(

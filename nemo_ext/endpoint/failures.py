@@ -8,10 +8,10 @@ from typing import Any
 _AGAIN = frozenset({408, 409, 425, 429})
 """Status codes, other than server errors, after which a retry may succeed: timeouts, conflicts, too many requests."""
 REFUSED = frozenset({401, 403})
-"""Status codes for a missing or invalid key."""
+"""Status codes that indicate a missing or invalid key."""
 _OVERLOAD = frozenset({429, 503, 529})
 MISPLACED = frozenset({404, 405, 410, 501})
-"""Status codes for a path that the endpoint does not have."""
+"""Status codes that indicate a path that the endpoint does not have."""
 BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
 """Finish reasons of answers that the server aborted."""
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})

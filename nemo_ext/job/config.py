@@ -64,7 +64,7 @@ def multiply(*factors: float) -> float | int:
 
 
 def register_resolvers() -> None:
-    """Register `${iterations:tokens,seq_length,global_batch_size}`, `${add:a,b,...}` and `${multiply:a,b,...}`."""
+    """Register the resolvers `iterations:tokens,seq_length,global_batch_size`, `add:a,b,...` and `multiply:a,b,...`."""
     OmegaConf.register_new_resolver("add", add, replace=True)
     OmegaConf.register_new_resolver("iterations", iterations, replace=True)
     OmegaConf.register_new_resolver("multiply", multiply, replace=True)

@@ -52,8 +52,8 @@ def kept_interrupts() -> Iterator[None]:
 def interrupts_between() -> Iterator[Callable[[], None]]:
     """Defer the first interrupt until the yielded function is called, or until the block ends.
 
-    A KeyboardInterrupt can leave the locks of a thread pool taken, so that waiting for the pool never ends, and in
-    `torch.save` it can abort the process with SIGABRT. A second interrupt is not deferred.
+    A KeyboardInterrupt can leave a thread pool's locks held, so that waiting for the pool never ends. In `torch.save`,
+    it can abort the process with SIGABRT. A second interrupt is not deferred.
     """
     handlers = {
         number: handler

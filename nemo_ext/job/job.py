@@ -27,7 +27,7 @@ def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
 
 Group = Literal["data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster", ""]
 GROUPS = get_args(Group)
-"""Headings of `nemo-ext --help` in order."""
+"""Headings in `nemo-ext --help`, in order."""
 
 
 class JobFailed(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 LONGEST = 60
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of characters that a message shows of a value."""
 
 
 def digest(made_of: object) -> str:
@@ -50,7 +50,7 @@ def note(record: Path, made_of: Mapping[str, Any]) -> None:
 
 
 def noted(record: Path) -> Any:
-    """Content of a record; None if there is none."""
+    """Read the settings in the file `record`; None if there is no such file."""
     return json.loads(record.read_text()) if record.is_file() else None
 
 

@@ -50,7 +50,7 @@ Words = Annotated[Strings, WORDS]
 FLAT = "flat"
 """Marks dataclass fields whose keys belong to the enclosing section."""
 Open = Mapping[str, Any]
-"""Section whose keys are checked by the code that reads it."""
+"""Section whose keys are checked only by the code that reads it."""
 Extra = Annotated[Mapping[str, JsonValue], REPLACED]
 """Section whose keys the user chooses."""
 Places = Annotated[Strings, PLACE]
@@ -196,7 +196,7 @@ def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
 
 
 def keys_of(kind: type[Any]) -> list[str]:
-    """Keys of the section from which a dataclass is created."""
+    """Keys of the config section from which a dataclass is created."""
     return _adapter(cast(Any, kind))[1]
 
 

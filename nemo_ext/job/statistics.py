@@ -134,7 +134,7 @@ def _percentiles(drawn: Floats, level: float = 0.95) -> Any:
 
 
 def _drawn_means(rows: Floats, draws: int, rng: np.random.Generator, weights: npt.ArrayLike | None = None) -> Floats:
-    """Means over resampled problems, [draws] or [draws, M]."""
+    """Draw means over resampled problems, [draws] for rows [P] or [draws, M] for rows [P, M]."""
     columns = rows[:, None] if rows.ndim == 1 else rows
     width = columns.shape[1]
     if weights is not None:

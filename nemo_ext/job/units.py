@@ -92,7 +92,7 @@ class OutputFolder:
 
     @property
     def own(self) -> Path:
-        """Folder of the job's records."""
+        """Folder for the job's own records."""
         return self.folder / OWN
 
     @property

@@ -348,7 +348,7 @@ class _Answers:
         }
 
     def frame(self) -> dict[str, Any]:
-        """Fields that all responses have."""
+        """Return the fields that all responses have."""
         return {**self._frame, "object": self.kind}
 
     def part(self, piece: _Piece) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ class Balancer:
         return sum(member.up for member in self.members.values())
 
     def app(self, key: str | None) -> Starlette:
-        """The application; every route except /health requires the key, if there is one."""
+        """Create the application; every route except /health requires the key, if there is one."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),

@@ -127,7 +127,7 @@ class Replica:
 
     @property
     def hopeless(self) -> bool:
-        """True if the process has ended too often recently."""
+        """True if the process has recently been started too often."""
         return len([start for start in self.starts if time.monotonic() - start < _QUICK]) > _MOST_QUICK
 
 

@@ -22,7 +22,7 @@ def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> 
     """Load a model and its tokenizer, and start the engine.
 
     Raises:
-        ValueError: the directory's code requires consent, or its tokenizer cannot be loaded.
+        ValueError: code in the directory requires the user's consent, or the tokenizer cannot be loaded.
     """
     trusted = may_run_code(str(folder), config)
     device = resolved_device(settings.device)

@@ -25,7 +25,7 @@ TAGS = (
 """Tokens that are shown as text even if the tokenizer declares them special."""
 _CALLS = ("<tool_call>", "<TOOLCALL>", "<function_calls>")
 _HALF = "\ufffd"
-"""Character to which tokenizers decode an incomplete character."""
+"""Character that tokenizers output for an incomplete character."""
 
 
 class Decoder:

@@ -64,7 +64,7 @@ class Attempt:
 
 
 def read(run_dir: Path) -> list[Attempt]:
-    """All starts of a run, oldest first."""
+    """Read all starts of a run, oldest first."""
     return [Attempt(**line) for line in noted(run_dir / FOLDER / ATTEMPTS) or ()]
 
 
@@ -115,7 +115,7 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
 
 
 def stepped(run_dir: Path, start: Attempt) -> bool:
-    """True if a start logged a step."""
+    """True if a start has logged a step."""
     metrics = run_dir / METRICS
     if not metrics.is_file() or metrics.stat().st_mtime < start.began:
         return False

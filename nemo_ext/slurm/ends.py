@@ -174,7 +174,7 @@ def noted(folder: Path, job: str) -> str:
 
 
 def _cancelled(fields: dict[str, str]) -> str:
-    """User and time of a cancellation, and whether the job was still queued, from Slurm's fields."""
+    """Describe a cancellation by user and time, and whether the job was still queued, from Slurm's fields."""
     if fields.get("Reason") == "DependencyNeverSatisfied":
         return "by Slurm: a job that it depends on failed"
     number = fields.get("By", "")

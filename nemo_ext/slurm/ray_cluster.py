@@ -54,7 +54,7 @@ _HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-port")
 _SECONDS_TO_END, _SECONDS_TO_STOP, _SECONDS_OF_SRUN = 2, 30, 10
 """Seconds allowed to `ray start` after a signal, to steps after their input is closed, and to srun after SIGTERM."""
 _STARTED = "Ray runtime started."
-"""Line that `ray start` prints when the node is registered with the head."""
+"""Line that `ray start` prints once the node is registered with the head."""
 _ERROR = re.compile(r" [ECF] \d+ \d+\] (?!.*logging\.cc)|Check failed")
 """Pattern of error lines in Ray's logs, whose lines begin with time, level, process and thread."""
 

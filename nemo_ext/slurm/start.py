@@ -90,7 +90,7 @@ class Batch(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make the work save and end."""
+        """Make the work save its state and end."""
 
     @abstractmethod
     def saved(self) -> int | None:

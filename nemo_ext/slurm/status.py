@@ -159,7 +159,7 @@ def _failures(starts: Sequence[attempts.Attempt]) -> str:
 
 
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
-    """Reason why a run is no longer in the queue."""
+    """Reason why a run, whose newest job is `job`, is no longer in the queue."""
     folder = run_dir / attempts.FOLDER
     last = starts[-1] if starts and starts[-1].job == job else None
     if last is None or last.ended is None:

@@ -71,12 +71,12 @@ class Submission:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of the job, or of the first run of a sweep."""
+        """Config of the job, or of a sweep's first run."""
         return self.configs[0]
 
     @property
     def records(self) -> list[Path]:
-        """Record folders of all tasks (see `record_of`)."""
+        """Record folder of each task, in which its starts are recorded."""
         if self.shards > 1:
             return [shard_record(self.base, number) for number in range(self.shards)]
         return [record_of(self.settings.job, config, self.settings) for config in self.configs]

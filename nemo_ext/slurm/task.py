@@ -104,7 +104,7 @@ class Task(Batch):
     def _ranks(
         self, job: subprocess.Popen[bytes], environment: dict[str, str], words: list[str], log: str | None
     ) -> int:
-        """Run ranks on all nodes until they or the requesting job end, and return srun's exit code."""
+        """Run ranks on all nodes until they end or the job that requested them does, and return srun's exit code."""
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):

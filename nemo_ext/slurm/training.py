@@ -92,7 +92,7 @@ class Training(Batch):
         return [f"{key}={os.environ[name]}" for key, name in variables.items()]
 
     def _step(self, *words: str) -> int:
-        """Run a command of `nemo_ext.slurm.prepare` in one process, and return its exit code."""
+        """Run a command of `nemo_ext.slurm.prepare` in a separate process, and return its exit code."""
         return subprocess.run(
             self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
             env=self.environment(),

@@ -51,7 +51,7 @@ class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
 
     format = "NemoExtBlocksForCausalLM"
     chunk_size = 128
-    """Tokens per chunk of Mamba-2's scan, as in Nemotron; vLLM's default of 2048 is for models without chunks."""
+    """Tokens per chunk in Mamba-2's scan, as in Nemotron; vLLM's default, 2048, is for models without chunks."""
     num_attention_heads = _Most("attention", "num_attention_heads")
     num_key_value_heads = _Most("attention", "num_key_value_heads")
     head_dim = _Most("attention", "head_dim")
@@ -64,7 +64,7 @@ class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
 
     @property
     def layers_block_type(self) -> list[str]:
-        """Kind of each block; vLLM counts "attention" and "mamba"."""
+        """Kind of each block; vLLM counts the "attention" and "mamba" blocks."""
         return self.kinds
 
 

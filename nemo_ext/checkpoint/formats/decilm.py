@@ -1,4 +1,4 @@
-"""Puzzle children of Llama: `DeciLMForCausalLM`, model type nemotron-nas, as published for Llama-Nemotron.
+"""Puzzle children of Llama, in the format published for Llama-Nemotron (`DeciLMForCausalLM`, type nemotron-nas).
 
 vLLM serves the format with its own model class; transformers loads it with the modelling file next to the weights.
 """

@@ -1,4 +1,4 @@
-"""Definition of a Hugging Face format: module names, and config.json in both directions."""
+"""Definition of a Hugging Face format: its module names, and the reading and writing of config.json."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class CannotExpress(ValueError):
 
 @dataclass(frozen=True)
 class Entry(Row):
-    """Row of the tensor mapping with the names of its tensors in a Hugging Face checkpoint."""
+    """Row of the tensor mapping, with the names that its tensors have in a Hugging Face checkpoint."""
 
     names: tuple[str, ...] = ()
 
@@ -59,7 +59,7 @@ class Format:
     known: frozenset[str] = frozenset()
 
     def entries(self, description: Description) -> Iterator[Entry]:
-        """Entries of a model's tensor mapping, in model order.
+        """Yield the entries of a model's tensor mapping, in model order.
 
         Raises:
             ValueError: the mapping cannot express a block.
@@ -102,7 +102,7 @@ def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 class Keys:
-    """Typed access to a config.json that records the keys read; error messages name the key.
+    """Typed access to a config.json, which records the keys read and names the key in error messages.
 
     Attributes:
         values: content of config.json.
@@ -114,13 +114,13 @@ class Keys:
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key, or `default` if it is absent or null."""
+        """Return the value of a key, or `default` if it is absent or null."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Value of a key as a positive whole number.
+        """Return the value of a key as a positive whole number, or `default` if it is absent or null.
 
         Raises:
             ValueError: the key is missing without a default, or the value is not a positive whole number.
@@ -131,14 +131,14 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Value of a key as a number, or `default` if it is absent or null."""
+        """Return the value of a key as a number, or `default` if it is absent or null."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"config.json: {key}={value!r}: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Value of a key as a boolean, or `default` if it is absent or null."""
+        """Return the value of a key as a boolean, or `default` if it is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key}={value!r}: expected true or false")
@@ -195,7 +195,7 @@ def refuse(*conditions: tuple[object, str]) -> None:
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Condition for `refuse`: an MLP block has biases although the model's linear layers have none."""
+    """Condition for `refuse` that holds if an MLP block has biases, as the formats support only model-wide ones."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 

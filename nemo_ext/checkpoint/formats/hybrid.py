@@ -1,4 +1,4 @@
-"""Hybrid Mamba-2 / attention / MoE models: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
+"""Hybrid models of Mamba-2, attention, MLP and MoE blocks: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
 
 from math import inf
 from typing import Any
@@ -71,7 +71,7 @@ KNOWN = frozenset(
         *("n_group", "topk_group"),
     )
 )
-"""Keys of NemotronHConfig that are not read for every model."""
+"""Keys of NemotronHConfig that have no effect, or are not read for models without certain kinds of blocks."""
 
 
 def router_is_sigmoid(description: Description) -> None:

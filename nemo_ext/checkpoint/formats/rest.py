@@ -35,7 +35,7 @@ _AROUND = re.compile(
 )
 """Further keys that do not affect the model: private names, token ids, versions, and dropout, used only in training."""
 _SHAPE = re.compile(r"(num|n)_.*|.*(dim|size|heads|channels|rank|width|layers|experts|groups|percent|pct)")
-"""Keys that determine the shape of a weight, or the rotated part of a head."""
+"""Pattern of keys that determine the shape of a weight or the rotated part of a head."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 
 

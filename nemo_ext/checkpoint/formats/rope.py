@@ -1,6 +1,6 @@
-"""Rotary embedding settings in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
+"""Rotary embedding settings in config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`.
 
-Both forms are read; the older one is written, which transformers 4 and 5 and vLLM all support.
+Both forms are read. The older one is written, as transformers 4 and 5 and vLLM all support it.
 Key names: transformers, modeling_rope_utils.py.
 """
 
