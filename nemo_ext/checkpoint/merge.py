@@ -4,8 +4,7 @@
 
 A soup of a run's last checkpoints, or of runs that differ in data order, is often better than any of them
 (arXiv:2203.05482; OLMo 3 averages its mid-training runs). To find the best point between two checkpoints,
-evaluate several.
-Values on which all checkpoints agree are kept bit for bit.
+evaluate several. Values on which all checkpoints agree are kept bit for bit.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     """Checkpoints that may be deleted, oldest first.
 
     Some are always kept: the newest according to Megatron's tracker, and newer ones, which may still be incomplete; the
-    newest complete one at least `before` steps older than the newest, and likewise than the oldest of the `last`, as
-    the guard may roll back to them; links; and folders that contain a file `keep`.
+    newest complete one at least `before` steps older than the newest, and the newest complete one as much older than
+    the oldest of the `last`, as the guard may roll back to them; links; and folders that contain a file `keep`.
 
     Args:
         run_dir: run directory.

@@ -111,7 +111,7 @@ class Vocabulary:
         """Convert the token ids of a config.json or generation_config.json to the new vocabulary.
 
         Args:
-            config: the file's content; ids of tokens that the new vocabulary lacks are dropped, or null if none remain.
+            config: the file's content; ids of tokens that the new vocabulary lacks are dropped; null if none remain.
         """
         pairs = zip(self.starts, self.counts, strict=True)
         now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}

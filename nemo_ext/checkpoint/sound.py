@@ -78,7 +78,7 @@ def newest_before(checkpoints: Path, step: int) -> int:
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Mapping from step to Megatron's checkpoint folder."""
+    """Mapping from step to the folder of Megatron's checkpoint at that step."""
     return {int(folder.name[5:]): folder for folder in checkpoints.glob("iter_*") if folder.name[5:].isdecimal()}
 
 

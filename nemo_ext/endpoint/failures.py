@@ -27,7 +27,7 @@ _CODES = {
 
 
 class Failed(Exception):
-    """Raised if an attempt of a request has failed.
+    """Raised if an attempt at a request fails.
 
     Attributes:
         again: whether a retry may succeed.

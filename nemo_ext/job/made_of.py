@@ -45,7 +45,7 @@ def describe(changed: Mapping[str, str]) -> str:
 
 
 def note(record: Path, made_of: Mapping[str, Any]) -> None:
-    """Write the settings that an output is made with to the file `record`."""
+    """Write to the file `record` the settings that an output is made with."""
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 

@@ -150,7 +150,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Log file of a rank other than the first; on several nodes, user errors of the first rank are logged too."""
+    """Log file of a rank; the first rank has one only on several nodes, for user errors that it finds."""
     return logs / f"rank{rank}.log"
 
 

@@ -97,7 +97,7 @@ class Report:
     def picture(
         self, caption: str, name: str, width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
     ) -> "list[Axes]":
-        """Add a picture of a size in inches, which is written with the report, and return its axes, row by row."""
+        """Add a picture (sizes in inches), which is written with the report, and return its axes, row by row."""
         self._pictures[name], axes = panels(width, height, rows, columns, **layout)
         self.add(f"![{caption}]({name})")
         return axes
@@ -178,7 +178,7 @@ def new_figure(**sizes: Any) -> "Figure":
 def panels(
     width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
 ) -> tuple["Figure", list["Axes"]]:
-    """Create a figure of a size in inches, and its axes, row by row; `layout` are options of `Figure.subplots`."""
+    """Create a figure (sizes in inches) and its axes, row by row; `layout` holds options of `Figure.subplots`."""
     figure = new_figure(figsize=(width, height))
     return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
 

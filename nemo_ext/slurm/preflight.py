@@ -97,7 +97,7 @@ def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str
 
 
 def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """Yield the notices and the error that a job would produce about its settings before reading anything."""
+    """Yield the notices and the error that a job would report about its settings before reading anything."""
     error = None
     with redirect_stderr(StringIO()) as notices:
         try:

@@ -78,7 +78,7 @@ def router_is_sigmoid(description: Description) -> None:
     """Reject routers that transformers' hybrid models do not support: those without sigmoid scores or an expert bias.
 
     Raises:
-        CannotExpress: the router is not supported; names the reason.
+        CannotExpress: the router is not supported; says why.
     """
     router = description.router
     if router is not None:
