@@ -1,1 +1,1 @@
-"""Checkpoints: Hugging Face and Megatron's torch_dist in both directions, and merging."""
+"""Conversion of checkpoints between Hugging Face and Megatron's torch_dist format, and merging of checkpoints."""

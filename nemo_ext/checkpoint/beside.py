@@ -1,4 +1,4 @@
-"""Files next to the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
+"""Files next to a checkpoint's weights: model config, tokenizer, chat template and modelling files."""
 
 import json
 import re
@@ -15,10 +15,10 @@ from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.registry import config_files
 
 EXTRAS = "hf_files"
-"""Folder in a converted Megatron checkpoint for the other files of the Hugging Face folder: tokenizer, template, ..."""
+"""Folder in a converted Megatron checkpoint that holds the tokenizer, chat template and other Hugging Face files."""
 EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
 PARITY = "parity.json"
-"""Record of a logit comparison between transformers and Megatron, in the folder of a conversion."""
+"""Name of the file in a converted folder that records the logit comparison between transformers and Megatron."""
 NOT_EXTRA = (PARITY, "model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -29,11 +29,14 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
-    """Model config next to a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
+    """Find the config next to a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
 
     Args:
         source: path that the user named.
         folder: the checkpoint's own folder.
+
+    Returns:
+        The config, with sections `model` and `megatron`; None if there is none.
     """
     for place in (source, folder.parent, folder.parent.parent):
         run = place / "config.yaml"
@@ -61,7 +64,7 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
     Args:
         folder: folder of the checkpoint.
         sections: sections `model` and `megatron` of the config.
-        name: final name of the checkpoint's folder, from which the file's name is derived.
+        name: final name of the checkpoint's folder, from which the file name is derived.
         comment: origin of the weights, written as a comment on the second line.
     """
     name = model_name(name)
@@ -72,7 +75,7 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
 
 
 def model_name(name: str) -> str:
-    """Model file name that Hydra accepts and that does not clash with a packaged model, which would take precedence."""
+    """Turn a name into one that Hydra accepts and that no packaged model has, as packaged models take precedence."""
     name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     packaged = name in config_files("model")
     a_word = name[0].isalpha() and name.lower() not in ("null", "true", "false", "inf", "nan")
@@ -80,7 +83,7 @@ def model_name(name: str) -> str:
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Folder with the tokenizer and other files of a checkpoint, or of the one its run was initialised from."""
+    """Folder with the tokenizer and other files of a checkpoint, or of one it was trained from; None if not found."""
     places = [source, folder.parent, folder.parent.parent]
     seen = {place.resolve() for place in places}
     while places:
@@ -95,7 +98,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
-    """Checkpoint that a run was initialised from, or None if it is in `seen` (a run may name itself)."""
+    """Checkpoint that a run was initialised from; None if there is none or it is in `seen` (a run may name itself)."""
     if not (run / "config.yaml").is_file():
         return None
     start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
@@ -107,27 +110,27 @@ def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
 
 
 def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
-    """Copy the files of a Hugging Face folder other than weights; modelling files only with `code`."""
+    """Copy a Hugging Face folder's files other than weights; Python files are copied only if `code` is true."""
     for file in extra_files(source):
         if code or file.suffix != ".py":
             shutil.copyfile(file, folder / file.name)
 
 
 def keep_extras(source: Path | None, folder: Path) -> None:
-    """Copy the files of a Hugging Face folder other than weights into a Megatron checkpoint; nothing for None."""
+    """Copy a Hugging Face folder's files other than weights into a Megatron checkpoint, unless `source` is None."""
     if source is not None:
         (folder / EXTRAS).mkdir(exist_ok=True)
         copy_extras(source, folder / EXTRAS, code=True)
 
 
 def extra_files(source: Path) -> list[Path]:
-    """Files of a Hugging Face folder other than weights."""
+    """Files in a Hugging Face folder other than weights."""
     found = [file for pattern in EXTRA_FILES for file in sorted(source.glob(pattern))]
     return [file for file in found if file.name not in NOT_EXTRA]
 
 
 def kept_keys(extras: Path | None, hf_format: Format) -> dict[str, Any]:
-    """Keys of the original config.json that the model does not determine; only token ids if its class differs."""
+    """Keys of the original config.json that the model does not determine; only token ids if the class differs."""
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():
         return none

@@ -1,4 +1,4 @@
-"""Commands `nemo-ext convert`, `merge` and `fetch`."""
+"""The commands `nemo-ext convert`, `merge` and `fetch`: convert, average and download checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Convert job: runs the conversion that a composed config describes; a dry run lists every tensor."""
+"""The job `convert`: runs the conversion that a config describes, or lists every tensor in a dry run."""
 
 import shlex
 import sys
@@ -17,14 +17,14 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 
 PLAIN_WIDTH = 200
-"""Width of the tensor listing, in columns, when stdout is not a terminal."""
+"""Width of the tensor listing in characters if stdout is not a terminal."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the conversion that a config describes, or only list it with `dry_run`.
+    """Run the conversion that a config describes, or only list its tensors if `dry_run` is true.
 
     Raises:
-        ValueError: see `nemo_ext.checkpoint.hf`.
+        ValueError: a setting is invalid, or `nemo_ext.checkpoint.hf` rejects the conversion.
     """
     for key in ("from", "to"):
         if not isinstance(config[key], str) or not config[key]:

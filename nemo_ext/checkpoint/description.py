@@ -1,7 +1,7 @@
-"""Description of the model in a checkpoint: its blocks and every setting that affects its outputs.
+"""Description of a checkpoint's model: its blocks, and every setting that affects its outputs.
 
-Our configs and every Hugging Face format are read into this form. Two descriptions are equal if and only if the same
-weights compute the same function under both, so a checkpoint and a model config are compared through it.
+Our configs and all Hugging Face formats are read into this form. Two descriptions are equal if and only if the same
+weights compute the same function under both, so checkpoints and model configs are compared by their descriptions.
 """
 
 from collections.abc import Mapping
@@ -27,18 +27,18 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding.
+    """Settings of the rotary position embedding.
 
     Attributes:
-        base: base of the frequencies (theta).
+        base: base of the rotation frequencies (theta).
         percent: share of each head that is rotated.
         scaling: kind of scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions, the only values
             that Megatron supports) or `yarn`.
         factor: scaling factor.
-        original_positions: for YaRN, context length that the model was trained on before the extension.
+        original_positions: for YaRN, the context length before extension.
         beta_fast: for YaRN, rotations above which frequencies are unchanged.
         beta_slow: for YaRN, rotations below which frequencies are interpolated.
-        attention_factor: for YaRN, factor on cosines and sines.
+        attention_factor: for YaRN, factor by which cosines and sines are multiplied.
         truncate: for YaRN, whether the range of interpolated frequencies is rounded to whole dimensions.
         on_windowed: whether scaling also applies to blocks with a sliding window.
     """
@@ -61,7 +61,7 @@ class Router:
 
     Attributes:
         score: score function, `sigmoid` or `softmax`.
-        scaling: factor on the weights of the chosen experts.
+        scaling: factor by which the weights of the chosen experts are multiplied.
         expert_bias: whether the checkpoint has a bias that affects only the selection of experts.
     """
 
@@ -72,21 +72,20 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Model of a checkpoint.
+    """Description of a checkpoint's model.
 
     Attributes:
-        architecture: blocks without pipeline cuts, and the model-level sizes; its `vocab_size` is Megatron's padded
-            one.
-        vocab_size: number of embedding rows that belong to tokens; Megatron's further rows are padding.
+        architecture: blocks without pipeline cuts, and model-level sizes; its `vocab_size` includes Megatron's padding.
+        vocab_size: number of embedding rows that belong to tokens, without Megatron's padding.
         activation: activation function, `silu`, `relu2` or `gelu` (exact).
         norm_epsilon: epsilon that every norm adds to the variance.
-        zero_centred_norm: whether a norm's stored weight is the weight minus one.
-        rope: rotary embedding; None for a model without positions.
+        zero_centred_norm: whether norm weights are stored minus one.
+        rope: rotary embedding; None for a model without position embeddings.
         router: expert routing; None for a model without MoE blocks.
-        max_positions: maximum sequence length that the model is meant for; informative, ignored by comparisons.
+        max_positions: maximum sequence length the model is meant for; `differences` ignores it.
         hf_layers: for each block, the Hugging Face layer it belongs to, if this differs from the format's default
             numbering (a Puzzle child whose published layers have gaps); None otherwise.
-        hf_layer_count: number of Hugging Face layers that goes with `hf_layers`.
+        hf_layer_count: number of Hugging Face layers; None if `hf_layers` is None.
     """
 
     architecture: Architecture
@@ -116,17 +115,17 @@ class Description:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block with all of its values filled in."""
+        """All blocks, with inherited values filled in."""
         return self.architecture.sizes
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of the blocks that are not replaced by a linear map."""
+        """Kinds of blocks in the model, without blocks that are replaced by a linear map."""
         return {block.kind for block in self.blocks if not block.is_linear}
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Refuse layer numbers that do not increase, or that merge two blocks other than attention and its MLP."""
+    """Reject layer numbers that do not increase, or that merge blocks other than an attention block and its MLP."""
     if len(layers) != len(blocks):
         raise ValueError(
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
@@ -145,10 +144,10 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
 
 def from_config(config: Mapping[str, Any]) -> Description:
-    """Read the description of a model from a composed config.
+    """Read a model's description from a composed config.
 
     Raises:
-        ValueError: for a setting that no checkpoint format can express, or a missing size.
+        ValueError: no checkpoint format can express a setting, or a size is missing.
     """
     model: Mapping[str, Any] = section(config, "model")
     flags = Flags(section(config, "megatron"))
@@ -211,7 +210,7 @@ def _rope(model: Mapping[str, Any], flags: Flags) -> Rope | None:
 
 
 def yarn_concentration(factor: float, scale: float = 1.0) -> float:
-    """YaRN's attention factor, applied to cosines and sines: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071 eq. 22)."""
+    """YaRN's factor for cosines and sines, 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071 eq. 22); 1 if factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 
@@ -224,7 +223,7 @@ def _router(flags: Flags) -> Router:
 
 
 def to_config(description: Description) -> dict[str, dict[str, Any]]:
-    """Sections `model` and `megatron` of a config with this description, the content of a model file."""
+    """Write a description as the config sections `model` and `megatron`, which make up a model file."""
     architecture = description.architecture
     pattern, inherited = _compact(description)
     model: dict[str, Any] = {
@@ -274,7 +273,7 @@ def _activation_flags(description: Description) -> dict[str, Any]:
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
-    """Pattern with only the values that differ from the first block of the same kind, and the first blocks by kind."""
+    """Pattern with only values that differ from the first block of the same kind, and that block for each kind."""
     inherited: dict[str, Block] = {}
     blocks = []
     for block in description.blocks:
@@ -355,7 +354,7 @@ def _router_flags(router: Router | None) -> dict[str, Any]:
 
 
 def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Arguments that Megatron's loader reads from the checkpoint's saved arguments."""
+    """Arguments to save in a checkpoint for Megatron's loader, which reads the model's layout from them."""
     blocks = architecture.sizes
     heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
     return {
@@ -402,9 +401,9 @@ _SHOWN = 8
 
 
 def differences(checkpoint: Description, model: Description) -> dict[str, str]:
-    """Differences between two models: short name -> readable line that names the config key.
+    """Compare two models; return a mapping from short name to a line for the user that names the config key.
 
-    Short names start with `rope.` for settings that no weight depends on.
+    The short names of rotary embedding settings, on which no weight depends, start with `rope.`.
     """
     different: dict[str, str] = {}
 

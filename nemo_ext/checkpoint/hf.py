@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 DEFAULT_SHARD = 5.0
 LONGEST = "max_position_embeddings"
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Megatron's names of the embedding and the output layer."""
+"""Megatron's names for the weights of the embedding and the output layer."""
 PADDED = 128
 """Multiple to which Megatron pads the vocabulary (its `make_vocab_size_divisible_by`)."""
 ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "use_rope_scaling")
@@ -66,22 +66,22 @@ class Settings:
     """User settings of a conversion.
 
     Attributes:
-        architecture: Hugging Face class to write; None for the first that can express the model.
+        architecture: Hugging Face class to write; if None, the first that can express the model.
         dtype: type to cast to, such as `bfloat16`; None keeps every tensor's type.
         shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        files_from: folder with the tokenizer and other files for a Hugging Face checkpoint.
+        files_from: folder whose tokenizer and other files are copied to the target; None for the source's own files.
         change_rope: accept RoPE settings in the model config that differ from the checkpoint's; no weight depends on
             them.
-        check_finite: refuse NaN and infinity.
+        check_finite: reject NaN and infinity.
         verify: read every tensor back at the end and compare checksums.
-        iteration: iteration of the run's checkpoint to read; None for the newest.
+        iteration: iteration of a Megatron run's checkpoint to read; None for the newest.
         to_format: format to write, `huggingface` or `megatron`; None for the opposite of the source's.
-        tokenizer: folder of another tokenizer, to whose vocabulary the embedding and output layer are converted; its
+        tokenizer: folder of another tokenizer. The embedding and output layer are converted to its vocabulary, and its
             files are copied to the target.
         old_tokenizer: folder of the checkpoint's tokenizer; None for the tokenizer found next to it.
         new_rows: initialisation of tokens missing from the old tokenizer: `pieces`, `mean` or `zero`
             (`retokenize.vocabulary`).
-        template: chat template to write in place of the tokenizer's own; see `Template.load`.
+        template: chat template to write in place of the tokenizer's own, as a name or path for `Template.load`.
     """
 
     architecture: str | None = None
@@ -122,17 +122,17 @@ class Plan:
     """Checked conversion that has not written anything yet.
 
     Attributes:
-        reader: the source.
+        reader: reader of the source checkpoint.
         to: target folder.
         to_format: format to write, `huggingface` or `megatron`.
         description: description of the model.
-        format: Hugging Face format on either side of the conversion.
-        config: config.json to write, for Hugging Face.
+        format: Hugging Face format of the source or the target.
+        config: content of config.json; empty for a Megatron target.
         work: work items, one per row of the tensor mapping.
-        extras: folder with the tokenizer and other files, if any.
+        extras: folder whose tokenizer and other files are copied; None if there is none.
         tokenizer: folder of another tokenizer, whose files replace the tokenizer files of `extras`; None keeps them.
         remarks: notes for the user.
-        of_bytes: whether the model was trained on bytes, for which a byte tokenizer is written.
+        of_bytes: whether the model was trained on bytes, so that a byte tokenizer is written.
     """
 
     reader: SafetensorsReader | TorchDistReader | Retokenized
@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors of the target."""
+        """Total size of the target's tensors in bytes."""
         return sum(work.bytes for work in self.work)
 
 
@@ -157,11 +157,11 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
     """Open the source, identify its model and plan the target; nothing is written.
 
     Args:
-        source: Hugging Face folder, or a run directory, checkpoints directory or checkpoint of Megatron.
+        source: Hugging Face folder, or Megatron run directory, checkpoints directory or checkpoint.
         to: target folder.
-        settings: see `Settings`.
-        config: sections `model` and `megatron`. With a `model.pattern` they define the complete model and must match
-            the checkpoint; without, they override single keys of the checkpoint's config; None overrides nothing.
+        settings: user settings.
+        config: sections `model` and `megatron`. With a `model.pattern`, they define the complete model and must match
+            the checkpoint. Without one, they override single keys of the checkpoint's config. None overrides nothing.
 
     Raises:
         ValueError: the checkpoint is corrupt or does not match the model config, or no format can express the model.
@@ -253,15 +253,18 @@ def _with_tokenizer(
     beside: Path | None,
     pad: bool,
 ) -> tuple[SafetensorsReader | TorchDistReader | Retokenized, Description, list[str]]:
-    """Checkpoint and description converted to the vocabulary of `settings.tokenizer`, if that is set, with a remark.
+    """Convert a checkpoint and its description to the vocabulary of `settings.tokenizer`, if that is set.
 
     Args:
-        reader: the checkpoint.
-        tables: names of the embedding and the output layer.
+        reader: reader of the checkpoint.
+        tables: names of the embedding and output layer weights.
         description: description of its model.
         settings: settings of the conversion.
         beside: folder with the checkpoint's tokenizer, if any.
         pad: whether to pad the vocabulary to a multiple of `PADDED`, as Megatron does.
+
+    Returns:
+        Reader, description, and remarks for the user; the arguments and no remarks if no tokenizer is set.
     """
     if settings.tokenizer is None:
         return reader, description, []
@@ -278,7 +281,7 @@ def _with_tokenizer(
 
 
 def _harmless(reader: SafetensorsReader, description: Description, hf_format: Format) -> list[str]:
-    """Redundant tensors of older checkpoints: RoPE frequencies, and a copy of a tied output layer."""
+    """Names of redundant tensors in older checkpoints: RoPE frequencies, and an output layer equal to the embedding."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{hf_format.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
@@ -290,7 +293,7 @@ def _harmless(reader: SafetensorsReader, description: Description, hf_format: Fo
 
 
 def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Config of the requested model, or the checkpoint's with single keys overridden; None without any request."""
+    """Config of the requested model, or the checkpoint's with single keys overridden; None if nothing is requested."""
     overrides = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
     overrides["model"] = {key: value for key, value in overrides["model"].items() if value is not None}
     if overrides["model"].get("pattern"):
@@ -308,7 +311,12 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
 
 
 def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Mapping[str, Any]) -> None:
-    """Refuse keys that have no effect on the model in a checkpoint.
+    """Reject config keys that have no effect on the model in a checkpoint.
+
+    Args:
+        config: sections `model` and `megatron`.
+        section: name of the section that the keys belong to.
+        keys: mapping whose keys are checked; its values are not used.
 
     Raises:
         ValueError: a key has no effect; names the nearest key that does.
@@ -385,13 +393,13 @@ def _plan_to_hf(
 
 
 def _yarn_length(description: Description) -> int:
-    """Context length implied by YaRN's factor, 0 without YaRN."""
+    """Context length implied by YaRN's factor; 0 without YaRN."""
     rope = description.rope
     return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
 
 def _main_type(work: Sequence[Work]) -> str:
-    """Name of the type that accounts for the most bytes."""
+    """Name of the dtype that accounts for the most bytes of the target."""
     bytes_of: dict[str, int] = {}
     for slot in (slot for item in work for slot in item.slots):
         bytes_of[slot.dtype] = bytes_of.get(slot.dtype, 0) + slot.bytes
@@ -399,7 +407,7 @@ def _main_type(work: Sequence[Work]) -> str:
 
 
 def _agreed(checkpoint: Description, requested: Description, settings: Settings) -> Description:
-    """Requested description, with the checkpoint's layer numbers if it has none.
+    """Return the requested description, with the checkpoint's layer numbers if it has none of its own.
 
     Raises:
         CheckpointError: the checkpoint holds a different model; lists the differences.
@@ -435,13 +443,13 @@ def _work(
     *,
     to: Entry | None = None,
 ) -> Work:
-    """Work item of one row of the tensor mapping.
+    """Create the work item for one row of the tensor mapping.
 
     Args:
-        reader: the source.
+        reader: reader of the source.
         source: row of the source's mapping.
         pieces: pieces to write.
-        settings: settings of the conversion, for the type.
+        settings: settings of the conversion, which may specify a dtype.
         to: row of the Hugging Face target's mapping; None for a Megatron target.
     """
     from_hf = isinstance(reader.reader if isinstance(reader, Retokenized) else reader, SafetensorsReader)
@@ -469,10 +477,10 @@ def _work(
 
 
 def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
-    """Carry out a plan; the same call resumes it after an interruption.
+    """Carry out a plan, and return the target folder; the same call resumes after an interruption.
 
     Raises:
-        CheckpointError: see `write_checkpoint`.
+        CheckpointError: the source changed meanwhile, or the target cannot be written (see `write_checkpoint`).
     """
     began_with = fingerprint(plan.reader)
 
@@ -502,7 +510,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
 
 
 def is_made(plan: Plan, settings: Settings) -> bool:
-    """True if the target folder holds the result of this plan, which is then reported on stderr.
+    """True if the target folder already holds the result of this plan, in which case a note is printed on stderr.
 
     Raises:
         CheckpointError: the folder holds something else.
@@ -512,7 +520,7 @@ def is_made(plan: Plan, settings: Settings) -> bool:
 
 
 def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dict[str, Any]:
-    """Everything that determines the target's content, as JSON; `source` is the fingerprint of the source."""
+    """Everything that determines the target's content, as JSON values; `source` is the source's fingerprint."""
     return {
         "from": [str(plan.reader.path.resolve()), source],
         "beside": [] if plan.extras is None else files_identity(extra_files(plan.extras)),
@@ -531,7 +539,7 @@ def _rows(plan: Plan) -> Vocabulary | None:
 
 
 def _finish_hf(plan: Plan, folder: Path) -> None:
-    """Write config.json, tokenizer and modelling files."""
+    """Write config.json, the tokenizer and other files, and the format's modelling files."""
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])

@@ -1,10 +1,10 @@
-"""Averaging of checkpoints: a weighted soup of several, or points on the line between two.
+"""The job `merge`: averages checkpoints, as a weighted soup of several or at points on the line between two.
 
     checkpoints -> check that the models match -> average per tensor -> shards -> folder, renamed at the end
 
 A soup of a run's last checkpoints, or of runs that differ in data order, is often better than any of them
-(arXiv:2203.05482; OLMo 3 averages its mid-training runs). The best point between two is found by evaluating several.
-Values on which all checkpoints agree are kept bit for bit.
+(arXiv:2203.05482; OLMo 3 averages its mid-training runs). To find the best point between two checkpoints,
+evaluate several. Values on which all checkpoints agree are kept bit for bit.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-6
-"""Allowed deviation of the sum of weights from 1; within it, weights are normalised."""
+"""Allowed deviation of the weights' sum from 1; weights within it are normalised."""
 _LARGEST = 1e30  # largest weight, so that its float is finite
 TOKENIZER = "tokenizer.json"
 CHUNK = 1 << 20
-"""Numbers averaged at a time, which bounds the temporary memory to a few megabytes."""
+"""Number of elements averaged at a time, which limits temporary memory to a few megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class Settings:
     """User settings of an average, apart from the checkpoints.
 
     Attributes:
-        weights: weight of each checkpoint; None for equal weights.
-        points: values t of (1 - t) a + t b, each written as a separate checkpoint; None for a single average.
-        iterations: iteration of each Megatron run's checkpoint; None, or None in the list, for the newest.
+        weights: one weight per checkpoint; None for equal weights.
+        points: values of t in (1 - t) a + t b, each written as a separate checkpoint; None for a single average.
+        iterations: iteration to read from each Megatron run; None, or None in the list, for the newest.
         shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        check_finite: refuse NaN and infinity.
+        check_finite: reject NaN and infinity.
         verify: read every tensor back at the end and compare checksums.
 
     Raises:
@@ -93,7 +93,7 @@ def _is_iteration(value: object) -> bool:
 
 
 def _shown(values: object) -> str:
-    """List in command line syntax."""
+    """Format a list in command line syntax; other values as `str` does."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return str(values)
     return "[" + ",".join(f"{v:.9g}" if isinstance(v, float) else "null" if v is None else str(v) for v in values) + "]"
@@ -101,7 +101,7 @@ def _shown(values: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Checkpoint to write, and the weights of the sources in it, which sum to 1."""
+    """Checkpoint to write, with the weights of the sources, which sum to 1."""
 
     to: Path
     weights: tuple[float, ...]
@@ -113,10 +113,10 @@ class Plan:
 
     Attributes:
         checkpoints: checkpoints to average.
-        targets: checkpoints to write: one, or one per point.
+        targets: checkpoints to write: one in total, or one per point.
         settings: user settings.
         finish: function that adds all files except tensors to a target's folder.
-        arguments: arguments for Megatron's loader, see `megatron_arguments`.
+        arguments: arguments for Megatron's loader (see `megatron_arguments`).
         remarks: notes for the user.
     """
 
@@ -134,12 +134,12 @@ class Plan:
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Shape and type by tensor name, the same in every source and target."""
+        """Mapping from tensor name to shape and type, which all sources and targets share."""
         return self.checkpoints[0].reader.tensors
 
     @property
     def bytes(self) -> int:
-        """Total tensor bytes of one target."""
+        """Total size of one target's tensors in bytes."""
         return sum(size_in_bytes(stored.shape, stored.dtype) for stored in self.tensors.values())
 
 
@@ -147,12 +147,12 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
     """Open the checkpoints, check that they hold the same model, and plan the targets.
 
     Args:
-        sources: Hugging Face folders, or run directories, checkpoints directories or checkpoints of Megatron.
-        to: target folder; with points, the parent of the target folders.
-        settings: see `Settings`.
+        sources: Hugging Face folders, or Megatron run directories, checkpoints directories or checkpoints.
+        to: target folder; if points are set, the parent of the target folders.
+        settings: user settings.
 
     Raises:
-        ValueError: weights or points are invalid, or checkpoints are corrupt or of different models.
+        ValueError: weights or points are invalid, or the checkpoints are corrupt or hold different models.
     """
     if len(sources) < 2:
         raise ValueError(f"from={_shown(sources)}: give at least two checkpoints, 'from=[a,b]'")
@@ -176,7 +176,7 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
 
 
 def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
-    """Targets to write from `count` checkpoints.
+    """Targets to write from `count` source checkpoints.
 
     Raises:
         ValueError: the weights or points are invalid for this number of checkpoints.
@@ -221,7 +221,7 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights, and remarks.
+    """Function that adds the files other than weights to a target, and remarks for the user.
 
     Raises:
         CheckpointError: the config.json files describe different models.
@@ -242,7 +242,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights, and remarks."""
+    """Function that adds the files other than weights to a target, and remarks for the user."""
     first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)
@@ -260,16 +260,16 @@ def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, 
 
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Weighted sum of tensors, computed in fp64 for fp32 and fp64 tensors, else in fp32.
+    """Compute a weighted sum of tensors, in fp64 for fp32 and fp64 tensors and in fp32 for others.
 
     Elements on which all tensors agree are kept bit for bit.
 
     Args:
-        tensors: tensors of one shape and type.
+        tensors: tensors of the same shape and type.
         weights: weight of each tensor; they sum to 1.
 
     Returns:
-        Average of the tensors' shape and type.
+        Average, of the same shape and type.
     """
     import torch
 
@@ -287,7 +287,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _work(plan: Plan, target: Target, name: str) -> Work:
-    """Work item that averages one tensor; checkpoints of weight 0 are skipped, and a single remaining one is copied."""
+    """Work item that averages one tensor, skipping checkpoints of weight 0; if one is left, its tensor is copied."""
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)
     used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]
@@ -304,13 +304,14 @@ def _work(plan: Plan, target: Target, name: str) -> Work:
 
 
 def merge(plan: Plan, *, progress: bool = True) -> list[Path]:
-    """Carry out a plan; the same call resumes it after an interruption.
+    """Carry out a plan; the same call resumes after an interruption.
 
     Returns:
-        Folders of the targets.
+        The target folders.
 
     Raises:
-        CheckpointError: see `write_checkpoint`; or a source changed while it was being read.
+        CheckpointError: a source changed while it was being read, or a target cannot be written (see
+            `write_checkpoint`).
     """
     new = [target for target in plan.targets if not target.to.exists() and not unfinished(target.to).exists()]
     if new:
@@ -346,7 +347,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
 
 
 def table(plan: Plan) -> str:
-    """Table of all tensors with types and shapes, followed by the weights of each target and the totals."""
+    """Table of all tensors with types and shapes, followed by each target's weights and the totals."""
     width = max(map(len, plan.tensors), default=0)
     lines = [f"{name:<{width}}  {stored.dtype:<8}  {list(stored.shape)}" for name, stored in plan.tensors.items()]
     for target in plan.targets:
@@ -357,7 +358,7 @@ def table(plan: Plan) -> str:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job `merge`: check everything, then average, or print the plan with `dry_run`.
+    """Run the job `merge`: check everything, then write the averages, or only print the plan if `dry_run` is true.
 
     Args:
         config: config with the keys of hydra_conf/merge.yaml.

@@ -23,18 +23,18 @@ _HEADROOM = 1.02
 
 
 class Output:
-    """Output folder while it is being written.
+    """Output folder that is being written.
 
     Attributes:
         path: final path of the folder.
         folder: temporary folder, which holds the files until publication.
-        done: part number -> record of the part, for every complete part.
+        done: mapping from the number of each complete part to its record.
     """
 
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
-        """Start over, or resume from the finished parts of an interrupted run of the same plan.
+        """Resume from the finished parts of an interrupted run with the same plan, or else start over.
 
-        Call this inside `only_writer`.
+        Only call this inside `only_writer`.
 
         Args:
             path: final path of the folder.
@@ -58,7 +58,7 @@ class Output:
         self._write_record()
 
     def finished(self, part: int, value: object, file: Path) -> None:
-        """Record a complete part, and start flushing its file to disk in the background."""
+        """Record a part as complete, with the record `value`, and start flushing its file to disk in the background."""
         self.done[part] = value
         self._write_record()
         for confirmed in filter(Future.done, self._confirmed):
@@ -66,18 +66,18 @@ class Output:
         self._confirmed.append(self._disk.submit(_sync_or_remove, file))
 
     def close(self) -> None:
-        """Stop flushing files; does not wait for the flush in progress."""
+        """Stop flushing files, without waiting for a flush in progress."""
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     def clear(self) -> None:
-        """Remove everything written so far; the folder itself is removed with the lock."""
+        """Remove everything written so far, except the lock; `only_writer` removes the empty folder."""
         _empty(self.folder)
 
     def _write_record(self) -> None:
         write_text(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Rename the folder to its final name, with `record` (its provenance) stored in it."""
+        """Rename the folder to its final name, and store its provenance, `record`, in it."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
         for confirmed in self._confirmed:
             confirmed.result()
@@ -107,7 +107,7 @@ def _sync_or_remove(file: Path) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Temporary path of a folder while it is being written."""
+    """Temporary path that a folder has while it is being written."""
     return path.with_name(f".{path.name}.unfinished")
 
 
@@ -121,14 +121,14 @@ def _empty(folder: Path) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove temporary files of a killed process (names that begin with a dot)."""
+    """Remove temporary files left by a killed process, whose names begin with a dot."""
     for file in folder.glob(".*"):
         if file.name != LOCK:
             file.unlink()
 
 
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
-    """True if a folder holds the complete result of the plan.
+    """True if a folder holds the complete result of the plan; False if it is missing or empty.
 
     Raises:
         CheckpointError: the folder holds something else, or files are missing or changed.
@@ -149,7 +149,7 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
 
 
 def has_size(file: Path, size: int) -> bool:
-    """True if a file exists and has this size in bytes."""
+    """True if a file exists and is `size` bytes long."""
     return file.is_file() and file.stat().st_size == size
 
 
@@ -185,12 +185,12 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def folder_to_make(path: Path) -> Path:
-    """Folder that a path refers to, with links and paths without a name (such as ".") resolved."""
+    """Path of an output folder, resolved if it is a link or has no name (such as ".")."""
     return path.resolve() if path.is_symlink() or not path.name else path
 
 
 def check_target(path: Path) -> None:
-    """Refuse a target path that the finished folder cannot be renamed to.
+    """Reject a target path that the finished folder cannot be renamed to.
 
     Raises:
         CheckpointError: the path is a mount point.
@@ -200,7 +200,7 @@ def check_target(path: Path) -> None:
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Refuse an output that is larger than the free disk space.
+    """Reject an output that is larger than the free disk space; `needed` is its size in bytes.
 
     Raises:
         CheckpointError: the disk has too little free space; names both sizes.

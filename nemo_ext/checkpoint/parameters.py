@@ -1,4 +1,4 @@
-"""Parameters of a model in Megatron's checkpoint, by role.
+"""A model's parameters in Megatron's checkpoint, and their roles in Hugging Face's.
 
 A role is a pair (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face
 format only names its modules (`nemo_ext.checkpoint.formats`); the rest of the mapping is shared and defined here.
@@ -21,7 +21,7 @@ Role = tuple[str, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensor of Megatron's checkpoint, or a slice of one; most pieces are the whole tensor.
+    """Tensor in a Megatron checkpoint, or a slice of one; most pieces are a whole tensor.
 
     Attributes:
         key: key of the whole tensor.
@@ -43,15 +43,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the tensor mapping: Megatron pieces and Hugging Face tensors that hold the same values.
+    """Row of the tensor mapping: Megatron pieces and the Hugging Face tensors that hold the same values.
 
     Attributes:
-        block: 0-based index of the block, None for parameters outside the blocks.
-        pieces: pieces of Megatron's tensors.
+        block: 0-based index of the block; None for parameters outside the blocks.
+        pieces: Megatron's tensors, or slices of them.
         roles: roles of the Hugging Face tensors.
         shapes: shapes of the Hugging Face tensors.
-        rule: conversion between the two sides.
-        fp32: whether the parameter is kept in fp32 when a checkpoint is cast.
+        rule: rule that converts between the two sides.
+        fp32: whether the parameter stays fp32 when a checkpoint is cast to another dtype.
     """
 
     block: int | None
@@ -63,11 +63,11 @@ class Row:
 
 
 def rows(description: Description, *, stacked_experts: bool = False) -> Iterator[Row]:
-    """All rows of a model's tensor mapping, in model order.
+    """Yield all rows of a model's tensor mapping, in model order.
 
     Args:
         description: the model.
-        stacked_experts: whether the Hugging Face side stacks all experts of a block in one tensor `[experts, ...]`.
+        stacked_experts: whether the Hugging Face side stacks a block's experts in one tensor `[experts, ...]`.
 
     Raises:
         ValueError: a block has no Hugging Face mapping.
@@ -113,7 +113,7 @@ def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = Fa
 
 
 def _norm(description: Description, number: int | None, at: str, module: str) -> Iterator[Row]:
-    """Weight of a norm, and bias of a LayerNorm; the prefix `at` ends in `.`, or in `layer_norm_` for a fused norm."""
+    """Yield a norm's weight, and a LayerNorm's bias; the key prefix `at` ends in `.`, or in `layer_norm_` if fused."""
     architecture = description.architecture
     if not architecture.norm_affine:
         return
@@ -123,7 +123,7 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """Norm of a block, saved with the linear layer before or after it."""
+    """Yield a block's norm, stored with its first linear layer (norm on inputs) or its last (norm on outputs)."""
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

@@ -1,4 +1,4 @@
-"""Safe reading of the pickled parts of Megatron's checkpoints: only known record classes can be built.
+"""Safe reading of the pickled parts of Megatron's checkpoints, which can only create known record classes.
 
 torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects in the shards
 without `weights_only` (DefaultLoadPlanner.load_bytes): either would run any code that a file names.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 COMMON = "common.pt"
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable that makes every `torch.load` of a process refuse anything except data."""
+"""Environment variable that makes every `torch.load` in a process reject anything except data."""
 _CHECKPOINT = "torch.distributed.checkpoint"
 _RECORDS = {
     f"{_CHECKPOINT}.metadata": (
@@ -41,14 +41,14 @@ _RECORDS = {
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
-"""Classes in the metadata of torch 2 and Megatron-Core, apart from Python's own containers and torch's types."""
+"""Mapping from module to classes in torch 2 and Megatron-Core metadata, except Python's containers and dtypes."""
 
 _SPECIAL = ("__class__", "__bases__", "__name__", "__qualname__")
 _MISSING = object()
 
 
 class Unsafe(CheckpointError):
-    """Pickled file that names something other than data."""
+    """Raised if a pickled file names something other than data."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -75,7 +75,7 @@ def loads(data: bytes, file: Path) -> Any:
         file: file that holds the pickle, for messages.
 
     Raises:
-        Unsafe: the pickle names anything else; no code of it has run.
+        Unsafe: the pickle names anything else; none of its code has run.
         CheckpointError: the pickle cannot be read.
     """
     try:
@@ -92,7 +92,7 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Undo and refuse attributes that a pickle sets on the allowed classes and enum members."""
+    """Undo changes that a pickle makes to attributes of allowed classes and enum members, and reject the pickle."""
     records = [
         getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
     ]
@@ -119,18 +119,18 @@ def _classes_unchanged() -> Iterator[None]:
 
 
 def _attributes(target: object) -> dict[str, Any]:
-    """All attributes that can be set on a class or an enum member."""
+    """Mapping from name to value of all attributes that can be set on a class or an enum member."""
     return {**vars(target), **{name: getattr(target, name) for name in _SPECIAL if hasattr(target, name)}}
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata of a checkpoint.
+    """Read a checkpoint's metadata.
 
     Args:
         folder: folder with `.metadata`.
 
     Raises:
-        CheckpointError: see `loads`.
+        CheckpointError: the metadata cannot be read, or is unsafe to read (`Unsafe`).
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -142,19 +142,19 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def first_words(error: Exception) -> str:
-    """Type of an error and the start of its message, as torch's messages may fill pages."""
+    """Type of an error and the first 80 characters of its message, as torch's messages may fill pages."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def check_objects(folder: Path, metadata: Metadata) -> None:
-    """Check that the non-tensor objects of a checkpoint (random states, arguments of the run) are plain data.
+    """Check that a checkpoint's non-tensor objects (random states, arguments of the run) are plain data.
 
-    Megatron registers its own data classes with torch when imported; without Megatron, many of them are refused.
+    Megatron registers its own data classes with torch when it is imported; without it, many of them are rejected.
     Nothing is checked if the user allows arbitrary objects (see `only_data`).
 
     Args:
         folder: folder with `.metadata`.
-        metadata: metadata of the checkpoint.
+        metadata: the checkpoint's metadata.
 
     Raises:
         Unsafe: an object is not plain data; names the file and the class or function.
@@ -189,7 +189,7 @@ def _check_data(file: Path, data: bytes, label: str) -> None:
 
 
 def only_data() -> None:
-    """Make this process refuse anything except data in checkpoints from now on, in Megatron's loader too.
+    """Make this process, including Megatron's loader, reject anything except data in checkpoints from now on.
 
     `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment allows arbitrary objects in the shards again.
     """

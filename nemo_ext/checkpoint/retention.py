@@ -1,6 +1,6 @@
-"""Retention of a run's checkpoints: the config's `retention` section. No torch at module level.
+"""Retention of a run's checkpoints, set by the config section `retention`. Does not import torch at module level.
 
-Megatron's own `save_retain_interval` keeps only the newest checkpoint and those at multiples of an interval.
+Megatron's own `save_retain_interval` only keeps the newest checkpoint and those at multiples of an interval.
 """
 
 import itertools
@@ -17,18 +17,19 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import STRICT, Count, checked
 
 REMOVED = "removed"
-"""Folder, next to the checkpoints, from which checkpoints are deleted, so that a partial one is never loaded."""
+"""Folder next to the checkpoints into which they are moved for deletion, so that a partial one is never loaded."""
 KEEP = "keep"
 """Marker file in a checkpoint that is never deleted."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Retention:
-    """Section `retention` of a training config.
+    """The section `retention` of a training config.
 
     Attributes:
         last: number of newest complete checkpoints to keep; None keeps all.
-        every: interval in steps; the first checkpoint at or after each multiple is kept permanently. None for none.
+        every: interval in steps; the first checkpoint at or after each multiple is kept permanently. If None, no
+            checkpoint is.
     """
 
     last: Count | None = None
@@ -42,7 +43,7 @@ class Retention:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Retention":
-        """Settings of a composed config; without a section, the defaults, which keep all checkpoints.
+        """Read the settings from a composed config; without the section, all checkpoints are kept.
 
         Raises:
             ValueError: an unknown key, an invalid value, or a conflict with Megatron's own retention.
@@ -56,14 +57,14 @@ class Retention:
 def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[Path]:
     """Checkpoints that may be deleted, oldest first.
 
-    Always kept: the newest by Megatron's tracker, and newer ones, which may be incomplete as yet; the newest complete
-    one at least `before` steps older than the newest, and than the oldest of the `last`, as the guard may roll back to
-    it; links; and folders with a file `keep`.
+    Some are always kept: the newest according to Megatron's tracker, and newer ones, which may still be incomplete; the
+    newest complete one at least `before` steps older than the newest, and the newest complete one as much older than
+    the oldest of the `last`, as the guard may roll back to them; links; and folders that contain a file `keep`.
 
     Args:
         run_dir: run directory.
-        retention: settings.
-        before: the config's `guard.before`.
+        retention: settings of the retention.
+        before: number of steps that the guard rolls back, `guard.before` in the config.
         ends: further steps to keep, such as the ends of phases.
     """
     newest = last_checkpoint(run_dir)
@@ -87,7 +88,7 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
 
 
 def set_aside(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[int]:
-    """Move checkpoints that may be deleted (see `surplus`) into the folder `removed`.
+    """Move checkpoints that may be deleted (`surplus`, with the same arguments) into the folder `removed`.
 
     Returns:
         Steps of all checkpoints in that folder, including those left by a killed process.

@@ -1,11 +1,11 @@
-"""Conversion of a checkpoint to the vocabulary of another tokenizer: embedding and output layer.
+"""Conversion of a checkpoint's embedding and output layer to the vocabulary of another tokenizer.
 
         two tokenizers -> tokens as bytes -> for each new token, the old rows whose mean initialises it
         reader         -> the same reader with these embedding and output rows
         other files    -> the same files, with the new tokenizer and its ids
 
-A token of both tokenizers keeps its row bit for bit. A new token gets the mean of the rows of the old tokens that its
-text is tokenised into; a new special token, which has no text, gets the mean of all rows.
+A token in both vocabularies keeps its row bit for bit. A new token's row is the mean of the rows of the old tokens that
+its text is tokenised into. For a new special token, which has no text, it is the mean of all rows.
 """
 
 import hashlib
@@ -35,15 +35,15 @@ FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
 )
-"""Files of a tokenizer, removed when another tokenizer replaces it."""
+"""Patterns of tokenizer files, which are removed when another tokenizer replaces them."""
 NewRows = Literal["pieces", "mean", "zero"]
 ROLES = ("bos", "eos", "pad")
 _SPECIAL = b"\xff special "
-"""Prefix of special tokens in their byte form; invalid UTF-8, so that no text matches it."""
+"""Prefix of special tokens in byte form; invalid UTF-8, so that no text matches it."""
 _ROWS = 4096
-"""Rows converted to float32 at a time."""
+"""Number of rows converted to float32 at a time."""
 _LONGEST = 64
-"""Maximum length in bytes of the old tokens that a token of invalid UTF-8 is split into."""
+"""Maximum length in bytes of the old tokens into which a token with invalid UTF-8 is split."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Vocabulary:
 
     Attributes:
         old: indices of old rows, concatenated over all new rows.
-        starts: start of each new row's indices in `old`; a new row without any is the mean of all rows, or zero.
-        tokens: number of the old tokenizer's tokens, which occupy the first rows.
-        zero: whether new rows without old ones are zero.
-        ids: new ids of the BOS, EOS and padding tokens, by their keys in config.json.
+        starts: start of each new row's indices in `old`; a new row without indices is the mean of all rows, or zero.
+        tokens: number of tokens in the old tokenizer, which occupy the first rows.
+        zero: whether new rows without indices are zero.
+        ids: mapping from config.json keys, such as `eos_token_id`, to the new ids of special tokens.
         identity: digest of both tokenizers.
     """
 
@@ -78,7 +78,7 @@ class Vocabulary:
         return [end - start for start, end in zip(self.starts, ends, strict=True)]
 
     def table(self, old: "Tensor") -> "Tensor":
-        """New weight `[size, hidden]` from an old one `[rows, hidden]`, of the same type; means are fp32."""
+        """Compute the new weight `[size, hidden]` from the old one `[rows, hidden]`, in its dtype (means in fp32)."""
         import torch
         from torch.nn.functional import embedding_bag
 
@@ -98,7 +98,7 @@ class Vocabulary:
         return new
 
     def summary(self) -> str:
-        """Line for the user that counts copied, averaged and newly initialised rows."""
+        """Line for the user with the numbers of copied, averaged and newly initialised rows."""
         copied, none = (self.counts.count(number) for number in (1, 0))
         rest = "zero" if self.zero else "the mean of all rows"
         several = self.size - copied - none
@@ -108,10 +108,10 @@ class Vocabulary:
         )
 
     def new_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Token ids of a config.json or generation_config.json in the new vocabulary.
+        """Convert the token ids of a config.json or generation_config.json to the new vocabulary.
 
         Args:
-            config: keys of the file; an id whose token the new tokenizer does not have is removed.
+            config: the file's content; ids of tokens that the new vocabulary lacks are dropped; null if none remain.
         """
         pairs = zip(self.starts, self.counts, strict=True)
         now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}
@@ -129,18 +129,18 @@ class Vocabulary:
 
 
 def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces") -> Vocabulary:
-    """Compute the rows for the tokens of another tokenizer.
+    """Determine the rows of another tokenizer's tokens.
 
     Args:
         old: folder of the checkpoint's tokenizer.
         new: folder of the new tokenizer.
         rows: number of rows in the checkpoint.
-        new_rows: initialisation of tokens missing from the old tokenizer: mean of the old pieces' rows, mean of all
-            rows, or zero.
+        new_rows: initialisation of tokens missing from the old tokenizer: mean of the rows of their old pieces
+            (`pieces`), mean of all rows (`mean`), or `zero`.
 
     Raises:
         CheckpointError: the old tokenizer has more tokens than the checkpoint has rows.
-        ValueError: a folder has no tokenizer, or a tokenizer that is neither BPE nor Unigram.
+        ValueError: a folder has no tokenizer, or one that is neither BPE nor Unigram.
     """
     before, after = _tokens(old), _tokens(new)
     tokens = max(before.number.values()) + 1
@@ -174,7 +174,7 @@ def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces")
 
 
 def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) -> list[int]:
-    """Old rows of a token's text; invalid UTF-8 is split greedily into the longest old tokens."""
+    """Rows of the old tokens that a token's text splits into; invalid UTF-8 is split greedily into the longest ones."""
     try:
         ids: list[int] = tokenizer.encode(data.decode(), add_special_tokens=False).ids
     except UnicodeDecodeError:
@@ -189,14 +189,14 @@ def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) ->
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenizer that adds nothing to a text, with the ids and bytes of its tokens by name."""
+    """Tokenizer that adds nothing to a string, with mappings from token names to ids (`number`) and bytes (`data`)."""
 
     tokenizer: "Tokenizer"
     number: Mapping[str, int]
     data: Mapping[str, bytes]
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Token id by byte string: the lowest id, with `<0x41>` used only if no token `A` exists."""
+        """Mapping from byte string to token id: the lowest id, with `<0x41>` used only if no token `A` exists."""
         order = sorted(self.number, key=lambda name: (BYTE_NAME.fullmatch(name) is None, -self.number[name]))
         return {self.data[name]: self.number[name] for name in order}
 
@@ -221,7 +221,7 @@ def _tokens(folder: Path) -> _Tokens:
 
 
 def _adding_nothing(part: Any) -> Any:
-    """Part of a tokenizer.json without padding, truncation, dropout and prepended spaces."""
+    """Copy part of a tokenizer.json without padding, truncation, dropout and prepended spaces."""
     if isinstance(part, list):
         return [
             _adding_nothing(item) for item in part if not (isinstance(item, dict) and item.get("type") == "Prepend")
@@ -244,7 +244,7 @@ def _adding_nothing(part: Any) -> Any:
 
 
 def token_ids(folder: Path) -> dict[str, int]:
-    """Ids of a tokenizer's named tokens (`eos_token`, `unk_token`, ...), by their keys in config.json."""
+    """Mapping from config.json key (`eos_token_id`, `unk_token_id`, ...) to the id of the token with that role."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
     ids = {}
@@ -257,7 +257,7 @@ def token_ids(folder: Path) -> dict[str, int]:
 
 
 def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
-    """Replace the tokenizer files of a folder, and update the token ids in its config files.
+    """Replace the tokenizer files in a folder, and update the token ids in its config files.
 
     Args:
         folder: folder with the old tokenizer's files, which are removed.
@@ -281,7 +281,7 @@ class Retokenized:
 
     Attributes:
         reader: reader of the unchanged checkpoint.
-        tensors: name -> shape and type.
+        tensors: mapping from tensor name to shape and type.
         path: folder of the checkpoint.
         rows: rows of the new vocabulary.
         left_out: number of tensors that do not belong to the model.
@@ -302,7 +302,7 @@ class Retokenized:
         return self.rows.table(tensor) if name in self._tables else tensor
 
     def read_piece(self, piece: "Piece") -> "Tensor":
-        """Read a piece of a tensor; embedding and output layer are always read whole."""
+        """Read a piece of a tensor; a piece of the embedding or output layer is always the whole tensor."""
         return self.read(piece.key) if piece.key in self._tables else self.reader.read_piece(piece)
 
     def files(self) -> Sequence[Path]:

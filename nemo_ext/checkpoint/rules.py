@@ -1,4 +1,4 @@
-"""Conversion rules for the tensors of one row of the mapping, exact in both directions.
+"""Rules that convert the tensors in one row of the mapping, exactly in both directions.
 
 A row maps tensors of Megatron's checkpoint (slices, for experts) to Hugging Face tensors.
 """
@@ -17,27 +17,27 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """Conversion of a row's tensors in both directions."""
+    """Rule that converts a row's tensors in both directions."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Convert Megatron tensors to Hugging Face tensors of these shapes."""
+        """Convert a row's Megatron tensors to Hugging Face tensors of the given shapes."""
         ...
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Convert Hugging Face tensors to Megatron tensors of these shapes."""
+        """Convert a row's Hugging Face tensors to Megatron tensors of the given shapes."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rule for tensors that hold the same values in the same order, split differently along dimension 0.
+    """Rule for tensors that hold the same values in the same order but are split differently along dimension 0.
 
     Covers renamed tensors, gate and up projections stacked in `linear_fc1`, Mamba's `in_proj` split into z, x, B, C and
     dt, and an expert `[ffn, hidden]` as a slice `[1, ffn, hidden]` of all experts.
     """
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Regroup the tensors; see `Rule`. The same in both directions."""
+        """Regroup the values into tensors of the given shapes; the operation is the same in both directions."""
         import torch
 
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -49,10 +49,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class QKV:
-    """Rule for `q_proj`, `k_proj`, `v_proj` and Megatron's `linear_qkv`, which interleaves them by group.
+    """Rule for weights and biases of `q_proj`, `k_proj` and `v_proj`, which Megatron's `linear_qkv` interleaves.
 
     `linear_qkv` is `[groups x (heads / groups + 2) x head_dim, ...]`: for each group, its queries, key and value
-    (megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors). For weights and biases.
+    (megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors).
     """
 
     heads: int
@@ -60,7 +60,7 @@ class QKV:
     head_dim: int
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Split `linear_qkv` into the projections, of the given shapes."""
         (fused,) = tensors
         queries = self.heads // self.groups
         by_group = fused.reshape(self.groups, queries + 2, self.head_dim, *fused.shape[1:])
@@ -68,7 +68,7 @@ class QKV:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Interleave the projections into `linear_qkv`, of the given shape."""
         import torch
 
         (shape,) = shapes
@@ -78,15 +78,15 @@ class QKV:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rule for embedding and output layer, which Megatron pads with rows that are zero when created here."""
+    """Rule for the embedding and output layer, to which Megatron adds padding rows; rows added here are zero."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Drop the padding rows."""
         (table,), ((rows, _),) = tensors, shapes
         return [table[:rows]]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`."""
+        """Add zero rows up to the given, padded shape."""
         (table,), ((rows, _),) = tensors, shapes
         missing = rows - table.shape[0]
         if missing == 0:

@@ -1,4 +1,4 @@
-"""Reading and writing of `model.safetensors`, or of safetensors shards with an index."""
+"""Reading and writing of weights in a single `model.safetensors`, or in safetensors shards with an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Type names of safetensors and torch, in the order in which safetensors sorts tensors."""
+"""Mapping from safetensors' type names to torch's, in the order in which safetensors sorts tensors."""
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -26,8 +26,8 @@ class SafetensorsReader:
 
     Attributes:
         path: the folder.
-        tensors: name -> shape and type, of all files of the model.
-        unread: names of other tensor files in the folder, such as adapters or a publisher's original format.
+        tensors: mapping from tensor name to shape and type, for all of the model's files.
+        unread: names of other tensor files in the folder, such as adapters or weights in a publisher's own format.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the index is missing or does not match the files.
@@ -90,7 +90,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, backed by the memory-mapped file."""
+        """Read a tensor, which is backed by the memory-mapped file."""
         from safetensors import safe_open
 
         file = self._file_of[name]
@@ -101,12 +101,12 @@ class SafetensorsReader:
         return tensor
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
-        """Read a piece, which is always a whole tensor here."""
+        """Read a piece, which must be a whole tensor."""
         assert piece.shape == piece.whole
         return self.read(piece.key)
 
     def files(self) -> Sequence[Path]:
-        """Files that hold tensors, and config.json."""
+        """Files that hold tensors, and config.json if there is one."""
         return [*sorted(set(self._file_of.values())), *(file for file in [self.path / CONFIG] if file.is_file())]
 
 
@@ -122,18 +122,18 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def shard_name(number: int, count: int) -> str:
-    """Hugging Face's file name of a shard; `number` counts from 0."""
+    """Hugging Face's file name for shard `number` (from 0) of `count`."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a file tensor by tensor, under a temporary name until it is complete.
+    """Write a safetensors file tensor by tensor, under a temporary name until it is complete.
 
-    safetensors only writes a file whose tensors are all in memory; the bytes written here are identical.
+    The safetensors library requires all tensors of a file in memory; the file written here is byte-identical.
 
     Args:
         file: path of the file.
-        header: tensors of the file: name -> shape and type.
+        header: mapping from tensor name to shape and type, for all of the file's tensors.
         tensors: names and tensors, in any order.
 
     Raises:
@@ -162,6 +162,6 @@ def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tupl
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a folder with several shards; `files` maps tensor names to file names."""
+    """Write the index for a folder with several shards; `files` maps tensor names to file names."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Opening of several checkpoints and checks that they hold the same model: tensors and configs."""
+"""Opening of several checkpoints, with checks that their tensors and configs are of the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_ext.checkpoint.storage import NO_TYPE, WEIGHT_TYPES, CheckpointError, 
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Keys of config.json in which checkpoints of one model may differ."""
+"""The config.json keys that may differ between checkpoints of one model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,19 @@ class Checkpoint:
         return self.reader.path
 
     def identity(self) -> list[object]:
-        """Path and fingerprint of the checkpoint, as JSON."""
+        """Path and fingerprint of the checkpoint, as JSON values."""
         return [str(self.path.resolve()), fingerprint(self.reader)]
 
 
 def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] | None) -> list[Checkpoint]:
-    """Open checkpoints that hold the same tensors.
+    """Open checkpoints, and check that they hold the same tensors.
 
     Args:
-        sources: either Hugging Face folders, or run directories, checkpoints directories or checkpoints of Megatron.
-        iterations: iteration of each run's checkpoint; None, or None in the list, for the newest.
+        sources: either Hugging Face folders, or Megatron run directories, checkpoints directories or checkpoints.
+        iterations: iteration to read from each Megatron run; None, or None in the list, for the newest.
 
     Raises:
-        ValueError: a checkpoint is missing or corrupt, formats are mixed, or tensors differ in name, shape or type.
+        ValueError: a checkpoint is missing or corrupt, the formats are mixed, or tensors differ in name, shape or type.
     """
     for source in sources:
         if not source.is_dir():
@@ -106,7 +106,7 @@ class Model:
 
     Attributes:
         description: description of the model; None if our checkpoint formats cannot describe it.
-        arguments: arguments for Megatron's loader, see `megatron_arguments`.
+        arguments: arguments for Megatron's loader (see `megatron_arguments`).
         remarks: notes for the user.
     """
 
@@ -116,10 +116,10 @@ class Model:
 
 
 def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
-    """Compare two config.json files as models, or key by key if their format is not supported.
+    """Check that two checkpoints' config.json describe the same model; unsupported formats are compared key by key.
 
     Raises:
-        CheckpointError: they describe different models; names the settings.
+        CheckpointError: they describe different models; names the settings that differ.
     """
     differing = _different_keys(read_json(first.path / CONFIG), read_json(other.path / CONFIG))
     if differing:
@@ -140,10 +140,11 @@ def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
-    """Compare the model configs next to several Megatron checkpoints.
+    """Check that the configs next to several Megatron checkpoints describe the same model, and return it.
 
     Raises:
-        CheckpointError: they describe different models (names the settings), or no config defines the blocks.
+        CheckpointError: they describe different models (names the settings that differ), or no config defines the
+            blocks.
     """
     configs = [(checkpoint, config_beside(checkpoint.source, checkpoint.path)) for checkpoint in checkpoints]
     described: list[tuple[Path, Description]] = []

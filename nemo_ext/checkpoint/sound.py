@@ -12,16 +12,16 @@ BROKEN = ".broken"
 
 
 def fall_back(checkpoints: Path) -> str | None:
-    """Fall back to an older checkpoint if the newest is corrupt, and rename the corrupt one to `.broken`.
+    """If the newest checkpoint is corrupt, add `.broken` to its name and fall back to an older one.
 
-    A checkpoint is complete if its metadata can be read, every file that it names has its full length, and the common
-    state, if stored in a separate file (Megatron before 0.19), is not truncated. Bit flips in a file are not detected.
+    A checkpoint is complete if its metadata can be read, every file that the metadata names has its full length, and
+    the common state, if stored in a separate file (Megatron before 0.19), is not truncated. Bit flips are not detected.
 
     Args:
         checkpoints: folder with Megatron's tracker file.
 
     Returns:
-        Message that describes the problem and the fallback; None if the newest is complete.
+        Message that describes the problem and the fallback; None if the newest is complete or there is none.
 
     Raises:
         ValueError: the newest is corrupt and there is no complete older one.
@@ -48,11 +48,11 @@ def fall_back(checkpoints: Path) -> str | None:
 
 
 def back_to(checkpoints: Path, step: int) -> int:
-    """Roll back to the newest complete checkpoint before a step, and rename later ones to `.broken`.
+    """Roll back to the newest complete checkpoint before a step, and add `.broken` to the names of later checkpoints.
 
     Args:
         checkpoints: folder with Megatron's tracker file.
-        step: step that the checkpoint must precede.
+        step: step before which the checkpoint must have been saved.
 
     Returns:
         Step of the checkpoint; 0 if there is none, so that training starts over.
@@ -78,7 +78,7 @@ def newest_before(checkpoints: Path, step: int) -> int:
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Megatron's checkpoint folders by step."""
+    """Mapping from step to the folder of Megatron's checkpoint at that step."""
     return {int(folder.name[5:]): folder for folder in checkpoints.glob("iter_*") if folder.name[5:].isdecimal()}
 
 

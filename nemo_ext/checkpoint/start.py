@@ -1,4 +1,4 @@
-"""Training configs with the model of the checkpoint that a run starts from. No torch."""
+"""Training configs with the model of the checkpoint that a run starts from. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
 
 def description_of(checkpoint: Path) -> Description:
-    """Description of a checkpoint's model, read from the config next to it.
+    """Read the description of a checkpoint's model from the config next to it.
 
     Raises:
         ValueError: there is no checkpoint, or no config next to it.
@@ -19,15 +19,15 @@ def description_of(checkpoint: Path) -> Description:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Directory that Megatron loads from: a run's checkpoints, or the converted checkpoint itself."""
+    """Directory that Megatron loads from: a run's checkpoints directory, or a converted checkpoint itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """Training config with another model: architecture flags are replaced, data, schedule and other flags kept.
+    """Return a training config with another model: architecture flags are replaced; data, schedule and others are kept.
 
     Args:
-        config: composed config, with `model` and `megatron`.
+        config: composed config, with sections `model` and `megatron`.
         description: description of the other model.
         name: name of the other model.
     """
@@ -45,10 +45,10 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 
 
 def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections `model` and `megatron` with the model of `megatron.pretrained_checkpoint`.
+    """Sections `model` and `megatron` that describe the model of `megatron.pretrained_checkpoint`.
 
-    Empty if `train.model_of_start` is not set, or while the checkpoint does not exist yet, as in checks before a search
-    has finished; the config's own model is used then.
+    The result is empty, so that the config's own model is used, if `train.model_of_start` is not set or if the
+    checkpoint does not exist yet, as in checks before a search has finished.
 
     Raises:
         ValueError: no checkpoint is named, or there is no model config next to it.
@@ -66,9 +66,9 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Config of a job on a checkpoint, with the checkpoint's model, and its tokenizer if the config has a byte one.
+    """Config for a job on a checkpoint: with the checkpoint's model, and its tokenizer in place of a byte tokenizer.
 
-    Data tokenised with the checkpoint's tokenizer are written to the run directory, separately from the recipe's data.
+    Data tokenised with the checkpoint's tokenizer are written to the run directory, apart from the recipe's data.
 
     Raises:
         ValueError: there is no checkpoint, or no config next to it.

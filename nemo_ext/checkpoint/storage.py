@@ -1,4 +1,4 @@
-"""Code shared by both checkpoint formats: tensor metadata, reader protocol, checks and checksums."""
+"""Code shared by both checkpoint formats: tensor metadata, the reader protocol, checks and checksums."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 WEIGHT_TYPES = ("bfloat16", "float16", "float32", "float64")
-"""Supported types of weights; a checkpoint with any other is quantised or corrupt."""
+"""Supported weight dtypes; a checkpoint with any other is quantised or corrupt."""
 NO_TYPE = f"of an unsupported type (supported: {', '.join(WEIGHT_TYPES)})"
 SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """Error in reading or writing a checkpoint; the message names the file or tensor, and what to do."""
+    """Raised if a checkpoint cannot be read or written; the message names the file or tensor, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Reader of a checkpoint of either format."""
+    """Protocol of a checkpoint reader, for either format."""
 
     path: Path
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Shape and type by tensor name."""
+        """Mapping from tensor name to shape and type."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -57,18 +57,18 @@ class Reader(Protocol):
 
 
 def fingerprint(reader: Reader) -> list[list[object]]:
-    """Names, sizes and modification times of a checkpoint's files, which change when the checkpoint does."""
+    """Name, size and modification time of each of a checkpoint's files, which change when the checkpoint does."""
     return files_identity(reader.files())
 
 
 def files_identity(files: Iterable[Path]) -> list[list[object]]:
-    """Names, sizes and modification times of files."""
+    """Name, size in bytes and modification time in nanoseconds of each file, as JSON values."""
     stats = [(path.name, path.stat()) for path in sorted(files)]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a tensor, without a copy if it is contiguous."""
+    """Return a tensor's bytes, without a copy if it is contiguous."""
     import torch
 
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -80,10 +80,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Refuse NaN and infinity.
+    """Reject NaN and infinity; `name` names the tensor in the message.
 
     Raises:
-        CheckpointError: values are not finite; names the tensor and how many.
+        CheckpointError: values are not finite; says how many.
     """
     import torch
 
@@ -99,15 +99,15 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Sequence[str] = ()) -> None:
-    """Check that a checkpoint has exactly the tensors of a model, with the right shapes and types.
+    """Check that a checkpoint has exactly a model's tensors, with the right shapes and supported types.
 
     Args:
-        reader: the checkpoint.
-        expected: name -> shape.
+        reader: reader of the checkpoint.
+        expected: mapping from tensor name to shape.
         ignored: names of tensors that may be present but are not read.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, or of a wrong shape or type; names them.
+        CheckpointError: tensors are missing, unexpected, or have a wrong shape or type; names them.
     """
     stored, skipped = reader.tensors, set(ignored)
     missing = [name for name in expected if name not in stored]
@@ -132,25 +132,25 @@ def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:
         problems: pairs of a problem and the names of the tensors that have it.
 
     Raises:
-        CheckpointError: there is a problem.
+        CheckpointError: a tensor has a problem.
     """
     if lines := [f"{len(names)} tensors are {problem}: {listed(names)}" for problem, names in problems if names]:
         raise CheckpointError(where + "; ".join(lines))
 
 
 def listed(names: Sequence[str]) -> str:
-    """First few names, and the number of further ones."""
+    """Text that lists the first five names, and the number of further ones."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def size_in_bytes(shape: Shape, dtype: str) -> int:
-    """Size of a tensor in bytes."""
+    """Size in bytes of a tensor of this shape and type."""
     return prod(shape) * torch_dtype(dtype).itemsize
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch dtype of a name such as `bfloat16`.
+    """Return the torch dtype with a name such as `bfloat16`.
 
     Raises:
         ValueError: the name is unknown; lists the known ones.

@@ -1,7 +1,7 @@
 """Single-process reading and writing of Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format).
 
 A checkpoint saved at any tensor, pipeline or expert parallel size is read as a set of whole tensors. It is written in
-parts, each laid out like the file of one rank of a parallel save, so it may exceed memory, and an interrupted write can
+parts, each laid out like one rank's file in a parallel save, so that it may exceed memory and an interrupted write can
 be resumed. Neither a process group nor Megatron is required.
 """
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron's name for weights without a training state."""
+"""Megatron's name for a checkpoint without a training state."""
 VERSION = 3.0
-"""Megatron's `checkpoint_version`: below 2 it would reorder queries, keys and values."""
+"""Megatron's `checkpoint_version`; below 2, its loader would reorder queries, keys and values."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-"""Prefix of the keys of optimizer state; `chained_0.` with a distributed optimizer and expert parallelism
+"""Prefix of optimizer state keys, with `chained_0.` for a distributed optimizer and expert parallelism
 (megatron/core/optimizer/optimizer.py, ChainedOptimizer.sharded_state_dict)."""
 EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
     *("pre_mlp_layernorm", "input_layernorm", "q_layernorm", "k_layernorm", "output_norm", "final_norm"),
 )
-"""Modules that require an `_extra_state` on loading: Megatron's linears and, with Transformer Engine, norms."""
+"""Modules that need an `_extra_state` for loading: Megatron's linear layers and, with Transformer Engine, norms."""
 
 
 def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
-    """Folder with `.metadata` that a path refers to.
+    """Find the folder with `.metadata` that a path refers to.
 
     Args:
         path: run directory, checkpoints directory or single checkpoint.
@@ -103,11 +103,11 @@ def whole_files(path: Path) -> Metadata:
 
 
 class TorchDistReader:
-    """Reader of a checkpoint's model tensors.
+    """Reader of the model tensors in a Megatron checkpoint.
 
     Attributes:
         path: folder with `.metadata`.
-        tensors: key -> shape and type, of the model's tensors only.
+        tensors: mapping from key to shape and type, for the model's tensors only.
         left_out: number of tensors that do not belong to the model (optimizer state).
 
     Raises:
@@ -156,7 +156,7 @@ class TorchDistReader:
         """Read a piece of a tensor; only shards that overlap it are read.
 
         Raises:
-            CheckpointError: see `read`.
+            CheckpointError: a file does not match the metadata.
         """
         import torch
 
@@ -179,7 +179,7 @@ class TorchDistReader:
         return tensor
 
     def _copy(self, shard: _Shard, target: torch.Tensor, part: tuple[slice, ...]) -> None:
-        """Fill a tensor with a slice of a shard; a whole shard is read without an intermediate copy."""
+        """Fill a tensor with the slice `part` of a shard; a whole shard is read without an intermediate copy."""
         import torch
 
         if target.shape == shard.shape and target.is_contiguous():
@@ -214,7 +214,7 @@ class _Shard:
     place: Any
 
     def read_into(self, target: torch.Tensor, folder: Path) -> None:
-        """Fill a contiguous tensor with a single read from the file (torch's loader makes three copies).
+        """Fill a contiguous tensor with a single read from the file in `folder` (torch's loader makes three copies).
 
         Raises:
             ValueError: the archive does not match the metadata.
@@ -253,7 +253,7 @@ class TorchDistWriter:
 
     Args:
         folder: folder to write, created if missing.
-        parts: pieces and their types, by part.
+        parts: for each part, its pieces and their dtypes.
     """
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Piece, str]]]) -> None:
@@ -276,7 +276,7 @@ class TorchDistWriter:
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write the pieces of one part in order, and return its result for `finish`.
+        """Write a part's pieces, in the order given to the constructor, and return its result for `finish`.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.
@@ -293,7 +293,7 @@ class TorchDistWriter:
         return self._write_file(part, tensors())
 
     def _write_file(self, part: int, values: Iterator[object]) -> str:
-        """Write a file like `FileSystemWriter.write_data`, but without keeping all of its tensors in memory."""
+        """Write a part's file like `FileSystemWriter.write_data`, but without holding all of its tensors in memory."""
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.storage import WriteResult
@@ -317,9 +317,9 @@ class TorchDistWriter:
         """Complete the checkpoint: write metadata and Megatron's common state.
 
         Args:
-            results: results of `write`, for every part in order.
-            arguments: arguments of the saving run that Megatron's loader reads. Without `hybrid_layer_pattern` it
-                assumes the layers of a GPTModel, which are numbered differently.
+            results: results of `write` for all parts, in order.
+            arguments: arguments that Megatron's loader reads from the checkpoint. Without `hybrid_layer_pattern`, it
+                assumes a GPTModel, whose layers are numbered differently.
         """
         # Extra states are stored as lists, like all objects that Megatron shards; None means nothing to restore.
         objects = len(self._plans) - 1
@@ -341,7 +341,7 @@ def write_tracker(checkpoints: Path) -> None:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """Original OSError or KeyboardInterrupt that made `torch.save` fail, which masks it by a failure to close."""
+    """OSError or KeyboardInterrupt that a failure of `torch.save` masks; the failure itself if there is none."""
     earlier: BaseException | None = error
     while earlier is not None:
         if isinstance(earlier, OSError | KeyboardInterrupt):
@@ -370,7 +370,7 @@ def _bytes_item(name: str) -> Any:
 
 
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Keys of the modules' extra states as Megatron shards them: one per module, or one per expert."""
+    """Keys of the modules' extra states, as Megatron shards them: one per module, or one per expert."""
     names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:
         module, _, parameter = key.rpartition(".")

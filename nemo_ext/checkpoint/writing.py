@@ -1,4 +1,4 @@
-"""Resumable writing of checkpoints of either format, tensor by tensor, with checks and a final rename."""
+"""Resumable writing of a checkpoint in either format, tensor by tensor, with checks and a final rename."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Slot:
-    """Tensor of the target checkpoint, or a slice of one; Hugging Face tensors are always whole."""
+    """Tensor in the target checkpoint, or a slice of one; Hugging Face tensors are always whole."""
 
     piece: Piece
     dtype: str
 
     @property
     def label(self) -> str:
-        """Name in messages and records."""
+        """Name of the slot in messages and records."""
         whole = self.piece.shape == self.piece.whole
         return self.piece.key if whole else f"{self.piece.key}[{self.piece.offset[0]}]"
 
@@ -56,11 +56,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Work:
-    """Work item: target tensors that are computed together.
+    """Work item: a set of target tensors that are computed together.
 
     Attributes:
         slots: tensors to compute.
-        make: function that computes them, in order and in shape; they are cast to their type afterwards.
+        make: function that computes them, in order and in their shapes; they are cast to their types afterwards.
         sources: names of the source tensors, for messages.
     """
 
@@ -70,12 +70,12 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """Size of all slots in bytes."""
+        """Total size of the slots in bytes."""
         return sum(slot.bytes for slot in self.slots)
 
 
 def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Work]]:
-    """Divide work items into consecutive parts of at most one shard; a larger item gets a separate part.
+    """Divide work items into consecutive parts of at most one shard; an item larger than a shard gets its own part.
 
     Raises:
         ValueError: the shard size is not positive.
@@ -109,16 +109,16 @@ def write_checkpoint(
     progress: bool = True,
     remarks: Sequence[str] = (),
 ) -> Path:
-    """Write a checkpoint folder; the same call resumes it after an interruption.
+    """Write a checkpoint folder, and return its path; the same call resumes after an interruption.
 
     Args:
         to: target folder, which gets this name only when complete.
-        to_format: `huggingface` (safetensors, index) or `megatron` (a checkpoints directory with a release).
-        parts: work items of each part; a part is one file, and the most that an interruption loses.
-        identity: everything that determines the folder's content, as JSON.
+        to_format: `huggingface` (safetensors files and index) or `megatron` (a checkpoints directory with a release).
+        parts: work items of each part. A part is written to one file, and an interruption loses at most one part.
+        identity: everything that determines the folder's content, as JSON values.
         finish: function that adds all files except tensors to the folder.
-        arguments: arguments for Megatron's loader, see `megatron_arguments`.
-        finite: refuse NaN and infinity.
+        arguments: arguments for Megatron's loader (see `megatron_arguments`).
+        finite: reject NaN and infinity.
         verify: read every tensor back at the end and compare checksums.
         progress: show progress on stderr.
         remarks: notes for the user, stored in the folder's record.
@@ -169,7 +169,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _finished_parts_named(output: Output) -> Iterator[None]:
-    """On a refused tensor, keep only finished parts and add their location to the message."""
+    """If a tensor is rejected, add the location of the finished parts to the message, or clean up if there are none."""
     try:
         yield
     except CheckpointError as error:
@@ -183,7 +183,7 @@ def _finished_parts_named(output: Output) -> Iterator[None]:
 
 
 def already_made(to: Path, to_format: str, parts: Sequence[Sequence[Work]], *, identity: dict[str, Any]) -> bool:
-    """True if the folder holds the result of `write_checkpoint` with these arguments, which is reported on stderr.
+    """True if the folder holds the result of `write_checkpoint` with these arguments; in this case a note is printed.
 
     Raises:
         CheckpointError: the folder holds something else.
@@ -201,7 +201,7 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 def _tensors(
     parts: Sequence[Sequence[Work]], sums: dict[str, int], interruptible: Callable[[], None], *, finite: bool
 ) -> Generator[tuple[Piece, Tensor], None, None]:
-    """Compute tensors in order, one ahead of the writer in a thread, and store their checksums in `sums`."""
+    """Compute tensors in order, one ahead of the writer in a thread, and store their checksums in `sums` by label."""
 
     def make() -> Iterator[tuple[Piece, Tensor]]:
         for work in chain.from_iterable(parts):
@@ -252,7 +252,7 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read every tensor back, and compare its checksum with the checksum of the tensor in memory.
+    """Read every tensor back, and compare its checksum with that of the tensor in memory.
 
     Raises:
         CheckpointError: a checksum differs.
@@ -278,7 +278,7 @@ def _verify(
 
 
 class _SafetensorsTarget:
-    """Target of safetensors shards with an index."""
+    """Target that consists of safetensors shards and an index."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder, self.parts = folder, parts
@@ -305,7 +305,7 @@ class _SafetensorsTarget:
 
 
 class _TorchDistTarget:
-    """Target that is a Megatron checkpoints directory with one release."""
+    """Target that consists of a Megatron checkpoints directory with one release."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder = folder

@@ -1,1 +1,1 @@
-"""Clients of OpenAI-compatible endpoints, for jobs that send rows to a model and store its answers."""
+"""Client for OpenAI-compatible endpoints, used by jobs that send rows to a model and store its answers."""

@@ -1,4 +1,4 @@
-"""Address and API key of an endpoint: `endpoint.json` of a serving run, or a URL."""
+"""Address and API key of an endpoint, from a serving run's `endpoint.json` or a URL."""
 
 import json
 import os
@@ -9,16 +9,16 @@ from urllib.parse import urlsplit
 
 FILE = "endpoint.json"
 AWAY = "X-No-Replica"
-"""Header of a balancer's answer when no replica is up; clients treat it like a refused connection."""
+"""Header of a balancer's response if no replica is up; clients treat it like a refused connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Address of an endpoint, for its clients.
+    """Address of an endpoint, with what its clients need to know.
 
     Attributes:
-        url: URL up to and including `/v1`.
-        model: name of the model at the endpoint; "" if the endpoint serves only one model.
+        url: URL of the API, which ends in `/v1`.
+        model: name of the model at the endpoint; "" selects the only model that the endpoint serves.
         key: API key; None if the endpoint needs none.
         digest: digest of the served checkpoint; None if unknown.
     """
@@ -40,12 +40,12 @@ class Address:
 
 
 def read_address(place: str | Path, model: str | None = None, key_variable: str | None = None) -> Address:
-    """Read the address of an endpoint.
+    """Read an endpoint's address.
 
     Args:
         place: run directory of `nemo-ext serve`, its `endpoint.json`, or a URL.
-        model: name of the model, instead of the file's.
-        key_variable: environment variable with the key, instead of the file's key.
+        model: name of the model; None for the one in the file.
+        key_variable: environment variable that holds the key; None for the key in the file.
 
     Raises:
         ValueError: the file does not exist or is invalid, or the environment variable is not set.
@@ -70,7 +70,7 @@ def read_address(place: str | Path, model: str | None = None, key_variable: str 
 
 
 def write_address(path: Path, address: Address) -> None:
-    """Write an endpoint's file, readable only by its owner (mode 0600), with an atomic rename."""
+    """Write an address to a file that only its owner can read (mode 0600), with an atomic rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Client of an OpenAI-compatible endpoint, with concurrent requests and retries.
+"""Client for an OpenAI-compatible endpoint, with concurrent requests and retries.
 
-A failed, invalid or late answer does not raise an exception, but is an `Answer` with a `problem`. Two errors end
-`Client.answers`, because later requests would fail too: a refused key (ValueError), and an endpoint that has not
+A failed, invalid or late answer does not raise an exception but becomes an `Answer` with a `problem`. Two errors end
+`Client.answers`, because later requests would fail too: a rejected key (ValueError), and an endpoint that has not
 answered for `patience` seconds (`EndpointGone`).
 """
 
@@ -36,37 +36,37 @@ SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
 _MAX_BYTES = 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _LONGEST_AFTER = 600.0
-"""Maximum seconds of an endpoint's `Retry-After`; longer ones are shortened."""
+"""Maximum wait in seconds that an endpoint's `Retry-After` can request; longer ones are shortened."""
 _TO_COME_UP = 60.0
-"""Seconds for which the first check waits for an endpoint."""
+"""Seconds for which `Client.check` waits for an endpoint."""
 _RESTING = 4
-"""Maximum number of requests waiting for a retry, per request in flight."""
+"""Maximum ratio of requests that wait for a retry to requests in flight."""
 _CHARACTERS = 4
-"""Approximate characters per token, for limits per minute."""
+"""Approximate number of characters per token, for limits per minute."""
 _TOO_LONG = re.compile(
     "context[ _]length|maximum model length|maximum allowed length|input tokens exceed", re.IGNORECASE
 )
-"""Error messages of vLLM, SGLang, OpenAI and `nemo-ext serve` for a request longer than the model's context."""
+"""Pattern of the error messages of vLLM, SGLang, OpenAI and `nemo-ext serve` for a request that exceeds the context."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class EndpointGone(OSError):
-    """Error for an endpoint that has not answered for longer than `ClientSettings.patience`."""
+    """Raised if an endpoint has not answered for longer than `ClientSettings.patience`."""
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClientSettings:
-    """Settings of requests to an endpoint.
+    """Settings for requests to an endpoint.
 
     Attributes:
-        attempts: maximum attempts per request.
-        attempt_seconds: time limit of one attempt.
-        patience: seconds for which an endpoint may be unreachable while requests wait; with 0, a refused connection is
-            a failed attempt like any other.
+        attempts: maximum number of attempts per request.
+        attempt_seconds: time limit of one attempt, in seconds.
+        patience: seconds for which requests wait while an endpoint is unreachable; with 0, a refused connection is a
+            failed attempt like any other.
         concurrency: number of concurrent requests; None adapts it to the endpoint (`Pace`).
-        requests_a_minute: maximum requests per minute; None for no limit.
-        tokens_a_minute: maximum tokens per minute, of prompts and answers; None for no limit.
-        omit: fields omitted from every request because the endpoint refuses them, such as seed.
+        requests_a_minute: maximum number of requests per minute; None if there is no limit.
+        tokens_a_minute: maximum number of prompt and answer tokens per minute; None if there is no limit.
+        omit: fields omitted from every request because the endpoint rejects them, such as seed.
     """
 
     attempts: PositiveInt = 10
@@ -86,11 +86,11 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request.
+    """Request to an endpoint.
 
     Attributes:
         body: JSON object without `model` and `stream`, which the client adds.
-        key, sample: name of the row and number of the sample, only for the caller.
+        key, sample: name of the row and number of the sample, which only the caller uses.
         path: path below `/v1`.
     """
 
@@ -106,16 +106,17 @@ class Answer:
 
     Attributes:
         key, sample: fields of the request.
-        answer: text of the answer, "" if the model ended without text; None with only tool calls, or after a problem.
+        answer: text of the answer; "" if the model ended without text, None if there are only tool calls or a problem.
         reasoning: reasoning that the endpoint has separated from the answer; None if there is none.
-        tool_calls: calls as OpenAI's `tool_calls`.
-        finish_reason: reason for the answer's end (stop, length, tool_calls ...).
+        tool_calls: tool calls, in the form of OpenAI's `tool_calls`.
+        finish_reason: why the answer ended (stop, length, tool_calls ...).
         prompt_tokens, completion_tokens: numbers of tokens; None if the endpoint does not report them.
-        seed: seed of the request; None without a seed.
-        seconds: seconds of the attempt that succeeded, or of all attempts.
+        seed: seed of the request; None if it has none.
+        seconds: duration of the successful attempt in seconds, or of all attempts if none succeeded.
         body: the endpoint's whole response.
-        status: HTTP status of the last attempt, or the code of an error in its response; None without either.
-        problem: reason why there is no answer; "" if there is one.
+        status: HTTP status of the last attempt, or the code of an error in its response; None if there is
+            neither.
+        problem: why there is no answer; "" if there is one.
     """
 
     key: str = ""
@@ -134,12 +135,12 @@ class Answer:
 
     @property
     def too_long(self) -> bool:
-        """True if the endpoint reports that prompt and answer together exceed the model's context length."""
+        """True if the endpoint reports that the prompt and the answer together exceed the model's context length."""
         return self.status == 400 and _TOO_LONG.search(self.problem) is not None
 
 
 class Store(Protocol):
-    """Storage of answers."""
+    """Storage for answers."""
 
     def has(self, request: Request) -> bool:
         """True if the request's answer is stored."""
@@ -149,16 +150,17 @@ class Store(Protocol):
 
 
 class Client:
-    """Client of one endpoint, for one event loop.
+    """Client for one endpoint, used in one event loop.
 
-    Within `async with`, connections are reused; outside, each request opens a new connection. `max_length` is the
-    context length of the model reported to `check` (vLLM's max_model_len), or None.
+    Within `async with`, connections are reused; outside, each request opens a new one. `max_length` is the model's
+    context length that the endpoint reported to `check` (vLLM's max_model_len), or None.
 
     Args:
-        endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again when the endpoint
+        endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again if the endpoint
             does not answer, as an endpoint on a cluster may have moved.
-        model: see `read_address`.
-        key_variable: see `read_address`.
+        settings: settings for the requests; None for the defaults.
+        model: name of the model; None for the one in the file.
+        key_variable: environment variable that holds the key; None for the key in the file.
     """
 
     def __init__(
@@ -193,10 +195,10 @@ class Client:
             self._session = None
 
     async def check(self) -> list[str]:
-        """Check that the endpoint serves the model, and return all its models' names. Waits up to a minute for it.
+        """Check that the endpoint, which has up to a minute to come up, serves the model; return all its models' names.
 
         Raises:
-            ValueError: the endpoint is not reachable, refuses the key or does not serve the model.
+            ValueError: the endpoint is not reachable, rejects the key or does not serve the model.
         """
         end, warned = time.monotonic() + min(_TO_COME_UP, self.settings.patience), False
         while True:
@@ -222,7 +224,7 @@ class Client:
         return names
 
     async def _models(self) -> dict[str, int | None]:
-        """Context lengths of the endpoint's models by name; None if the endpoint does not report it."""
+        """Mapping from the name of each model at the endpoint to its context length; None if that is not reported."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
             models = body_of(listed, "list of models", self.address.key)["data"]
@@ -234,15 +236,15 @@ class Client:
     async def answers(
         self, requests: Iterable[Request] | AsyncIterable[Request], *, store: Store | None = None
     ) -> AsyncGenerator[Answer]:
-        """Yield answers in the order of their arrival; requests are consumed as capacity becomes available.
+        """Yield answers in the order in which they arrive; requests are consumed as capacity becomes available.
 
         Args:
             requests: requests, consumed lazily.
             store: storage to which answers are added before they are yielded; stored requests are skipped.
 
         Raises:
-            ValueError: the endpoint refuses the key.
-            EndpointGone: see `ClientSettings.patience`.
+            ValueError: the endpoint rejects the key.
+            EndpointGone: the endpoint has not answered for longer than `ClientSettings.patience`.
         """
         source = requests if isinstance(requests, AsyncIterable) else _each(requests)
         done: asyncio.Queue[asyncio.Task[Answer] | None] = asyncio.Queue()
@@ -296,11 +298,11 @@ class Client:
 
         Args:
             request: the request.
-            unreadable: returns the reason why an answer is unusable, which is a failed attempt, or "".
-            within: seconds for all attempts and the wait for a slot; None for no limit.
+            unreadable: function that returns why an answer is unusable, so that the attempt counts as failed, or "".
+            within: seconds for all attempts, including the wait for a slot; None if there is no limit.
 
         Raises:
-            EndpointGone: see `ClientSettings.patience`.
+            EndpointGone: the endpoint has not answered for longer than `ClientSettings.patience`.
         """
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
@@ -393,7 +395,7 @@ class Client:
         return answer
 
     def _why(self, failed: "Failed") -> str:
-        """Reason of a failure; for a refused key, with the key's origin."""
+        """Reason for a failure; for a rejected key, it includes where the key comes from."""
         if failed.status not in REFUSED:
             return str(failed)
         place, _, variable = self._again or (None, None, None)
@@ -406,7 +408,7 @@ class Client:
         return f"{failed}: the key is refused{origin}"
 
     async def _until_reached(self) -> None:
-        """Wait until the endpoint answers again; all requests share one probe."""
+        """Wait until the endpoint answers again; all waiting requests share one probe."""
         if self._waiting is None or self._waiting.done():
             self._waiting = asyncio.create_task(self._look())
         await asyncio.shield(self._waiting)
@@ -493,7 +495,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Exponential backoff with full jitter, so that a recovered server does not get all requests at once."""
+    """Seconds to wait before a retry: exponential backoff with full jitter, which spreads requests over time."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -511,7 +513,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """Read the first choice of a response of `/chat/completions` or `/completions`."""
+    """Read the first choice in a response from `/chat/completions` or `/completions`."""
     try:
         body = body_of(content, "chat completion", key)
         if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file
@@ -554,12 +556,12 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
 
 
 def count(value: object) -> int | None:
-    """Number of tokens reported by an endpoint; None if the value is not one."""
+    """Return a number of tokens that an endpoint reports; None if the value is not a valid number."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def _retry_after(value: str) -> float:
-    """Seconds of a `Retry-After` header: a number or a date (RFC 9110, section 10.2.3); 0 if invalid."""
+    """Seconds that a `Retry-After` header requests as a number or a date (RFC 9110, section 10.2.3); 0 if invalid."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Failed attempts at an endpoint, by HTTP status or by an error in the response."""
+"""Failed attempts of requests, recognised by the HTTP status or by an error in the response."""
 
 import json
 import re
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 _AGAIN = frozenset({408, 409, 425, 429})
-"""Status codes worth a retry, in addition to server failures: time-outs, conflicts, too many requests."""
+"""Status codes, other than server errors, after which a retry may succeed: timeouts, conflicts, too many requests."""
 REFUSED = frozenset({401, 403})
-"""Status codes for a missing or invalid key."""
+"""Status codes that indicate a missing or invalid key."""
 _OVERLOAD = frozenset({429, 503, 529})
 MISPLACED = frozenset({404, 405, 410, 501})
-"""Status codes for a path that the endpoint does not have."""
+"""Status codes that indicate a path that the endpoint does not have."""
 BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
 """Finish reasons of answers that the server aborted."""
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Finish reasons of answers truncated at a length limit: OpenAI's, Anthropic's and Gemini's, Mistral's."""
+"""Finish reasons of answers truncated at a length limit, as OpenAI, Anthropic, Gemini and Mistral name them."""
 _CODES = {
     "rate.?limit|overloaded|too.?many.?requests|quota|resource.?exhausted": 429,
     "invalid.?request|bad.?request|context.?length|invalid.?argument|validation": 400,
@@ -23,23 +23,23 @@ _CODES = {
     "authentication|unauthorized|api.?key": 401,
     "not.?found": 404,
 }
-"""Status codes of errors by patterns of their names."""
+"""Mapping from a pattern of error names to the status code that such errors stand for."""
 
 
 class Failed(Exception):
-    """Failed attempt of a request.
+    """Raised if an attempt at a request fails.
 
     Attributes:
         again: whether a retry may succeed.
-        after: seconds to wait, as requested by the endpoint.
+        after: seconds that the endpoint asks to wait.
         overload: whether the endpoint is overloaded.
         unreached: whether the connection was refused.
-        status: HTTP status, or the code of an error in a response; None without either.
+        status: HTTP status, or the code of an error in a response; None if there is neither.
     """
 
     @classmethod
     def from_response(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
-        """Failure from an error response, by its status and message; without a status it may be retried."""
+        """Create a failure from an error response's status and message; without a status, it may be retried."""
         # A server's message about an invalid key may contain part of the key.
         message = f": {words}" if words and status not in REFUSED else ""
         again = status is None or status in _AGAIN or status >= 500
@@ -63,8 +63,13 @@ class Failed(Exception):
 def body_of(content: bytes, expected: str, key: str | None) -> Any:
     """Parse the JSON of a response with status 200.
 
+    Args:
+        content: body of the response.
+        expected: what the response should be, for messages.
+        key: API key, which is removed from messages.
+
     Raises:
-        Failed: the response is an error; its code is used as the status if it is one.
+        Failed: the response is an error; the error's code is used as the status if it is a valid one.
         ValueError, RecursionError: the response is not JSON.
     """
     body = json.loads(content)
@@ -91,7 +96,7 @@ def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed"
 
 
 def words_of(content: bytes, key: str | None) -> str:
-    """Beginning of an endpoint's text as one line without the key; for an HTML page, its title."""
+    """First 200 characters of an endpoint's response as one line, without the key; for an HTML page, its title."""
     text = content.decode(errors="replace").replace(key or "\0", "***")
     if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
         text = f"a page: {title[1]}"

@@ -1,4 +1,4 @@
-"""Adaptive number of concurrent requests to an endpoint, and limits per minute."""
+"""Adaptive limit on concurrent requests to an endpoint, and limits per minute."""
 
 import time
 from collections.abc import AsyncIterator
@@ -8,28 +8,28 @@ from statistics import median
 FIRST, MOST = 32, 1024
 """Initial and maximum number of concurrent requests."""
 _ROUND_SECONDS, _WAVES = 0.2, 3
-"""Minimum length of a round: seconds, and answers per concurrent request, as answers arrive in waves."""
+"""Minimum length of a round, in seconds and in answers per concurrent request (as answers arrive in waves)."""
 _OUTCOMES = 64
 """Minimum number of outcomes in a round."""
 _LESS, _NOISE = 0.7, 0.1
 _PAYS = 4
-"""More concurrent requests pay off if the rate grows by at least a quarter of their relative increase."""
+"""More concurrent requests pay off if the rate grows by more than their relative increase divided by this number."""
 _ROUNDS = 8
-"""Rounds between two trials with more concurrent requests."""
+"""Number of rounds between two trials with more concurrent requests."""
 
 
 class Pace:
     """Limiter of concurrent requests, which adapts to the endpoint's throughput.
 
-    A round has three outcomes per concurrent request. Every few rounds a higher limit is tried, doubled until that no
-    longer pays off and by a quarter afterwards, and kept if the rate of answers increased. If more than a tenth of the
-    outcomes are signs of overload (429, 503, time-outs), the limit is reduced by half their share; if the median answer
-    took twice as long and the rate fell by 30 %, it is reduced by 30 %.
+    A round has three outcomes per concurrent request. Every few rounds, a higher limit is tried, and kept if the rate
+    of answers has increased enough. The limit is doubled until that no longer pays off, and raised by a quarter
+    afterwards. If more than a tenth of the outcomes are signs of overload (429, 503, timeouts), it is reduced by half
+    their share. If the median answer takes twice as long and the rate falls by 30 %, it is reduced by 30 %.
 
     Args:
-        fixed: fixed limit; None adapts it.
-        requests: maximum requests per minute; None for no limit.
-        tokens: maximum tokens per minute, of prompts and answers; None for no limit.
+        fixed: fixed limit; if None, the limit adapts.
+        requests: maximum number of requests per minute; None if there is no limit.
+        tokens: maximum number of prompt and answer tokens per minute; None if there is no limit.
     """
 
     def __init__(self, *, fixed: int | None = None, requests: int | None = None, tokens: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Pace:
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[None]:
-        """Slot of one request; `tokens` is an estimate of the tokens that it will use."""
+        """Hold a slot for one request; `tokens` estimates how many tokens it will use."""
         if self._requests is not None:
             await self._requests.acquire()
         await self.used(tokens)
@@ -60,12 +60,12 @@ class Pace:
             yield
 
     async def used(self, tokens: int) -> None:
-        """Wait until the limit per minute allows this number of tokens."""
+        """Wait until the limit per minute allows a number of tokens."""
         if self._tokens is not None and tokens > 0:
             await self._tokens.acquire(min(tokens, self._tokens.max_rate))
 
     def answered(self, seconds: float) -> None:
-        """Record an answer and its time in seconds."""
+        """Record an answer and how long it took, in seconds."""
         self._seconds.append(seconds)
         self._end()
 
@@ -75,7 +75,7 @@ class Pace:
         self._end()
 
     def _end(self) -> None:
-        """End the round if it is long enough, and set the limit of the next round."""
+        """End the round if it is long enough, and set the limit for the next one."""
         self._full |= self._turns.borrowed_tokens >= self.limit
         answers, elapsed, now = len(self._seconds), time.monotonic() - self._began, self.limit
         refused = self._refusals / (answers + self._refusals)
@@ -103,7 +103,7 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Keep a limit for some rounds, and grow it more slowly from now on."""
+        """Keep a limit for some rounds, and raise it more slowly from now on."""
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

@@ -1,1 +1,1 @@
-"""Infrastructure shared by all jobs: configs, settings, files, processes, progress."""
+"""Infrastructure that all jobs share: configs, settings, files, processes and progress."""

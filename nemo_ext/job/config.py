@@ -1,8 +1,8 @@
-"""Composition of configs with Hydra and our resolvers, and the entry point of every job. No torch.
+"""Composition of configs with Hydra and our resolvers, and the entry point of every job. Does not import torch.
 
 `nemo-ext JOB key=value` and `python launchers/JOB.py key=value` both call `run_job`, so `--help`, `--cfg job` and
-`--config-dir` work the same everywhere. A user error is printed as one line on stderr with exit code 2, a system error
-such as a full disk as one line with exit code 1.
+`--config-dir` work the same everywhere. Errors are printed as one line on stderr. The exit code is 2 for a user error,
+and 1 for a system error such as a full disk.
 """
 
 import functools
@@ -41,7 +41,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Number of steps nearest to a number of tokens; at least one if `tokens` is positive, None if it is None."""
+    """Return the number of steps closest to `tokens` tokens, at least 1 unless that is 0; None if it is None."""
     if tokens is None:
         return None
     if tokens < 0:
@@ -50,13 +50,13 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
 
 
 def add(*terms: float) -> float | int:
-    """Sum; an integer if it is whole."""
+    """Return the sum, as an integer if it is whole."""
     total = math.fsum(map(float, terms))
     return int(total) if total == int(total) else total
 
 
 def multiply(*factors: float) -> float | int:
-    """Product; an integer if it is whole."""
+    """Return the product, as an integer if it is whole."""
     product = 1.0
     for factor in factors:
         product *= float(factor)
@@ -64,7 +64,7 @@ def multiply(*factors: float) -> float | int:
 
 
 def register_resolvers() -> None:
-    """Register `${iterations:tokens,seq_length,global_batch_size}`, `${add:a,b,...}` and `${multiply:a,b,...}`."""
+    """Register the resolvers `iterations:tokens,seq_length,global_batch_size`, `add:a,b,...` and `multiply:a,b,...`."""
     OmegaConf.register_new_resolver("add", add, replace=True)
     OmegaConf.register_new_resolver("iterations", iterations, replace=True)
     OmegaConf.register_new_resolver("multiply", multiply, replace=True)
@@ -97,20 +97,20 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _package_of(config_name: str) -> str:
-    """Package that contains a primary config."""
+    """Name of the package that contains a primary config."""
     command = with_config(config_name)
     return command.configs if command else CONFIGS
 
 
 def _search(package: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Override that adds folders, and the other packages with config groups, to Hydra's search path."""
+    """Overrides that add folders, and packages with config groups other than `package`, to Hydra's search path."""
     places = [hydra_value(f"file://{folder}") for folder in folders]
     places += [f"pkg://{other}" for other in config_packages() if other != package]
     return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Folders of `--config-dir DIR` (or `-cd DIR`), and the other arguments.
+    """Split arguments into the folders given by `--config-dir DIR` (or `-cd DIR`), and the remaining arguments.
 
     Raises:
         ValueError: a folder does not exist.
@@ -131,10 +131,10 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
-    """Section `data` in which the user's `streams`, a flat list or a tree, replace the recipe's data.
+    """Return the section `data` with the recipe's data replaced by the user's `streams`, a flat list or a tree.
 
-    Their files are in `data_root`, unless they have a prefix. The recipe's tokenizer, validation share, seed, workers
-    and epoch limits are kept.
+    The streams' files are in `data_root`, unless a stream has a prefix. The recipe's tokenizer, validation share, seed,
+    workers and epoch limits are kept.
 
     Raises:
         ValueError: the config also has mock data, or no tokenizer.
@@ -159,7 +159,7 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
-    """Phases of a run without their own data, so that all phases use the run's data."""
+    """Return a run's phases without their own data, so that all of them use the run's data."""
     return {
         name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
         for name, phase in phases.items()
@@ -167,7 +167,13 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
-    """Section `data` of a file of the `data` group that a phase names.
+    """Compose the section `data` of a file in the config group `data` that a phase names.
+
+    Args:
+        key: dotted key that names the file, for messages.
+        name: name of the file.
+        config: config of the run, for its `data_root`.
+        search: overrides that set Hydra's search path.
 
     Raises:
         ValueError: there is no such file, or it cannot be composed.
@@ -182,17 +188,17 @@ def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequenc
 
 
 def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
-    """Resolve a config to plain containers, with `streams` and blends named by phases turned into sections `data`.
+    """Resolve a config to plain containers, and turn `streams`, and blends that phases name, into sections `data`.
 
-    Call this only while Hydra is initialised, so that files in --config-dir are found as well.
+    Only call this while Hydra is initialised, so that files in --config-dir are found as well.
 
     Args:
-        config: config as composed by Hydra.
-        search: override with the folders of --config-dir, if Hydra was initialised without them.
+        config: config composed by Hydra.
+        search: overrides that set Hydra's search path, if Hydra was initialised without them.
 
     Raises:
         ValueError: mandatory values (`???`) are missing (names all of them), an interpolation cannot be resolved,
-            `launcher` or `phases` is not a section, or see `_own_data` and `_named_blend`.
+            `launcher` or `phases` is not a section, or `streams` or a named blend is invalid.
     """
     try:
         # Not OmegaConf.missing_keys, which fails on interpolations of missing values.
@@ -218,7 +224,7 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:
-    """Dotted names of values that are `???`."""
+    """Yield the dotted keys of values that are `???`; `above` is the key of `value` itself."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _missing(inner, f"{above}.{key}" if above else str(key))
@@ -230,15 +236,15 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 
 
 def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
-    """Translate command line arguments to Hydra's grammar, by the `Grammar` of the command that composes a config.
+    """Translate command line arguments to Hydra's grammar, as specified by the `Grammar` of the config's command.
 
-    Keys of a settings class or an open mapping are added (`++`) if no config file has them, as Hydra only knows keys in
-    files. A section marked `REPLACED` (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's section, which
-    Hydra would merge with it. Text, names of files and folders, and `model.pattern`, whose braces are special in Hydra,
-    are quoted.
+    Keys of a settings class or an open mapping are added with `++` if no config file has them, as Hydra only knows keys
+    in files. A section marked `REPLACED` (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's section, with
+    which Hydra would merge it. Text, names of files and folders, and `model.pattern`, whose braces are special in
+    Hydra, are quoted.
 
     Raises:
-        ValueError: both `streams` and `data.directory` are set, but streams are not read from that directory.
+        ValueError: both `streams` and `data.directory` are set, although streams are not read from that directory.
     """
     keys = {word.partition("=")[0] for word in words}
     if {"streams", "data.directory"} <= keys:
@@ -286,7 +292,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
 
 
 def _split(key: str, text: str) -> list[str]:
-    """Split text into words like a shell.
+    """Split a string into words as a shell would.
 
     Raises:
         ValueError: a quotation mark is not closed.
@@ -298,7 +304,7 @@ def _split(key: str, text: str) -> list[str]:
 
 
 def _is_text(grammar: Grammar, key: str, value: str) -> bool:
-    """True for a file or folder name that Hydra would misinterpret.
+    """True for a value, such as a file or folder name, that Hydra would misinterpret unless it is quoted.
 
     Lists, mappings, escapes and quoted values (of sweeps as well) are left to Hydra.
     """
@@ -310,7 +316,7 @@ def _is_text(grammar: Grammar, key: str, value: str) -> bool:
 
 
 def _is_readable(value: str) -> bool:
-    """True if Hydra's grammar parses the text as a single value."""
+    """True if Hydra's grammar parses the string as a single value."""
     try:
         return not OverridesParser.create().parse_override(f"key={value}").is_sweep_override()
     except HydraException:
@@ -318,7 +324,7 @@ def _is_readable(value: str) -> bool:
 
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
-"""Pattern of quoted text in Hydra's grammar."""
+"""Pattern of a quoted string in Hydra's grammar."""
 
 
 def _is_plain(text: str) -> bool:
@@ -328,9 +334,9 @@ def _is_plain(text: str) -> bool:
 
 
 def hydra_value(text: str) -> str:
-    """Value of an override that Hydra parses as this text: quoted, unless it is a plain path or word.
+    """Quote a string, unless it is a plain word or path, so that Hydra parses it literally as an override's value.
 
-    Otherwise a comma would start a sweep, and `1e5` would be a number. Interpolations (`${...}`) are preserved.
+    Without quotes, a comma would start a sweep, and `1e5` would be a number. Interpolations (`${...}`) are preserved.
     """
     if _is_plain(text):
         return text
@@ -340,22 +346,22 @@ def hydra_value(text: str) -> str:
 
 
 def check_place(key: str, place: object) -> None:
-    """Refuse a path that cannot be quoted in the arguments of jobs.
+    """Reject a path that cannot be quoted in the arguments of jobs.
 
     Raises:
-        ValueError: names the characters.
+        ValueError: the path contains quotes, backslashes or `${`; names them.
     """
     if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
         raise ValueError(f"{key}={place}: choose a path without {' '.join(sorted(wrong))}, as it is passed to jobs")
 
 
 def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
-    """Refuse a choice for a config group that has no file, and name the nearest (Hydra lists one folder level only).
+    """Reject the choice of a missing config file, and suggest the nearest (Hydra lists only one folder level).
 
     Args:
-        group: name of the group.
+        group: name of the config group.
         words: command line arguments.
-        job: name of a job with its own recipes; "" for none.
+        job: name of the job, which may have its own recipes; "" if there is none.
 
     Raises:
         ValueError: neither the package nor a folder of --config-dir has the file.
@@ -370,18 +376,18 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
 
 
 def group_folders(group: str, folders: Sequence[Path], job: str = "") -> list[Path]:
-    """Folders that may contain files of a config group: in packages, and in `folders` of --config-dir."""
+    """Folders that may contain files of a config group, in packages and in the --config-dir folders `folders`."""
     packages = dict.fromkeys([*config_packages(), _package_of(job)])
     return [root / group for root in (*(Path(str(files(package))) for package in packages), *folders)]
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Names of config files in folders."""
+    """Sorted names of the config files in folders, relative to the folder and without suffix."""
     return sorted({str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")})
 
 
 def _help(config_name: str, words: Sequence[str]) -> str:
-    """Text of `--help` for a job."""
+    """Text that `--help` prints for a job."""
     command, (folders, _) = with_config(config_name), config_folders(words)
     assert command is not None
     package = _package_of(config_name)
@@ -395,7 +401,7 @@ def _help(config_name: str, words: Sequence[str]) -> str:
 
 
 def mistake(error: Exception, job: str) -> str:
-    """Message on why a job's config cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
+    """Turn an error of Hydra or YAML into a message that says why a job's config cannot be composed, and what to do."""
     owner = with_config(job)
     grammar, command = (owner.grammar, owner.name) if owner else (Grammar(), job)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -425,7 +431,7 @@ def mistake(error: Exception, job: str) -> str:
 
 
 def _near(error: Exception, grammar: Grammar) -> str:
-    """Question that names the nearest key in the section of an unknown key; "" if none is near."""
+    """Suggestion of the key nearest to an unknown one in its section, as a question; "" if none is near."""
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]
     near = did_you_mean(str(cause.key), known)
@@ -451,7 +457,7 @@ def full_errors() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def mistakes_are_one_line() -> Iterator[None]:
-    """Print an error that the user can correct as one line on stderr, and exit with code 2."""
+    """Print a user error in the block as one line on stderr, and exit with code 2."""
     try:
         yield
     except (ValueError, HydraException) as error:
@@ -466,9 +472,9 @@ def _end(code: int, error: object) -> NoReturn:
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:
     """Compose `config_name` with the overrides in `sys.argv`, and run `job` on the resolved config.
 
-    Errors that the user can correct are printed as one line on stderr instead of a traceback: exit code 2 for a
-    composition error or a ValueError, 1 for a system error such as a full disk, 130 after Ctrl-C. For a `resumable` job
-    the last line says that the same command resumes.
+    Errors that the user can correct are printed as one line on stderr instead of a traceback. The exit code is 2 for a
+    composition error or a ValueError, 1 for a system error such as a full disk, and 130 after Ctrl-C. After Ctrl-C in a
+    `resumable` job, the last line says that the same command resumes.
     """
     register_resolvers()
     # Spinning threads would slow down other jobs on the machine; this is read when torch is loaded.
@@ -529,5 +535,5 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
 
 def _drop_output() -> None:
-    """Discard further output after its reader has closed the pipe (`nemo-ext train --help | head`)."""
+    """Discard further output after its reader has closed the pipe, as in `nemo-ext train --help | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

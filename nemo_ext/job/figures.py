@@ -1,4 +1,4 @@
-"""Key figures of a run for the reports of pipelines."""
+"""Key figures of a run, which pipeline reports show."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Figures:
     """Key figures of a run.
 
     Attributes:
-        text: loss, reward or benchmark accuracy as text; "" for jobs without figures.
-        tokens: number of tokens that it trained on, including prompts; None if unknown.
+        text: loss, reward or benchmark accuracy, as a string; "" for jobs without figures.
+        tokens: number of tokens it trained on, including prompts; None if unknown.
         step: newest logged step; None for jobs without steps.
         target: total number of steps; None if unknown.
     """

@@ -14,11 +14,11 @@ _MEBIBYTE = 1 << 20
 _FULL = re.compile(
     r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 )
-"""Messages of failed writes to a full disk, including torch's."""
+"""Pattern of error messages, including torch's, of writes that fail because the disk is full."""
 
 
 def no_room(place: Path, error: str = "") -> str:
-    """Message if the disk of a folder is full, or if an error's text reports a full disk; "" otherwise.
+    """Message if the disk of a folder is full, or if the error message `error` reports a full disk; "" otherwise.
 
     For a folder that does not exist yet, the nearest existing parent is checked.
     """
@@ -34,7 +34,7 @@ def no_room(place: Path, error: str = "") -> str:
 
 @contextmanager
 def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
-    """Create a directory and lock it against other runs, after waiting for a run that holds the lock.
+    """Create a directory and lock it against other runs, waiting for a run that holds the lock.
 
     Args:
         directory: directory of the run.
@@ -65,7 +65,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Temporary path of a file until it is published."""
+    """Temporary path that a file has until it is published."""
     # The name contains the process id, as a worker that outlives a killed run may still write the same shard.
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
@@ -79,7 +79,7 @@ def publish(complete: Path, path: Path) -> None:
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing bytes under a temporary name; it is renamed at the end, or removed after an error."""
+    """Open a binary file for writing under a temporary name; it is renamed at the end, or removed after an error."""
     try:
         with open(unfinished(path), "wb") as file:
             yield file
@@ -91,9 +91,9 @@ def complete_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def folder_for_one(prefix: Path, work: str) -> Iterator[Path]:
-    """Temporary folder for unfinished files of a path prefix, used by one process at a time and removed at the end.
+    """Create a folder for a path prefix's unfinished files, lock it against other processes, and remove it at the end.
 
-    Files left by a killed process are removed. `work` becomes part of the folder's name.
+    Files left by a killed process are removed first. `work` becomes part of the folder's name.
 
     Raises:
         ValueError: another process is using the folder, or it cannot be written.

@@ -1,4 +1,4 @@
-"""Findings of the checks before a job starts."""
+"""Findings of the checks that run before a job starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Error, warning or note as one line, with the remedy."""
+    """Error, warning or note: one line of text, which includes the remedy."""
 
     kind: Literal["error", "warning", "note"]
     text: str

@@ -14,18 +14,18 @@ from nemo_ext.job.keys import choices, description
 _WIDTH = 120
 _INDENT = 34
 _ELSEWHERE = ("defaults", "hydra")
-"""Sections of a config file that are not settings of a job."""
+"""Sections of a config file that do not hold a job's settings."""
 _SOURCE = re.compile(r"\bsection \d|^\(choice\)")
-"""Pattern of comments that cite the source of a value and do not describe the key."""
+"""Pattern of comments that cite a value's source rather than describe the key."""
 
 
 def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequence[str]]) -> str:
-    """Help text of a command that composes a config.
+    """Text that `--help` prints for a command that composes a config.
 
     Args:
         command: the command.
-        config: composed config of the command, with the section `hydra`.
-        options: file names of the config groups that it reads, by the key that selects a file.
+        config: the command's composed config, including section `hydra`.
+        options: mapping from the key that selects a config file to the names of the files it can select.
     """
     shown = config.hydra.help
     intro = str(shown.template if "powered by Hydra" in str(shown.header) else shown.header)
@@ -39,7 +39,7 @@ def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequen
 
 
 def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
-    """Entries for keys in the command's config files that its introduction does not explain."""
+    """Yield entries for the keys in the command's config files that its introduction does not explain."""
     for key, default, comment in keys_of(command.configs, command.config or command.name):
         shown = next((name for name, meant in command.grammar.aliases.items() if meant == key), key)
         if any(shown == name or (name.endswith(".") and key.startswith(name)) for name in explained):
@@ -52,7 +52,7 @@ def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
 
 
 def keys_of(package: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Dotted keys, defaults and comments of a config file and of the files that it includes at the top level."""
+    """Yield (dotted key, default, comment) for a config file and the files that it includes at the top level."""
     place = files(package) / f"{name}.yaml"
     text = place.read_text()
     root = yaml.compose(text)
@@ -79,7 +79,7 @@ def _below(node: yaml.MappingNode, lines: Sequence[str], above: str) -> Iterator
 
 
 def _explained(intro: str) -> list[str]:
-    """Keys that an introduction explains on separate lines; a prefix that ends in a dot covers all keys below it."""
+    """Keys that an introduction explains on their own lines; a prefix that ends in a dot covers all keys below it."""
     names = []
     for line in intro.splitlines():
         if found := re.match(r" {2,4}((?:[a-z_]\w*\.)*[\w*]+(?:, [\w.]+)*)(?:=\S+)? ", line):
@@ -90,7 +90,7 @@ def _explained(intro: str) -> list[str]:
 
 
 def _entry(key: str, about: str) -> str:
-    """Wrapped entry of a key and its description."""
+    """Format a key and its description as a wrapped entry."""
     first = f"  {key}".ljust(_INDENT)
     lines = textwrap.wrap(about, _WIDTH - _INDENT) or [""]
     start = [first + lines[0]] if first.endswith(" ") else [first, " " * _INDENT + lines[0]]

@@ -11,7 +11,7 @@ from types import FrameType
 
 SECONDS_UNTIL_AGAIN = 0.05
 SECONDS_OF_ONE = 0.5
-"""Signals within this time count as one, as a rank receives both the terminal's and its launcher's."""
+"""Signals within this time count as one, as a rank receives both its terminal's and its launcher's."""
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def kept_interrupts() -> Iterator[None]:
 
     Python reports an exception in `__del__`, in a weak reference callback or in an at-fork hook (such as those of
     `logging`) to `sys.unraisablehook` and continues. Only signals lost in this way are repeated, because a second
-    signal means to end at once.
+    signal would end the process at once.
     """
     before, over = sys.unraisablehook, threading.Event()
 
@@ -52,8 +52,8 @@ def kept_interrupts() -> Iterator[None]:
 def interrupts_between() -> Iterator[Callable[[], None]]:
     """Defer the first interrupt until the yielded function is called, or until the block ends.
 
-    A KeyboardInterrupt can leave the locks of a thread pool taken, so that waiting for the pool never ends, and in
-    `torch.save` it can abort the process with SIGABRT. A second interrupt is not deferred.
+    A KeyboardInterrupt can leave a thread pool's locks held, so that waiting for the pool never ends. In `torch.save`,
+    it can abort the process with SIGABRT. A second interrupt is not deferred.
     """
     handlers = {
         number: handler

@@ -1,8 +1,8 @@
 """Description of a `nemo-ext` command: its arguments, files, resources and results. Standard library only.
 
-Each subpackage declares its commands in `commands.py`, and entry points of the group `nemo_ext.jobs` register them, as
-other packages can do (docs/extending.md). The command line, `submit`, `status`, pipelines and reports use only this
-description and never refer to a job by name.
+Each subpackage declares its commands in `commands.py`. Entry points in the group `nemo_ext.jobs` register them, and
+other packages can add their own (docs/extending.md). The command line, `submit`, `status`, pipelines and reports use
+only this description and never refer to a job by name.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args
 type Config = Mapping[str, Any]
 """Composed config."""
 type Reference = str | Callable[..., Any]
-"""Function, or its `module:name`, which is imported when it is called."""
+"""Function, or its `module:name`, which is imported when the function is called."""
 
 
 def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
-    """Call a function that may be given as `module:name`."""
+    """Call a function that may be given as `module:name`, and return its result."""
     if not isinstance(function, str):
         return function(*arguments, **named)
     module, _, name = function.partition(":")
@@ -27,29 +27,29 @@ def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
 
 Group = Literal["data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster", ""]
 GROUPS = get_args(Group)
-"""Headings of `nemo-ext --help` in order."""
+"""Headings in `nemo-ext --help`, in order."""
 
 
 class JobFailed(RuntimeError):
-    """Failure that a traceback would not explain, such as the death of a worker process."""
+    """Raised for a failure that a traceback would not explain, such as the death of a worker process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """Command line keys with a meaning beyond Hydra's grammar.
+    """Meanings of a command's keys beyond Hydra's grammar.
 
     Attributes:
-        settings: types of the keys (see `nemo_ext.job.keys`), which mark paths, text, and open or replaced sections.
-        aliases: keys by their alias on the command line, such as `served` for `model`.
-        groups: config groups by the key that selects one of their files, such as `rl` for `preset`.
-        added: config groups that recipes include and that are added without a recipe.
-        replaces: keys that are removed, by the key that replaces them.
+        settings: type tree of the keys (see `nemo_ext.job.keys`), which marks paths, text, open and replaced sections.
+        aliases: mapping from an alias on the command line to its key, such as from `served` to `model`.
+        groups: mapping from the key that selects a config file to the file's config group, such as `preset` to `rl`.
+        added: config groups that recipes include, and that are added if there is no recipe.
+        replaces: mapping from a key to the key that it replaces, which is removed.
         streams: whether `streams` replaces the recipe's training data.
-        loose: whether values that Hydra cannot parse are text, for keys without a dot.
+        loose: whether values of keys without a dot are taken as text if Hydra cannot parse them.
         dry_run: key that `--dry-run` sets.
-        literal: function of a key and a value; True if Hydra parses the value, False if it is text, None for other
-            keys.
-        advice: advice by key, for keys that are often used by mistake.
+        literal: function of a key and a value that returns True if Hydra parses the value, False if the value is text,
+            and None for other keys.
+        advice: mapping from keys that are often used by mistake to advice.
     """
 
     settings: Any = None
@@ -66,16 +66,16 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command that parses its arguments itself.
+    """A `nemo-ext` command that parses its own arguments.
 
     Attributes:
-        name: `nemo-ext NAME`.
+        name: name of the command, as in `nemo-ext NAME`.
         group: heading in `nemo-ext --help`; "" for a config that another command composes.
         help: one-line description.
-        main: function that is called with the arguments.
-        config: name of its primary config; "" if it is the command's name.
-        configs: package of the primary config; config groups are searched there and in hydra_conf.
-        grammar: keys of its command line.
+        main: function that is called with the list of arguments.
+        config: name of its primary config; "" if this is the command's name.
+        configs: package with the primary config; config groups are searched there and in hydra_conf.
+        grammar: special keys on its command line.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """File or folder that a job reads in addition to its training data.
+    """File or folder that a job reads, other than its training data.
 
     Attributes:
         key: config key that names it.
         path: path of the file or folder.
-        advice: remedy if it is missing.
+        advice: how to obtain it if it is missing.
         model: whether it is a checkpoint.
     """
 
@@ -109,11 +109,11 @@ class Array:
     """Division of a job among the tasks of a Slurm array.
 
     Attributes:
-        key: dotted config key of the task's number; every task has its own record of starts.
-        words: arguments of a task, with {number} and {count} replaced.
-        tasks: function of the config and slurm.shards that returns the number of tasks.
+        key: dotted config key for the task's number; every task has its own record of starts.
+        words: arguments of each task, in which {number} and {count} are replaced.
+        tasks: function of the config and `slurm.shards` that returns the number of tasks.
         rounds: function of the config that returns the number of consecutive arrays.
-        shards: whether slurm.shards sets the number of tasks.
+        shards: whether `slurm.shards` sets the number of tasks.
     """
 
     key: str
@@ -128,11 +128,11 @@ class Model:
     """Models that a job starts from and produces.
 
     Attributes:
-        key: command line key of the model that the job starts from; "" for none.
-        start: dotted config key of a checkpoint whose model replaces the config's; "" for none.
-        takes: kind of model that it starts from.
-        leaves: kind of model that it produces; "" for none.
-        place: function of a stage's folder and its arguments by key that returns the path of the produced model, or
+        key: command line key for the model that the job starts from; "" if there is none.
+        start: dotted config key for a checkpoint whose model replaces the config's; "" if there is none.
+        takes: kind of model that the job starts from.
+        leaves: kind of model that the job produces; "" if it produces none.
+        place: function of a stage's folder and a mapping of its arguments that returns the produced model's path, or
             None if the arguments do not determine it.
         trained: whether the produced weights are new, so that a pipeline evaluates them.
         same_sizes: whether the produced model has the sizes of the model that the job starts from.
@@ -153,36 +153,37 @@ def _run_dir_or_output(config: Config) -> Sequence[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Command):
-    """Command that runs a composed config; it can be a stage of a pipeline and be submitted to Slurm.
+    """Command that runs a composed config, which can also be a pipeline stage or be submitted to Slurm.
 
     Attributes:
         run: function that is called with the composed config.
-        engines: engines that must be installed, or a function of the config that returns them.
-        extras: extras of nemo_ext whose packages must be installed, or a function of the config that returns them.
+        engines: names of engines that must be installed, or a function of the config that returns them.
+        extras: nemo_ext extras whose packages must be installed, or a function of the config that returns them.
         resumable: whether the same command resumes an interrupted one.
-        check: function of the config and the paths that earlier jobs will write; raises the job's ValueErrors early.
-        findings: function of the config, the settings of site and queue, and `paths` and `model_to_come` of
-            `nemo_ext.slurm.preflight.findings`; yields further findings.
-        inputs: function of the config that returns the files and folders that it reads apart from training data.
-        outputs: function of the config that returns the folders, files and prefixes that it writes; null is skipped.
-        started: function of the config that returns other jobs that it starts, with their configs.
+        check: function of the config and the paths that earlier jobs will write, which raises the job's ValueErrors
+            before it starts.
+        findings: function of the config and the site and queue settings that yields further findings; it also gets
+            the keyword arguments `paths`, `here` and `model_to_come` of `nemo_ext.slurm.preflight.findings`.
+        inputs: function of the config that returns the files and folders it reads, other than training data.
+        outputs: function of the config that returns the folders, files and prefixes it writes; null is skipped.
+        started: function of the config that returns (name, config) of each other job that it starts.
         model: models that it starts from and produces.
-        script: batch script in slurm/ without its suffix; "" if it cannot be submitted.
-        size: function of the config and the settings of site and queue that returns the number of nodes, and of GPUs
-            per node.
-        size_keys: config keys of the number of nodes and of GPUs per node.
-        array: division among the tasks of an array; None if it is not divided.
-        record: function of the config that returns the paths from which the name of its record of starts is derived,
-            if it has no run directory; None for its outputs.
-        own_folder: whether its run directory is the folder of its stage in a pipeline.
-        training: whether its config is a training run's, with `launcher`, `megatron` and data.
-        ranks: "slurm" if Slurm starts its ranks, "asked" if it requests ranks on its nodes, "" if it has none.
+        script: name of its batch script in slurm/, without suffix; "" if it cannot be submitted.
+        size: function of the config and the site and queue settings that returns the number of nodes, and the number
+            of GPUs per node.
+        size_keys: config keys for the number of nodes and for the number of GPUs per node.
+        array: division among the tasks of a Slurm array; None if it is not divided.
+        record: function of the config that returns the paths from which the name of its record of starts is derived
+            if it has no run directory; if None, its outputs.
+        own_folder: whether its run directory in a pipeline is its stage's folder.
+        training: whether its config is that of a training run, with `launcher`, `megatron` and data.
+        ranks: "slurm" if Slurm starts its ranks, "asked" if it requests ranks on its nodes itself, "" if it has none.
         ray: function of the config that returns True if it runs on Ray.
-        serving: "replicas" for jobs with several servers of a model, "meanwhile" for jobs that serve models one after
-            another.
+        serving: "replicas" for jobs with several servers of one model, "meanwhile" for jobs that serve models one after
+            another, "" for others.
         server: whether it runs until it is interrupted.
-        rehearsed: whether its ranks can be rehearsed.
-        saved_step: function of the run directory that returns the step of the newest checkpoint, 0 if there is none.
+        rehearsed: whether its ranks can be rehearsed (`nemo_ext.rehearsal`).
+        saved_step: function of the run directory that returns the newest checkpoint's step, or 0 if there is none.
         figures: function of the run directory that returns `nemo_ext.job.figures.Figures`.
     """
 
@@ -213,22 +214,22 @@ class Job(Command):
 
 
 def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:
-    """Turn a function that checks only the settings of a config, and no files, into a `Job.check`."""
+    """Turn a function that checks only a config's settings, and no files, into a `Job.check`."""
     return lambda config, coming: invoke(function, config)
 
 
 def inputs(*read: tuple[str, Any, str], model: Sequence[str] = ()) -> list[Input]:
-    """Build inputs from keys, values and advice, skipping null values; the keys in `model` name checkpoints."""
+    """Build inputs from (key, value, advice) tuples, skipping null values; the keys in `model` name checkpoints."""
     return [Input(key, Path(str(place)).expanduser(), advice, key in model) for key, place, advice in read if place]
 
 
 def will_exist(path: Path, coming: Iterable[Path]) -> bool:
-    """True if a path exists, or if an earlier job, which writes `coming`, will create it."""
+    """True if a path exists, or if an earlier job that writes the paths `coming` will create it."""
     return path.exists() or is_coming(path, coming)
 
 
 def is_coming(path: Path, coming: Iterable[Path]) -> bool:
-    """True if an earlier job, which writes `coming`, will create a path."""
+    """True if an earlier job that writes the paths `coming` will create a path."""
     wanted = path.resolve()
 
     def makes(place: Path) -> bool:
@@ -240,7 +241,7 @@ def is_coming(path: Path, coming: Iterable[Path]) -> bool:
 
 
 def at(config: Config, key: str) -> Any:
-    """Value of a dotted key; None if the config does not have it."""
+    """Look up a dotted key in a config; None if the config does not have it."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

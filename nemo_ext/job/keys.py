@@ -1,7 +1,7 @@
-"""Kinds of a job's config keys (paths, text, open sections), from the types of its settings. No torch.
+"""Kinds of a job's config keys (paths, text, open sections), according to its settings' types. Does not import torch.
 
-A type tree is a class that reads a config (or its `module:name`, imported on demand), a mapping of type trees by key
-("*" is a name that the user chooses), or a tuple of type trees.
+A type tree is a class that reads a section (or its `module:name`, imported on demand), a mapping from keys to type
+trees ("*" is a name that the user chooses), or a tuple of type trees.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields, keys_of
 
 
 def is_place(settings: Any, key: str) -> bool:
-    """True if the value of a dotted key names a file or folder, or a list of them, by a type tree."""
+    """True if, in a type tree, the value of a dotted key names a file or folder, or a list of them."""
     return is_marked(settings, key, PLACE)
 
 
 def is_marked(settings: Any, key: str, mark: str) -> bool:
-    """True if the type of a dotted key has a mark of `nemo_ext.job.settings`, by a type tree."""
+    """True if, in a type tree, the type of a dotted key carries a mark that `nemo_ext.job.settings` defines."""
     return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
 
 
@@ -32,7 +32,7 @@ def may_be_new(settings: Any, key: str) -> bool:
 
 
 def choices(settings: Any, key: str) -> tuple[str, ...]:
-    """Words that are listed as values of a dotted key; its type may allow other values as well."""
+    """Literal values that the type of a dotted key lists; it may allow other values as well."""
     kinds = [kind for kind, _ in _types(settings, key.split("."))]
     words = [
         word
@@ -45,14 +45,14 @@ def choices(settings: Any, key: str) -> tuple[str, ...]:
 
 
 def names(settings: Any, section: str) -> list[str]:
-    """Keys of the classes that read a dotted section; "" is the whole config."""
+    """Keys of the classes that read a dotted section; "" stands for the whole config."""
     kinds = [kind for kind, _ in _types(settings, section.split(".") if section else [])]
     classes = [member for kind in kinds for member in (kind, *_members(kind)) if dataclasses.is_dataclass(member)]
     return [key for kind in classes for key in keys_of(cast(type[Any], kind))]
 
 
 def description(settings: Any, key: str) -> str:
-    """Description of a dotted key from the docstring of its class; "" if there is none."""
+    """Description of a dotted key in the docstring of its class; "" if there is none."""
     above, _, name = key.rpartition(".")
     for kind, _ in _types(settings, above.split(".") if above else []):
         for member in (kind, *_members(kind)):
@@ -62,7 +62,7 @@ def description(settings: Any, key: str) -> str:
 
 
 def _attributes(kind: type[Any]) -> dict[str, str]:
-    """Entries of the `Attributes` sections of a dataclass, its flat fields and its bases, by name."""
+    """Mapping from attribute to description, from the `Attributes` of a dataclass, its flat fields and its bases."""
     lines: dict[str, str] = {}
     for part in (*(part for _, part, flat in dataclass_fields(kind) if flat), *reversed(kind.__mro__[:-1])):
         if part not in kind.__mro__:
@@ -81,7 +81,7 @@ def _has(kind: Any, mark: str) -> bool:
 
 
 def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Types of a key (given as parts) in a type tree, each with True if a class or an open mapping accepts the key."""
+    """Yield the types of a key (split at dots) in a type tree, and whether a class or open mapping accepts it."""
     if kind is None:
         return
     if isinstance(kind, str):

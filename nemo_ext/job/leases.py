@@ -1,7 +1,8 @@
-"""Leases on units of work in a folder that workers on several nodes share, with detection of dead workers.
+"""Leases on units of work for workers on several nodes that share a folder, with detection of dead workers.
 
-A lease is a file that its holder touches regularly. Clocks of nodes may differ, so each worker measures with its own
-clock how long a file has not been touched. Two workers may briefly hold the same lease, which must be harmless.
+A lease is a file that its holder touches regularly. As the nodes' clocks may differ, each worker uses its own
+clock to measure how long a file has not been touched. Two workers may briefly hold the same lease, which must be
+harmless.
 """
 
 import contextlib
@@ -15,15 +16,15 @@ from pathlib import Path
 import psutil
 
 _CLOCK = 300.0
-"""Seconds by which the start time of a process may seem to change, because the system's clock may be set."""
+"""Seconds by which a process's start time may appear to change, as the system clock may be adjusted."""
 
 
 class Leases:
-    """Leases of a folder, as seen by one worker.
+    """Leases in a folder, as seen by one worker.
 
     Args:
         folder: folder of the leases.
-        seconds: time without a touch after which a lease is free, in seconds.
+        seconds: time in seconds after which a lease that has not been touched is free.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -38,7 +39,7 @@ class Leases:
         }
 
     def take(self, name: str) -> bool:
-        """Take a lease if it is free; False if another worker holds it."""
+        """Take a lease if it is free, and return True; return False if another worker holds it."""
         file = self.folder / name
         if file.exists():
             if not self._lost(file):
@@ -60,7 +61,7 @@ class Leases:
         return name in self._held
 
     def touch(self) -> None:
-        """Touch all leases of this worker, to show that it is alive."""
+        """Touch all of this worker's leases, to show that it is alive."""
         for name in list(self._held):
             if self._is_ours(name):
                 os.utime(self.folder / name)
@@ -95,7 +96,7 @@ class Leases:
 
 
 def _place() -> str:
-    """Machine and process namespace, because containers number their processes separately."""
+    """Name of this machine and process namespace, as containers number their processes separately."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,6 +1,6 @@
-"""Records of the settings that an output was made from, stored with it and compared when the job runs again.
+"""Records of the settings that an output was made with, stored with it and compared when the job runs again.
 
-Settings that a user can read are compared key by key (`differing`); inputs and long plans by `digest`.
+Settings that a user can read are compared key by key (`differing`), inputs and long plans by their `digest`.
 """
 
 import hashlib
@@ -12,16 +12,16 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 LONGEST = 60
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of characters that a message shows of a value."""
 
 
 def digest(made_of: object) -> str:
-    """SHA-256 of a JSON value as 64 hexadecimal digits; the order of keys does not matter."""
+    """SHA-256 of a JSON value as 64 hexadecimal digits, independent of the order of keys."""
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
 def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values of a section by dotted key, whether the keys are nested or dotted."""
+    """Flatten a section, whose keys may be nested or dotted, into a mapping from dotted key to value."""
     values: dict[str, Any] = {}
     for key, value in section.items():
         nested = isinstance(value, Mapping) and value
@@ -30,7 +30,7 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Differences between two sections as `before -> now`, by dotted key; an absent key equals null and {}."""
+    """Compare two sections; return a mapping from dotted key to "before -> now". Null and {} equal an absent key."""
     old, new = flat(_as_json(before)), flat(_as_json(now))
     return {
         key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
@@ -40,25 +40,25 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
 
 
 def describe(changed: Mapping[str, str]) -> str:
-    """Differences (`differing`) as text in one line."""
+    """Describe the differences returned by `differing` in one line."""
     return "; ".join(f"{key}: {change}" for key, change in changed.items())
 
 
 def note(record: Path, made_of: Mapping[str, Any]) -> None:
-    """Write the record of the settings that an output is made from."""
+    """Write to the file `record` the settings that an output is made with."""
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 
 def noted(record: Path) -> Any:
-    """Content of a record; None if there is none."""
+    """Read the settings in the file `record`; None if there is no such file."""
     return json.loads(record.read_text()) if record.is_file() else None
 
 
 def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any], begun: str, advice: str) -> None:
-    """Refuse settings that differ from `before`, the settings of an output's first run; None for a new output.
+    """Reject settings that differ from `before`, those of the output's first run (None if the output is new).
 
     Raises:
-        ValueError: `begun (the settings that differ): advice`.
+        ValueError: settings differ; the message is `begun`, the differences in parentheses, and `advice`.
     """
     if before is not None and (changed := differing(before, now)):
         raise ValueError(f"{begun} ({describe(changed)}): {advice}")
@@ -70,7 +70,7 @@ def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where_they_differ(*values: Any) -> Iterator[str]:
-    """Yield each value as text; a long text is cut to the place where it begins to differ from the other."""
+    """Yield each value as JSON; a long one is cut to the part around the first difference from the other."""
     texts = [json.dumps(value) for value in values]
     alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
     for text in texts:

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, plain lines otherwise; and notices."""
+"""Notices to the user, and progress of long work, on stderr: as a bar on a terminal, as plain lines otherwise."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _STDERR = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_
 
 
 def notice(text: str) -> None:
-    """Print a line for the user on stderr."""
+    """Print a message for the user on stderr."""
     _STDERR.print(text)
 
 
@@ -31,14 +31,14 @@ def notice(text: str) -> None:
 def progress_of(
     label: str, total: int, *, enabled: bool = True, unit: str | None = None, detail: Callable[[], str] = str
 ) -> Iterator[Callable[[int], None]]:
-    """Show progress; yields a function that advances it by an amount. The bar is removed at the end.
+    """Show progress until the block ends; yields a function that advances it by an amount.
 
     Args:
         label: name of the work.
-        total: total amount, in bytes or `unit`.
+        total: total amount, in bytes or in `unit`.
         enabled: whether to show anything.
         unit: name of the counted items, such as `variants`; None for bytes.
-        detail: function that returns text to show after the amounts.
+        detail: function that returns a string to show after the amounts.
     """
     if not enabled:
         yield lambda size: None

@@ -1,7 +1,8 @@
-"""Start of the ranks of a stage, with their error messages passed to the user unchanged.
+"""Starting of a stage's ranks, with their error messages passed to the user unchanged.
 
-On one machine, they are child processes. On several Slurm nodes (`ON_NODES`), the job may run in a container without
-srun, so it writes the command to a file for the batch process, which runs it and writes the exit code to another file.
+On one machine, ranks are child processes. On several Slurm nodes (`ON_NODES`), the job may run in a container without
+srun. It therefore writes the command to a file for the batch process, which runs it and writes the exit code to another
+file.
 
 torchrun is not used, as it adds a report to every user error, and leaves ranks running when it is killed.
 """
@@ -23,26 +24,27 @@ from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
 
 ON_NODES = "NEMO_EXT_ON_NODES"
-"""Environment variable with the folder in which a job requests ranks on all nodes of its allocation."""
+"""Environment variable that names the folder through which a job requests ranks on all nodes of its allocation."""
 GPUS = "NEMO_EXT_GPUS"
-"""Environment variable: GPU model of the site's nodes, or `none` for ranks that train on CPUs."""
+"""Environment variable that holds the GPU model of the site's nodes, or `none` if ranks train on CPUs."""
 ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
-"""Files in that folder: the request (Python's arguments, and the log if it is not the job's output); the exit code."""
+"""Files in the `ON_NODES` folder: the request (Python's arguments, and the log unless it is the job's output), and the
+exit code."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
 
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
-    """Run a command as `ranks` processes and wait for them; if one fails, the rest are stopped.
+    """Run a command as `ranks` processes, and wait for them; if one fails, the rest are stopped.
 
     A single rank gets no process group. With `ON_NODES`, the ranks run on all nodes. The output of all ranks but the
-    first is written to `logs`.
+    first is written to files in the folder `logs`.
 
     Returns:
         0, or the exit code of the rank that failed first.
 
     Raises:
-        KeyboardInterrupt: after the ranks have stopped.
+        KeyboardInterrupt: the job was interrupted; raised once the ranks have stopped.
     """
     if ON_NODES in os.environ:
         return _run_on_nodes(command[1:], logs)
@@ -55,7 +57,7 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
 def reserve_port() -> socket.socket:
     """Bind a socket to a free port of this machine.
 
-    Until the socket is closed, the system assigns the port to nobody else, but a process that sets SO_REUSEADDR, as
+    Until the socket is closed, the system assigns the port to no other process, but one that sets SO_REUSEADDR, as
     servers do, can listen on it.
     """
     held = socket.socket()
@@ -74,14 +76,18 @@ def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
 
 
 def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
-    """Let the batch process start Python with these arguments on all ranks, and wait for them.
+    """Have the batch process start Python with the arguments `words` on all ranks, and wait for them.
+
+    Args:
+        words: arguments.
+        log: file for the ranks' output; if None, the job's output.
 
     Returns:
-        Exit code of srun.
+        srun's exit code.
 
     Raises:
         ValueError: the batch process's folder is not visible here.
-        KeyboardInterrupt: after the ranks, which are interrupted as well, have stopped.
+        KeyboardInterrupt: the job was interrupted; raised once the ranks, which are interrupted too, have stopped.
     """
     folder = Path(os.environ[ON_NODES])
     if not folder.is_dir():
@@ -120,7 +126,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
 
 
 def training_rank(config: Mapping[str, Any]) -> str:
-    """Module that the ranks of a training run execute, depending on evaluation during training."""
+    """Name of the module that a training run's ranks execute, which depends on whether training includes evaluation."""
     every = (config.get("evaluate") or {}).get("every")
     return "nemo_ext.megatron.rank" if every is None else "nemo_ext.evaluation.live.rank"
 
@@ -144,7 +150,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Log file of a rank other than the first; on several nodes also of user errors found by the first."""
+    """Log file of a rank; the first rank has one only on several nodes, for user errors that it finds."""
     return logs / f"rank{rank}.log"
 
 
@@ -163,7 +169,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Wait for processes, and return the ones still running after `seconds`."""
+    """Wait for processes for at most `seconds`, and return those that are still running."""
     deadline = time.monotonic() + seconds
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -171,7 +177,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Environment variables of ranks on this machine; variables set by the user take precedence."""
+    """Environment variables for `ranks` ranks on this machine; variables set by the user take precedence."""
     return {
         # By default, torchrun kills ranks 30 s after a SIGTERM, too soon for a long step and its checkpoint.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
@@ -183,12 +189,12 @@ def rank_environment(ranks: int) -> dict[str, str]:
 
 
 def training_command(config: Path, ranks: int, log: Path) -> list[str]:
-    """Command that runs the ranks of a training run, here or on all nodes; on SIGTERM the ranks save and end.
+    """Command that runs a training run's ranks, here or on all nodes; on SIGTERM, the ranks save and end.
 
     Args:
-        config: config that the ranks read.
+        config: path of the config that the ranks read.
         ranks: number of ranks on this machine.
-        log: log of the run.
+        log: file for the ranks' output, used on all nodes.
     """
     if ON_NODES in os.environ:
         return [sys.executable, "-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]

@@ -1,4 +1,4 @@
-"""Files of records, one line of JSON per record, which a killed job may leave truncated; parsing of strict JSON."""
+"""Files with one JSON record per line, which a killed job may leave truncated, and parsing of strict JSON."""
 
 import json
 import math
@@ -19,14 +19,14 @@ _LONG, _ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")  # much f
 
 
 def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
-    """Results of `make` for each record of a file; empty if there is no file.
+    """Read a file's records, and return the result of `make` for each; an empty list if there is no file.
 
-    A truncated last line, as after a kill, is skipped.
+    A last line that was truncated, as when a job is killed, is skipped.
 
     Args:
         file: path of the file.
-        make: function of a record; raises TypeError, KeyError or ValueError if the record is invalid.
-        what: name of a record, for the message.
+        make: function of a record, which raises TypeError, KeyError or ValueError if the record is invalid.
+        what: what a record is, for the message.
         first: 1-based number of the first line with a record.
 
     Raises:
@@ -47,18 +47,18 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
 
 
 def read_lines[T](file: Path, kind: Callable[..., T], *, what: str) -> list[T]:
-    """Records of a file as instances of a dataclass (`read_records`)."""
+    """Read a file's records as instances of the dataclass `kind` (see `read_records`)."""
     return read_records(file, lambda record: kind(**record), what=what)
 
 
 def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T], *, what: str) -> None:
-    """Append records to the complete lines of a file."""
+    """Append records to a file, dropping a truncated last line."""
     known = read_lines(file, kind, what=what)
     write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))
 
 
 def json_line(value: Any) -> bytes:
-    """Value as a line of JSON; types that JSON does not have become text, NaN and infinities null."""
+    """Encode a value as a line of JSON; types that JSON lacks become strings, NaN and infinities become null."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # integers of more than 64 bits, lone surrogates
@@ -74,15 +74,15 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(text: bytes | str, *, strict: bool = True) -> Any:
-    """Parse a JSON text in UTF-8. Integers are exact, while orjson would turn those beyond 64 bits into floats.
+    """Parse JSON in UTF-8. Integers are exact, whereas orjson would turn those beyond 64 bits into floats.
 
     Args:
-        text: the text.
-        strict: False to accept what Python's parser does: NaN, infinities, lone surrogates, a byte order mark.
+        text: the JSON.
+        strict: False to also accept what Python's parser does: NaN, infinities, lone surrogates, a byte order mark.
 
     Raises:
         ValueError: the text is not JSON.
-        RecursionError: it is nested too deep, only if `strict` is False.
+        RecursionError: it is nested too deeply (only if `strict` is False).
     """
     try:
         value = orjson.loads(text)
@@ -96,11 +96,11 @@ def read_json(text: bytes | str, *, strict: bool = True) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """Parse a JSON text by RFC 8259, more strictly than json.loads does.
+    """Parse JSON according to RFC 8259, more strictly than json.loads.
 
     Raises:
-        ValueError: the text is not JSON, or has NaN, an infinity, a number that overflows, or a duplicate key.
-        RecursionError: it is nested too deep.
+        ValueError: the text is not JSON, or contains NaN, an infinity, a number that overflows, or a duplicate key.
+        RecursionError: it is nested too deeply.
     """
 
     def constant(name: str) -> None:

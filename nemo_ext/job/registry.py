@@ -1,4 +1,4 @@
-"""Registry of commands, from the entry points of installed packages. Standard library only."""
+"""Registry of commands, found through the entry points of installed packages. Standard library only."""
 
 import sys
 import tomllib
@@ -16,18 +16,18 @@ from nemo_ext.job.job import GROUPS, Command, Grammar, Job
 from nemo_ext.job.words import nearest
 
 GROUP = "nemo_ext.jobs"
-"""Group of entry points `NAME = "module:COMMAND"` that refer to a `Command` or `Job`."""
+"""Entry point group whose entries, `NAME = "module:COMMAND"`, refer to a `Command` or `Job`."""
 
 CONFIGS = "hydra_conf"
-"""Package of the config groups: models, recipes, benchmarks, clusters and others."""
+"""Package with the config groups: models, recipes, benchmarks, clusters and others."""
 
 CONFIG_GROUP = "nemo_ext.configs"
-"""Group of entry points `NAME = "package"` whose packages contain more files of the same config groups."""
+"""Entry point group whose entries, `NAME = "package"`, name packages with more files for the same config groups."""
 
 
 @cache
 def ours(group: str) -> dict[str, EntryPoint]:
-    """Entry points of this package; for a checkout from pyproject.toml, as pip's metadata may be outdated."""
+    """Mapping from name to this package's entry point; in a checkout, from pyproject.toml, as pip's may be outdated."""
     file = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
     if project.get("name") == "nemo_ext":
@@ -40,7 +40,7 @@ def ours(group: str) -> dict[str, EntryPoint]:
 
 @cache
 def entry_points(group: str) -> dict[str, EntryPoint]:
-    """Entry points of all installed packages by name; ours take precedence.
+    """Mapping from name to entry point in a group, for all installed packages; ours take precedence.
 
     A duplicate name is ignored and reported on stderr.
     """
@@ -59,7 +59,7 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
 
 @cache
 def config_packages() -> tuple[str, ...]:
-    """Packages that contain config groups: ours first, which takes precedence. Unusable ones are reported on stderr."""
+    """Names of packages with config groups: ours first, as it takes precedence. Missing ones are reported on stderr."""
     packages = [CONFIGS]
     for point in entry_points(CONFIG_GROUP).values():
         try:
@@ -75,7 +75,7 @@ def config_packages() -> tuple[str, ...]:
 
 
 def config_files(group: str) -> dict[str, Traversable]:
-    """YAML files of a config group in all packages, by name without suffix, sorted by name."""
+    """Sorted mapping from name, without suffix, to the YAML file of a config group, for all packages."""
     folders = [files(package).joinpath(*group.split("/")) for package in reversed(config_packages())]
     paths = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
     by_name = {path.name.removesuffix(".yaml"): path for path in paths if path.name.endswith(".yaml")}
@@ -84,7 +84,7 @@ def config_files(group: str) -> dict[str, Traversable]:
 
 @cache
 def _load(point: EntryPoint) -> Command:
-    """Load the command of an entry point.
+    """Load the command that an entry point refers to.
 
     Raises:
         ValueError: it cannot be imported, or is not a command with the entry point's name.
@@ -149,7 +149,7 @@ def job(name: str) -> Job:
 
 
 def grammar_of(config: str) -> Grammar:
-    """Command line grammar for a primary config; the default grammar if no command composes it."""
+    """Command line grammar for a primary config; an empty grammar if no command composes it."""
     return found.grammar if (found := with_config(config)) else Grammar()
 
 

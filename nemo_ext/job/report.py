@@ -1,4 +1,4 @@
-"""Layout of reports: text, tables, code and pictures as Markdown and as one HTML file. No torch."""
+"""Layout of reports with text, tables, code and pictures, as Markdown and as one HTML file. Does not import torch."""
 
 import base64
 import html
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
-"""Colours of a picture's lines."""
+"""Colours for the lines in a picture."""
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Table in Markdown, without a trailing line break.
+    """Format a table in Markdown, without a trailing line break.
 
-    Integers get thousands separators, None is an empty cell. A column whose name ends with a colon is right-aligned.
+    Integers get thousands separators, and None becomes an empty cell. A column whose name ends in a colon is
+    right-aligned.
     """
     marks = ["--:" if name.endswith(":") else "---" for name in heading]
     lines = [[name.removesuffix(":") for name in heading], marks, *rows]
@@ -38,13 +39,13 @@ def _cell(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table[Cell]:
-    """Table of a report.
+    """Table in a report.
 
     Attributes:
-        title: heading above the table; "" for none.
+        title: heading above the table; "" if there is none.
         heading: names of the columns.
         rows: rows with one cell per column.
-        note: text below the table; "" for none.
+        note: text below the table; "" if there is none.
     """
 
     title: str
@@ -53,7 +54,7 @@ class Table[Cell]:
     note: str = ""
 
     def markdown(self, shown: Callable[[Cell], object] = lambda cell: cell) -> str:
-        """Title, table and note in Markdown; `shown` converts a cell for `markdown_table`."""
+        """Format title, table and note in Markdown; `shown` converts each cell for `markdown_table`."""
         table = markdown_table(self.heading, [[shown(cell) for cell in row] for row in self.rows])
         return "\n\n".join(filter(None, [self.title and f"## {self.title}", table, self.note]))
 
@@ -62,8 +63,8 @@ class Report:
     """Report that is built from top to bottom; parts that are None or "" are skipped.
 
     Args:
-        title: title of the page; "" for sections that will be appended to another report.
-        parts: Markdown below the title.
+        title: title of the page; "" for sections to be appended to another report.
+        parts: blocks of Markdown below the title.
     """
 
     def __init__(self, title: str, *parts: str | None) -> None:
@@ -72,49 +73,49 @@ class Report:
         self.add(title and f"# {title}", *parts)
 
     def add(self, *parts: str | None) -> Self:
-        """Adds Markdown; each part is a separate block."""
+        """Add Markdown, with each part as a separate block."""
         self._parts += filter(None, parts)
         return self
 
     def section(self, title: str, *parts: str | None, level: int = 2) -> Self:
-        """Adds a section, unless all its parts are empty."""
+        """Add a section, unless parts are given and all of them are empty."""
         return self.add(f"{'#' * level} {title}", *parts) if not parts or any(parts) else self
 
     def table(self, title: str, heading: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Self:
-        """Adds a table with a title and a note ("" for none), unless it has no rows."""
+        """Add a table with an optional title and note, unless it has no rows."""
         rows = list(rows)
         return self.add(Table(title, heading, rows, note).markdown() if rows else None)
 
     def facts(self, rows: Mapping[str, object] | Iterable[Sequence[object]]) -> Self:
-        """Adds a table of names and values, without headings."""
+        """Add a table of names and values, without headings."""
         return self.table("", ("", ""), rows.items() if isinstance(rows, Mapping) else rows)
 
     def code(self, text: str, language: str = "") -> Self:
-        """Adds a block of code."""
+        """Add a block of code."""
         return self.add(f"```{language}\n{text.rstrip()}\n```")
 
     def picture(
         self, caption: str, name: str, width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
     ) -> "list[Axes]":
-        """Adds a picture, which is written with the report, with its size in inches; returns its axes, row by row."""
+        """Add a picture (sizes in inches), which is written with the report, and return its axes, row by row."""
         self._pictures[name], axes = panels(width, height, rows, columns, **layout)
         self.add(f"![{caption}]({name})")
         return axes
 
     def markdown(self) -> str:
-        """Whole report as Markdown."""
+        """Return the whole report as Markdown."""
         return "\n\n".join(self._parts) + "\n"
 
     def write(self, path: Path, *, page: bool = False, after: str = "") -> Path:
-        """Writes the report and its pictures to one folder.
+        """Write the report and its pictures to one folder.
 
         Args:
             path: path of the Markdown file.
-            page: whether to write an HTML file next to it.
-            after: Markdown of an earlier report, to which these sections are appended.
+            page: whether to also write an HTML file next to it.
+            after: Markdown of an earlier report, after which this one is written.
 
         Returns:
-            Path of the HTML file if there is one, else of the Markdown file.
+            Path of the HTML file if one is written, otherwise of the Markdown file.
         """
         for name, figure in self._pictures.items():
             save_figure(figure, path.parent / name)
@@ -141,7 +142,7 @@ img {{ max-width: 100%; }}
 
 
 def write_page(report: Path) -> Path:
-    """Write a Markdown report as one HTML file next to it, with the PNG pictures of its folder embedded.
+    """Convert a Markdown report to one HTML file next to it, with the PNG pictures in its folder embedded.
 
     Returns:
         Path of the HTML file.
@@ -165,7 +166,7 @@ def write_page(report: Path) -> Path:
 
 
 def new_figure(**sizes: Any) -> "Figure":
-    """Figure with constrained layout that needs no display; `sizes` are options of matplotlib's `Figure`."""
+    """Create a figure with constrained layout that needs no display; `sizes` are options of matplotlib's `Figure`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -177,7 +178,7 @@ def new_figure(**sizes: Any) -> "Figure":
 def panels(
     width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
 ) -> tuple["Figure", list["Axes"]]:
-    """Figure with its size in inches, and its axes, row by row; `layout` has options of matplotlib's `subplots`."""
+    """Create a figure (sizes in inches) and its axes, row by row; `layout` holds options of `Figure.subplots`."""
     figure = new_figure(figsize=(width, height))
     return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
 
@@ -193,7 +194,7 @@ def tidy(
 
     Args:
         axes: axes to format.
-        grid: direction of the grid lines.
+        grid: axis whose grid lines are drawn; None for no grid.
         title: title, aligned left.
         legend: whether to draw a legend, or options of matplotlib's `legend`.
         labels: options of matplotlib's `Axes.set`: xlabel, ylabel, xlim and others.
@@ -211,7 +212,7 @@ def tidy(
 
 
 def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns: int = 4) -> None:
-    """Draw one legend outside the axes of a picture, with every label once; none for a single label."""
+    """Draw one legend outside the axes of a picture, with every label once, unless there is only one label."""
     pairs = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
     if len(handles) > 1:
@@ -220,12 +221,12 @@ def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns
 
 
 def error_bar(value: float, interval: Sequence[float] | None, times: float = 1.0) -> Any:
-    """Lengths below and above a value for matplotlib's `errorbar`; None without an interval."""
+    """Lengths below and above a value, scaled by `times`, for matplotlib's `errorbar`; None without an interval."""
     return interval and [[max(0.0, times * (value - interval[0]))], [max(0.0, times * (interval[1] - value))]]
 
 
 def save_figure(figure: "Figure", path: Path, *, dpi: int = 120) -> None:
-    """Write a picture in the format of its suffix and rename it, so that no reader sees a partial file."""
+    """Write a picture in the format of its suffix, then rename it, so that no reader sees a partial file."""
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=dpi, format=path.suffix.removeprefix("."))
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Reading and writing the files of a run directory. No torch."""
+"""Reading and writing of the files in a run directory. Does not import torch."""
 
 import importlib.metadata
 import json
@@ -23,7 +23,7 @@ REPORT = "report.md"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 OWN = ".job"
-"""Folder in an output for internal files of its job."""
+"""Folder in a job's output for the job's internal files."""
 
 PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
 
@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def write_versions(run_dir: Path, argv: list[str]) -> None:
-    """Write package versions, git commit of the working directory, Python version, host and command line of a run."""
+    """Write a run's package versions, git commit of the working directory, Python version, host and command line."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -79,7 +79,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Newest training step and newest evaluation among the last lines of metrics.jsonl."""
+    """Newest training step and newest evaluation among the last lines of metrics.jsonl; None where there is none."""
     lines = last_lines(metrics)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "val_loss" in line]
@@ -87,7 +87,7 @@ def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """Lines in the last 64 KiB of metrics.jsonl, without truncated lines."""
+    """Parsed lines in the last 64 KiB of metrics.jsonl, without truncated lines."""
     tail_bytes = 65536
     if not metrics.exists():
         return []
@@ -99,19 +99,19 @@ def last_lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Remove the lines of later steps, which a resumed run writes again."""
+    """Remove the lines of steps after `step`, which a resumed run writes again."""
     if path.exists():
         write_text(path, "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step))
 
 
 def last_checkpoint(run_dir: Path) -> int | None:
-    """Step of the newest complete checkpoint, or None (Megatron writes the tracker file last)."""
+    """Step of the newest complete checkpoint (from Megatron's tracker file, written last); None if there is none."""
     tracker = run_dir / CHECKPOINTS / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.exists() and tracker.read_text().strip().isdigit() else None
 
 
 def target_of(run_dir: Path) -> int | None:
-    """Total number of steps of a training or RL run, or of rounds; None if unknown."""
+    """Total number of steps of a training or RL run, or of rounds of an online run; None if unknown."""
     if not (run_dir / CONFIG).is_file():
         return None
     config = read_config(run_dir / CONFIG)

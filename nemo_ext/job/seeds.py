@@ -1,4 +1,4 @@
-"""Random numbers that depend only on a seed and names, not on order, workers or resumes."""
+"""Random numbers that depend only on a seed and names, not on order, number of workers or interruptions."""
 
 import hashlib
 
@@ -6,16 +6,16 @@ import numpy as np
 
 
 def digest(seed: int, *names: str | int) -> int:
-    """64 random bits from a seed and names; names are separated, so that ("a", "b") and ("ab",) differ."""
+    """Return 64 random bits for a seed and names; names are kept apart, so that ("a", "b") and ("ab",) differ."""
     text = "\x1f".join([str(seed), *map(repr, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 def uniform(seed: int, *names: str | int) -> float:
-    """Random number in [0, 1) with 53 bits from a seed and names."""
+    """Return a random number in [0, 1), with 53 random bits, for a seed and names."""
     return (digest(seed, *names) >> 11) / (1 << 53)
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
-    """Random generator for a seed and names."""
+    """Create a random generator for a seed and names."""
     return np.random.default_rng(digest(seed, *names))

@@ -1,4 +1,4 @@
-"""Validation of config sections; every message names the key, its value and the allowed values."""
+"""Validation of config sections, with messages that name the key, its value and the allowed values."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from nemo_ext.job.words import nearest
 
 STRICT = ConfigDict(extra="forbid")
-"""Config of nested pydantic dataclasses, which makes unknown keys an error."""
+"""Config for nested pydantic dataclasses that makes unknown keys an error."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -32,31 +32,31 @@ def _whole(value: object) -> object:
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """String or list of strings, such as paths."""
 StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
-"""String, list of strings, or null for none."""
+"""String, list of strings, or null if there are none."""
 PLACE = "file or folder"
-"""Mark of types whose values name files or folders, which the command line passes on literally."""
+"""Marks types whose values name files or folders; they are taken literally on the command line."""
 Place = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, PurePath) else value), PLACE]
-"""Name of a file or folder, or an alternative to it, such as an endpoint's URL."""
+"""Name of a file or folder, or an alternative such as an endpoint's URL."""
 TEXT = "text"
-"""Mark of types whose values are text, in which the command line does not interpret braces and commas."""
+"""Marks types whose values are text; braces and commas in them are taken literally on the command line."""
 Text = Annotated[str, TEXT]
 """Text such as a template or a regular expression."""
 REPLACED = "replaced"
-"""Mark of sections that are replaced if given on the command line, where Hydra would merge them."""
+"""Marks sections that a value on the command line replaces, whereas Hydra would merge the two."""
 WORDS = "words"
-"""Mark of arguments for another job's command line, written as a string or as a list."""
+"""Marks arguments for another job's command line, written as a string or as a list."""
 Words = Annotated[Strings, WORDS]
 """Arguments for another job's command line."""
 FLAT = "flat"
-"""Mark of dataclass fields whose keys belong to the enclosing section."""
+"""Marks dataclass fields whose keys belong to the enclosing section."""
 Open = Mapping[str, Any]
-"""Section whose keys are checked by the code that reads it."""
+"""Section whose keys are checked only by the code that reads it."""
 Extra = Annotated[Mapping[str, JsonValue], REPLACED]
 """Section whose keys the user chooses."""
 Places = Annotated[Strings, PLACE]
 """Name of a file or folder, or a list of names."""
 PlacesOrNone = Annotated[StringsOrNone, PLACE]
-"""Name of a file or folder, list of names, or null for none."""
+"""Name of a file or folder, list of names, or null if there are none."""
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 """Non-negative integer, which may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
@@ -71,30 +71,30 @@ def _shard(value: str) -> str:
 
 
 Shard = Annotated[str, Field(pattern=r"^\d+/\d+$"), AfterValidator(_shard)]
-"""Shard of a job, such as 3/64 for the fourth of 64."""
+"""Shard of a job, counted from 0, such as 3/64 for the fourth of 64."""
 
 
 def part_of(shard: str | None) -> tuple[int, int]:
-    """Index and total number of shards; (0, 1) for None."""
+    """Split a shard such as "3/64" into its index and the total number of shards; (0, 1) for None."""
     number, _, count = (shard or "0/1").partition("/")
     return int(number), int(count)
 
 
 def strings(value: object) -> tuple[str, ...]:
-    """Strings of a config value that may be a string, a list of strings, or null."""
+    """Return the strings in a config value that may be a string, a list of strings, or null."""
     values = _or_none(_as_tuple(value))
     return tuple(map(str, values if isinstance(values, tuple) else [values]))
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:
-    """Create a dataclass, pydantic's or a plain one, from a section of a composed config.
+    """Create an instance of a pydantic or plain dataclass from a section of a composed config.
 
     The keys of fields marked `FLAT` are part of the section itself.
 
     Args:
         kind: dataclass; its `__post_init__` may raise ValueError.
-        section: values by key.
-        where: dotted key of the section, with which messages begin; empty at the top level.
+        section: mapping from key to value.
+        where: dotted key of the section, with which messages begin; "" at the top level.
         strict: whether to validate as JSON, so that neither "5" nor true is a number.
 
     Raises:
@@ -143,7 +143,7 @@ _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 
 def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False) -> tuple[str | int, ...]:
-    """Place of a pydantic error in a section, without pydantic's names of union members."""
+    """Keys and indices that lead to a pydantic error in a section, without pydantic's names of union members."""
     place: list[str | int] = []
     for number, step in enumerate(loc, start=1):
         in_list = isinstance(step, int) and isinstance(section, Sequence) and step < len(section)
@@ -165,7 +165,7 @@ def _json(section: Mapping[str, Any], prefix: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """JSON equivalent of OmegaConf's containers and of paths."""
+    """Convert OmegaConf's containers and paths to their JSON equivalents."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
@@ -176,12 +176,12 @@ def _plain(value: object) -> object:
 
 
 type _Parts = Mapping[str, tuple[bool, list[str], _Parts]]
-"""Nested dataclass fields by name: whether they are flat, their keys, and their nested fields."""
+"""Mapping from the name of a nested dataclass field to whether it is flat, its keys, and its own nested fields."""
 
 
 @functools.cache
 def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
-    """Validator, keys and nested fields of a dataclass; cached, as it takes a millisecond."""
+    """Validator, keys and nested fields of a dataclass; cached, as creating them takes a millisecond."""
     adapter = TypeAdapter(kind)
     parts = {}
     for name, part, flat in dataclass_fields(kind):
@@ -196,12 +196,12 @@ def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
 
 
 def keys_of(kind: type[Any]) -> list[str]:
-    """Keys of the section from which a dataclass is created."""
+    """Keys of the config section from which a dataclass is created."""
     return _adapter(cast(Any, kind))[1]
 
 
 def dataclass_fields(kind: type[Any]) -> Iterator[tuple[str, type[Any], bool]]:
-    """Nested dataclass fields of a dataclass: name, type, and True if marked `FLAT`."""
+    """Yield a dataclass's nested dataclass fields: name, type, and whether it is marked `FLAT`."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
         part = get_args(hint)[0] if marks else hint
@@ -219,13 +219,13 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
 
 
 def _shown(parts: _Parts) -> _Parts:
-    """Nested dataclass fields by their keys in the section, with the fields of flat ones on the same level."""
+    """Mapping from key in the section to nested dataclass field, with the fields of flat ones on the same level."""
     flat = [_shown(inner) for is_flat, _, inner in parts.values() if is_flat]
     return {name: part for level in (parts, *flat) for name, part in level.items() if not part[0]}
 
 
 def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
-    """Keys of the section at a place in the section of a dataclass."""
+    """Keys of the subsection at a place in a dataclass's section."""
     adapter, keys, parts = _adapter(cast(Any, kind))
     for step in map(str, place):
         if step not in parts:
@@ -235,7 +235,7 @@ def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
 
 
 def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """Section with the keys of flat fields moved below the fields' names."""
+    """Copy a section, with the keys of flat fields moved into a subsection with the field's name."""
     nested = dict(section)
     for name, (flat, keys, inner) in parts.items():
         if flat:
@@ -263,7 +263,7 @@ def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:
 
 
 def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: Sequence[str], where: str) -> None:
-    """Check the keys of a section.
+    """Check the keys of a section; `where` names it in messages.
 
     Raises:
         ValueError: a key is unknown (names the nearest), or a required key is missing.
@@ -277,7 +277,7 @@ def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: 
 
 
 def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
-    """Check that a value is a whole number of at least `least`, and return it; otherwise raise ValueError."""
+    """Return a value if it is a whole number of at least `least`; otherwise raise ValueError."""
     # bool is a subclass of int, but true and false are not numbers in a config.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         return value
@@ -285,7 +285,7 @@ def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
 
 
 def checked_share(name: str, value: object, *, below_one: bool = False) -> float:
-    """Check that a value is a number from 0 to 1, and return it; otherwise raise ValueError."""
+    """Return a value if it is a number from 0 to 1 (or below 1, if `below_one`); otherwise raise ValueError."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= cast(float, value) <= 1 and not (below_one and value == 1):
         return float(cast(float, value))

@@ -1,8 +1,8 @@
 """Statistics of scores: means, confidence intervals and tests of differences. numpy and scipy only.
 
-Problems are resampled, never samples, as samples of a problem are not independent (Miller, "Adding Error Bars to
-Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Except with a custom statistic,
-results do not depend on the order of problems.
+Problems are resampled, never samples, as the samples of one problem are not independent (Miller, "Adding Error Bars to
+Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Results do
+not depend on the order of problems, except with a custom statistic.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ Whole = npt.NDArray[np.int64]
 Interval = tuple[float, float]
 
 GROUPS = 4096
-"""Maximum number of kinds of problems that are distinguished when problems are resampled."""
+"""Maximum number of kinds of problems (distinct rows of scores) that resampling distinguishes."""
 EXACT = 16
-"""Maximum number of problems for which all signs are enumerated."""
+"""Maximum number of nonzero differences for which `permutation` enumerates all signs."""
 CHUNK = 1 << 22
 """Maximum number of values in memory at a time."""
 
@@ -28,11 +28,11 @@ CHUNK = 1 << 22
 def problem_means(values: npt.ArrayLike, problems: npt.ArrayLike) -> Floats:
     """Mean over the samples of each problem, [P]; NaN for problems without samples.
 
-    The first step of every headline: a mean over problems of means over samples (Miller, section 3).
+    The first step of every headline score, which is a mean over problems of means over samples (Miller, section 3).
 
     Args:
         values: scores, [N].
-        problems: index of each sample's problem, [N], from 0.
+        problems: 0-based index of each sample's problem, [N].
     """
     index = np.asarray(problems, dtype=np.int64)
     count = np.bincount(index)
@@ -47,9 +47,9 @@ def known_mean(values: Floats) -> float | None:
 
 
 def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
-    """Unbiased probability that one of k samples is right, [P]; NaN where there are fewer than k samples.
+    """Unbiased estimate of the probability that at least one of k samples is correct, [P]; NaN with fewer samples.
 
-    1 - C(n-c, k) / C(n, k), as a product (Chen et al., "Evaluating Large Language Models Trained on Code",
+    Computes 1 - C(n-c, k) / C(n, k) as a product (Chen et al., "Evaluating Large Language Models Trained on Code",
     arXiv:2107.03374, section 2.1, equation 1).
 
     Args:
@@ -66,14 +66,14 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
 
 
 def maj_at(found: Sequence[Sequence[str | None]], scores: Sequence[Sequence[float]], k: int) -> Floats:
-    """Score of the most frequent answer among a problem's first k samples, [P]; NaN with fewer samples.
+    """Score of the most frequent answer among each problem's first k samples, [P]; NaN with fewer than k samples.
 
     Majority voting (Wang et al., "Self-Consistency", arXiv:2203.11171, section 2). Scores of tied answers are averaged.
     A sample without an answer has no vote; if no sample has an answer, the score is 0.
 
     Args:
-        found: normalised answers, by problem and sample.
-        scores: scores of the same samples; the score of an answer is the mean over its samples.
+        found: for each problem, the normalised answers of its samples; None for a sample without an answer.
+        scores: scores of the same samples; an answer's score is the mean over the samples that give it.
         k: number of samples that vote.
     """
     return np.array([_majority(a[:k], s[:k]) if len(a) >= k else np.nan for a, s in zip(found, scores, strict=True)])
@@ -98,24 +98,24 @@ def bootstrap(
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Any:
-    """Bootstrap percentile interval of a mean over problems, which are resampled with replacement.
+    """Compute a bootstrap percentile interval of a mean over problems, which are resampled with replacement.
 
     Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3; problems as clusters: Miller,
-    section 2.2. Problems with equal values form a kind, and kinds are drawn by multinomial counts: the distribution is
-    the same, and the cost depends only on the number of kinds. Beyond `GROUPS` kinds of up to three columns, similar
-    kinds are binned: the mean stays exact, but the variance within a bin is neglected.
+    section 2.2. Problems with equal values form a kind, and the counts of kinds are drawn from a multinomial. This
+    gives the same distribution at a cost that depends only on the number of kinds. Beyond `GROUPS` kinds with
+    up to three columns, similar kinds are binned, which keeps the mean exact but neglects the variance within a bin.
 
     Args:
         values: one row per problem, [P] or [P, M].
         draws: number of bootstrap draws.
         seed: random seed.
-        statistic: `mean`, or a function of the count of each problem in each draw, [draws, P], that returns [draws] or
+        statistic: `mean`, or a function that maps each problem's count in each draw, [draws, P], to [draws] or
             [draws, M].
         level: confidence level.
-        weights: weight of each problem in the mean, [P].
+        weights: weight of each problem in the mean, [P]; None for equal weights.
 
     Returns:
-        (low, high), or [M, 2] for several columns; None for fewer than two problems.
+        (low, high), or an array [M, 2] for [P, M]; None for fewer than two problems.
     """
     rows = np.asarray(values, dtype=np.float64)
     if len(rows) < 2:
@@ -134,7 +134,7 @@ def _percentiles(drawn: Floats, level: float = 0.95) -> Any:
 
 
 def _drawn_means(rows: Floats, draws: int, rng: np.random.Generator, weights: npt.ArrayLike | None = None) -> Floats:
-    """Means over resampled problems, [draws] or [draws, M]."""
+    """Draw means over resampled problems, [draws] for rows [P] or [draws, M] for rows [P, M]."""
     columns = rows[:, None] if rows.ndim == 1 else rows
     width = columns.shape[1]
     if weights is not None:
@@ -149,7 +149,7 @@ def _drawn_means(rows: Floats, draws: int, rng: np.random.Generator, weights: np
 
 
 def _kinds(columns: Floats) -> tuple[Floats, Whole]:
-    """Distinct rows, [K, M], and the count of each."""
+    """Distinct rows, [K, M], and how often each occurs, [K]; similar rows are binned if there are too many."""
     kinds, sizes = np.unique(columns, axis=0, return_counts=True)
     steps = round(GROUPS ** (1 / columns.shape[1]))
     if len(kinds) <= GROUPS or steps < 16:
@@ -164,7 +164,7 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """Counts of each kind in batches of draws, [batch, K]."""
+    """Yield batches of draws: the count of each kind in each draw, [batch, K]."""
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -173,18 +173,18 @@ def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) ->
 def grand_mean(
     means: Sequence[Floats], weights: Sequence[float], *, draws: int = 10_000, seed: int = 1234, level: float = 0.95
 ) -> tuple[float, Interval | None]:
-    """Weighted mean over benchmarks, and its confidence interval.
+    """Compute a weighted mean over benchmarks, and its confidence interval.
 
     Problems are resampled within each benchmark (stratified), as benchmarks are fixed and problems are not (Miller,
-    section 2.2). Weighted by numbers of problems, it is the mean over all problems, as Domyn-Small's grand means (Table
-    7).
+    section 2.2). If the weights are numbers of problems, the result is the mean over all problems, like Domyn-Small's
+    grand means (Table 7).
 
     Args:
-        means: mean scores by problem, by benchmark.
-        weights: weight by benchmark; benchmarks of weight 0 are excluded.
+        means: for each benchmark, the mean score of each problem, [P].
+        weights: weight of each benchmark; benchmarks of weight 0 are excluded.
 
     Returns:
-        Mean, and (low, high); no interval if a benchmark has a single problem.
+        Mean, and (low, high); None instead of an interval if a benchmark has a single problem.
     """
     pairs = zip(means, weights, strict=True)
     used = [(np.asarray(scores, dtype=np.float64), weight) for scores, weight in pairs if weight]
@@ -201,7 +201,7 @@ def grand_mean(
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Two-sided p-value for b problems that only the first model solves, against c that only the second solves.
+    """Two-sided p-value if the first model alone solves b problems, and the second alone solves c.
 
     Exact McNemar test (Psychometrika 12, 1947): binomial with probability 1/2.
     """
@@ -211,7 +211,7 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -> float:
-    """Two-sided p-value of paired differences by problem: the share of random sign flips with as large a mean.
+    """Two-sided p-value of paired differences: the share of random sign flips whose mean is at least as large.
 
     Fisher's sign-flip test (Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses", 2005, section 3.7.2).
     All signs are enumerated for up to `EXACT` nonzero differences; for more, p = (1 + hits) / (1 + draws) (Phipson and
@@ -243,11 +243,12 @@ class Difference:
 
     Attributes:
         mean: mean of b - a.
-        interval: confidence interval of the mean by resampling problems, or by `_alike`; None for one problem.
+        interval: confidence interval of the mean, by resampling problems; by `_alike` if the differences are all equal
+            scores in [0, 1]; None if there is none, as for one problem.
         p: two-sided p-value.
         test: `McNemar` or `permutation`.
         problems: number of problems.
-        only_a, only_b: number of problems on which a, or b, scores higher.
+        only_a, only_b: number of problems on which a, or b, scores higher than the other.
     """
 
     mean: float
@@ -269,15 +270,15 @@ def difference(
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Difference:
-    """Paired difference b - a by problem, with a bootstrap interval and a p-value by McNemar or permutation.
+    """Compare two runs by their paired difference b - a, with a bootstrap interval and a p-value.
 
-    McNemar's test is used if both runs have one sample per problem that is right or wrong, otherwise permutation of
-    signs (Dror et al., "The Hitchhiker's Guide to Testing Statistical Significance in NLP", ACL 2018, section 3.2).
+    McNemar's test is used if both runs have one sample per problem, scored 0 or 1, otherwise permutation of signs (Dror
+    et al., "The Hitchhiker's Guide to Testing Statistical Significance in NLP", ACL 2018, section 3.2).
 
     Args:
-        a, b: mean scores by problem, [P], the same problems in the same order.
+        a, b: mean score of each problem, [P], for the same problems in the same order.
         samples: maximum number of samples per problem.
-        weights: weight of each problem, [P], such as its bytes; None for equal weights.
+        weights: weight of each problem, [P], such as its number of bytes; None for equal weights.
     """
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     apart = second - first
@@ -302,9 +303,10 @@ def difference(
 
 
 def _alike(apart: float, problems: int, level: float) -> Interval:
-    """Interval of a difference of scores in [0, 1] that is equal for all problems, where a bootstrap is degenerate.
+    """Interval of a difference, of scores in [0, 1], that all problems share, in which case a bootstrap is degenerate.
 
-    Wilson's bound for 0 of P ("Probable Inference", 1927) is the share of problems that may still differ by up to 1.
+    Wilson's upper bound for 0 of P ("Probable Inference", 1927) is the share of problems that may still differ, by up
+    to 1.
     """
     from scipy.stats import binomtest
 
@@ -313,7 +315,7 @@ def _alike(apart: float, problems: int, level: float) -> Interval:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """P-values adjusted for multiple comparisons, which controls the family-wise error rate.
+    """Adjust p-values for multiple comparisons, controlling the family-wise error rate.
 
     Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6 (1979).
     """
@@ -327,20 +329,20 @@ def holm(p: Sequence[float]) -> list[float]:
 def sensitivity(
     scores: npt.ArrayLike, *, draws: int = 10_000, seed: int = 1234, level: float = 0.95
 ) -> tuple[float, Interval | None]:
-    """Prompt sensitivity: standard deviation over prompts of the mean over problems, and its interval.
+    """Compute prompt sensitivity, the standard deviation of the prompts' mean scores over problems, and its interval.
 
-    Nemotron 3 Nano, appendix E and Table 8: the mean over eight seeds for each prompt, then the standard deviation of
-    the prompts' means. The interval is the basic bootstrap interval of the variance (Davison and Hinkley, "Bootstrap
-    Methods and their Application", 1997, section 5.2.1), with the same resampled problems for all prompts. With few
-    problems the standard deviation is biased upwards, even if prompts make no difference. A percentile interval would
-    double this bias and never contain 0, while this one corrects it and may end below the estimate.
+    Nemotron 3 Nano (appendix E and Table 8) takes the mean over eight seeds for each prompt, then the standard
+    deviation of the prompts' means. The interval is the basic bootstrap interval of the variance (Davison and Hinkley,
+    "Bootstrap Methods and their Application", 1997, section 5.2.1), with the same resampled problems for all prompts.
+    With few problems, the standard deviation is biased upwards, even if prompts make no difference. A percentile
+    interval would double this bias and never contain 0, while this one corrects it and may end below the estimate.
 
     Args:
-        scores: means over samples, [prompts, P].
+        scores: mean over samples for each prompt and problem, [prompts, P].
 
     Returns:
-        Standard deviation (n - 1), and (low, high); no interval for one problem, or for two prompts, where its coverage
-        would be too low.
+        Standard deviation (n - 1), and (low, high). The interval is None for one problem, and for two prompts, where
+        its coverage would be too low.
     """
     means = np.asarray(scores, dtype=np.float64)
     if means.ndim != 2 or len(means) < 2:
@@ -354,7 +356,7 @@ def sensitivity(
 
 
 def bits_per_byte(logprobs_nats: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
-    """Bits per UTF-8 byte of texts: total negative log-likelihood divided by total bytes.
+    """Bits per UTF-8 byte of texts: their total negative log-likelihood divided by their total bytes.
 
     Gao et al., "The Pile", arXiv:2101.00027, section 3.1.
 
@@ -367,14 +369,14 @@ def bits_per_byte(logprobs_nats: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SignalNoise:
-    """Signal-to-noise ratio of a benchmark, which shows whether it can distinguish arms of an experiment.
+    """Signal-to-noise ratio of a benchmark, which shows whether it can distinguish the arms of an experiment.
 
     Attributes:
         signal: maximum difference between arms, divided by their mean.
-        noise: standard deviation of the last checkpoints, divided by their mean.
+        noise: standard deviation of the last checkpoints' scores, divided by their mean.
         ratio: signal divided by noise; infinite without noise.
         apart: maximum difference between arms, in the benchmark's unit.
-        spread: standard deviation of the last checkpoints, in the benchmark's unit.
+        spread: standard deviation of the last checkpoints' scores, in the benchmark's unit.
     """
 
     signal: float
@@ -385,14 +387,14 @@ class SignalNoise:
 
 
 def signal_and_noise(last_checkpoints: npt.ArrayLike, arms: npt.ArrayLike) -> SignalNoise:
-    """Difference between arms, compared with the variation among the last checkpoints of a run.
+    """Compare the difference between arms with the variation among a run's last checkpoints.
 
     Heineman et al., "Signal and Noise", arXiv:2508.13144 (Ai2, on OLMo's benchmarks): signal is the relative dispersion
-    of models, noise the relative standard deviation of a run's last checkpoints. Decisions at a small scale transfer if
-    their ratio is high.
+    of models, and noise is the relative standard deviation of a run's last checkpoints. Decisions at a small scale
+    transfer if their ratio is high.
 
     Args:
-        last_checkpoints: scores of the last checkpoints of a run, at least two.
+        last_checkpoints: scores of a run's last checkpoints, at least two.
         arms: scores of the arms, at least two.
     """
     last, ends = np.asarray(last_checkpoints, dtype=np.float64), np.asarray(arms, dtype=np.float64)

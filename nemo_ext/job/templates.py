@@ -1,4 +1,4 @@
-"""Jinja templates and expressions over the columns of a row, run in a sandbox as they may be downloaded."""
+"""Jinja templates and expressions over the columns of a row, sandboxed because they may have been downloaded."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +13,11 @@ _LONGEST = 300
 
 
 class Templates:
-    """Environment of templates and expressions, with functions and filters in addition to Jinja's own.
+    """Environment for templates and expressions, with functions and filters in addition to Jinja's own.
 
     Args:
-        functions: functions by name.
-        filters: filters by name.
+        functions: mapping from name to function.
+        filters: mapping from name to filter.
     """
 
     def __init__(self, functions: Mapping[str, Any] | None = None, filters: Mapping[str, Any] | None = None) -> None:
@@ -31,7 +31,7 @@ class Templates:
         self._expression = functools.cache(lambda source: jinja.compile_expression(source, undefined_to_none=False))
 
     def check(self, key: str, *, text: str | None = None, value: str | None = None) -> None:
-        """Check the syntax of a template or an expression; a ValueError names the key."""
+        """Check the syntax of the template `text` or the expression `value`; raise a ValueError that names the key."""
         if text is not None:
             _guarded(key, "", {}, lambda: self._template(text))
         if value is not None:
@@ -42,17 +42,17 @@ class Templates:
 
         Args:
             source: source of the template.
-            names: variables of the template.
+            names: mapping from variable to value.
             key: config key of the template, for messages.
             where: location of the row, for messages.
 
         Raises:
-            ValueError: the template is invalid or cannot be rendered; names key, row and reason.
+            ValueError: the template is invalid or cannot be rendered; names the key, the row and the reason.
         """
         return _guarded(key, where, names, lambda: self._template(source).render(names))
 
     def value(self, source: str, names: Mapping[str, Any], key: str, where: str = "") -> Any:
-        """Evaluate an expression; see `text` for arguments and errors."""
+        """Evaluate an expression, with the same arguments and errors as `text`."""
 
         def value() -> Any:
             return _plain(self._expression(source)(names))
@@ -61,7 +61,7 @@ class Templates:
 
 
 def _plain(value: Any) -> Any:
-    """Value of an expression, with iterators (of `map` and `select`) converted to lists."""
+    """Convert iterators in an expression's value (as from `map` and `select`) to lists; reject functions."""
     if isinstance(value, jinja2.Undefined):
         str(value)  # raises
     if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Value that a template writes; null is an error."""
+    """Return a value that a template writes, unless it is null, which is an error."""
     if value is None:
         raise ValueError("a value is null")
     return value

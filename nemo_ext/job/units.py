@@ -1,7 +1,7 @@
-"""Units of work that depend only on the input: any number of processes do them, and finished units survive a kill.
+"""Units of work that depend only on the input, are done by any number of processes, and once finished survive a kill.
 
-A unit's files are named by its number. Every file is renamed when complete (`job.files`), the file that marks the unit
-as done last. So the output is the same, byte for byte, for any number of processes and interruptions.
+A unit's files are named after its number. Every file is renamed when complete (`job.files`), and the one that marks the
+unit as done comes last. The output is thus byte-identical for any number of processes and interruptions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from nemo_ext.job.workers import in_workers
 
 
 class Unit(Protocol):
-    """Unit of work: its 0-based number, and its bytes of input."""
+    """Unit of work, with its 0-based number and the size of its input in bytes."""
 
     @property
     def number(self) -> int: ...
@@ -31,7 +31,7 @@ class Unit(Protocol):
 
 @dataclass(frozen=True)
 class Units:
-    """Files of units.
+    """Files that units of work are stored in.
 
     Attributes:
         folder: folder of the files.
@@ -44,11 +44,11 @@ class Units:
     digits: int = 6
 
     def file(self, number: int, ending: str | None = None) -> Path:
-        """File of a unit with a suffix; by default, the file that marks it as done."""
+        """Path of a unit's file with the suffix `ending`; by default, of the file that marks the unit as done."""
         return self.folder / f"{number:0{self.digits}d}{self.mark if ending is None else ending}"
 
     def is_done(self, unit: Unit) -> bool:
-        """True if all files of a unit exist."""
+        """True if a unit is done, so that all of its files exist."""
         return self.file(unit.number).is_file()
 
     def run[U: Unit](
@@ -61,15 +61,15 @@ class Units:
         total: int | None,
         enough: Callable[[U], bool] = lambda unit: False,
     ) -> None:
-        """Do the units that are not done yet (`in_workers`).
+        """Do the units that are not done yet, in worker processes (`in_workers`).
 
         Args:
-            do: function that makes the files of a unit.
+            do: function that writes a unit's files.
             units: the units, consumed lazily.
             workers: number of processes.
             label: name of the work in the progress display.
-            total: bytes of all units; None shows no progress.
-            enough: called with every unit once it is done; True ends the work.
+            total: total size of the units in bytes; if None, no progress is shown.
+            enough: function that is called with every unit once it is done, and returns True to end the work.
         """
         done = in_workers(do, units, workers=workers, skip=self.is_done)
         with progress_of(label, total or 0, enabled=total is not None) as advance, closing(done):
@@ -80,24 +80,24 @@ class Units:
 
 
 class OutputFolder:
-    """Base class of the settings of a job whose units are done by one process, or divided among several."""
+    """Base class for the settings of a job whose units are done by one process or divided among several (`shard`)."""
 
     output: str
     shard: str | None = None
 
     @property
     def folder(self) -> Path:
-        """Folder to write."""
+        """Output folder."""
         return Path(self.output).expanduser()
 
     @property
     def own(self) -> Path:
-        """Folder of the job's records."""
+        """Folder for the job's own records."""
         return self.folder / OWN
 
     @property
     def record(self) -> Path:
-        """File with the settings that the output is made from."""
+        """File with the settings that the output is made with."""
         return self.own / "settings.json"
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
@@ -105,16 +105,16 @@ class OutputFolder:
         check_same(noted(self.record), made_of, f"output={self.folder}: {begun}", "choose another folder")
 
     def lock(self) -> FileLock:
-        """Lock for the files that all processes write."""
+        """Create a lock for the files that all processes write."""
         self.own.mkdir(parents=True, exist_ok=True)
         return FileLock(self.own / ".lock")
 
     def mine[Item](self, items: Sequence[Item]) -> Sequence[Item]:
-        """Units of this process."""
+        """Return this process's share of the units."""
         number, count = part_of(self.shard)
         return items[number::count]
 
     def claim(self) -> AbstractContextManager[None]:
-        """Lock out a second process with the same shard while the context is open."""
+        """Lock out other processes with the same shard while the context is open."""
         number, count = part_of(self.shard)
         return only_run_in(self.own / f"shard_{number}_of_{count}", "shard")

@@ -14,7 +14,7 @@ from nemo_ext.job.progress import notice
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     # Slurm and containers give a process fewer cores than the machine has; macOS does not report this.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -27,14 +27,14 @@ def in_workers[Item, Result](
     skip: Callable[[Item], bool] = lambda item: False,
     ordered: bool = False,
 ) -> Generator[tuple[Item, Result | None]]:
-    """Yield each item with the result of `do`; None for a skipped item.
+    """Yield each item with the result of `do`, or with None if the item is skipped.
 
     Args:
-        do: function to apply, in spawned processes; with one worker, in this process.
+        do: function to apply, in spawned processes or, with one worker, in this process.
         items: items, consumed lazily.
         workers: number of processes.
-        skip: predicate, True if an item is done already.
-        ordered: whether to yield results in the order of the items rather than when they are ready.
+        skip: predicate that is True if an item is done already.
+        ordered: whether to yield results in the order of the items rather than as they become ready.
 
     Raises:
         JobFailed: a worker process died.
@@ -74,7 +74,7 @@ def in_workers[Item, Result](
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block: a process started within would die of it with a traceback."""
+    """Defer Ctrl-C to the end of the block, as it would end a process started within with a traceback."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -90,7 +90,7 @@ def _collect[Item, Result](running: dict[Future[Result], Item], ordered: bool) -
 
 
 def prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent is killed: a pool's worker would wait forever."""
+    """Leave Ctrl-C to the parent, and end when the parent is killed, after which a pool's worker would wait forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # No thread pools in workers.

@@ -1,1 +1,3 @@
-"""Models behind OpenAI-compatible endpoints: an engine for any machine, vLLM, replicas (docs/serving.md)."""
+"""Models served behind OpenAI-compatible endpoints, by our engine for any machine or by vLLM, with replicas
+(docs/serving.md).
+"""

@@ -1,4 +1,4 @@
-"""HTTP server of the engine: OpenAI's API with Starlette."""
+"""The engine's HTTP server, which implements OpenAI's API with Starlette."""
 
 import asyncio
 import json
@@ -32,20 +32,20 @@ _COMPLETION_TOKENS = 16
 
 
 class BadRequest(Exception):
-    """Error in a request; its message is returned to the client."""
+    """Raised if a request is invalid; the message is returned to the client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A served model, with its tokenizer and limits.
+    """Served model, with its tokenizer and limits.
 
     Attributes:
         name: name of the model.
-        engine: the engine.
+        engine: engine that runs the model.
         tokenizer: Hugging Face tokenizer.
         ends: token ids that end an answer.
-        length: maximum tokens of prompt and answer together.
-        defaults: default sampling parameters, from generation_config.json.
+        length: maximum number of tokens in prompt and answer together.
+        defaults: mapping from sampling parameter to its default, from generation_config.json.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Served:
 
 
 class _Metrics:
-    """Prometheus metrics, with vLLM's names for metrics that it has too."""
+    """Prometheus metrics, with vLLM's names for those that vLLM has too."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()
@@ -76,7 +76,7 @@ class _Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """Prompt and sampling of one requested answer."""
+    """Prompt, sampling parameters and stop strings of one requested answer."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -85,13 +85,13 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A part of one answer.
+    """Piece of one answer.
 
     Attributes:
         index: number of the answer.
-        text: text that is final, as it cannot be part of a stop string.
-        tokens: tokens since the last piece, including echoed prompt tokens.
-        end: reason for the end of the answer; None if it continues.
+        text: new text that is final, as it cannot be part of a stop string.
+        tokens: tokens since the previous piece, including echoed prompt tokens.
+        end: why the answer ends; None if it continues.
     """
 
     index: int
@@ -101,7 +101,7 @@ class _Piece:
 
 
 class Api:
-    """Routes of a served model."""
+    """HTTP API of a served model."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -112,7 +112,7 @@ class Api:
         }
 
     def app(self, key: str | None) -> Starlette:
-        """The application; every route except /health requires the key, if there is one."""
+        """Create the application; every route except /health requires the key, if there is one."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -170,7 +170,7 @@ class Api:
         return isinstance(tokenizer.chat_template, str) and Template.of_tokenizer(tokenizer).takes_argument_text
 
     def _rendered(self, given: Chat) -> str:
-        """Prompt text, rendered with the tokenizer's chat template."""
+        """Render a request's prompt with the tokenizer's chat template."""
         last = bool(given.continue_final_message)
         try:
             messages = template_messages(
@@ -278,7 +278,7 @@ class Api:
         self.metrics.seconds.observe(time.monotonic() - began)
 
     async def _pieces(self, asked: Sequence[_Asked]) -> AsyncGenerator[_Piece]:
-        """Yield pieces of all answers as they arrive, interleaved."""
+        """Yield the pieces of all answers as they arrive, interleaved."""
         out: asyncio.Queue[_Piece | BaseException] = asyncio.Queue()
 
         async def answer(index: int, request: _Asked) -> None:
@@ -317,7 +317,7 @@ class Api:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Bytes and texts of single tokens."""
+        """Decoder of single tokens to bytes and text."""
         return TokenBytes(self.served.tokenizer)
 
 
@@ -335,7 +335,7 @@ class _Usage:
 
 
 class _Answers:
-    """Conversion of answers to responses of the chat or completion API."""
+    """Base class that converts answers to responses of the chat or the completion API."""
 
     kind, chunk, prefix = "", "", ""
 
@@ -348,19 +348,19 @@ class _Answers:
         }
 
     def frame(self) -> dict[str, Any]:
-        """Fields that all responses have."""
+        """Return the fields that all responses have."""
         return {**self._frame, "object": self.kind}
 
     def part(self, piece: _Piece) -> list[dict[str, Any]]:
-        """Choices of the stream chunks for a piece."""
+        """Convert a piece to the choices of its stream chunks, one choice per chunk."""
         raise NotImplementedError
 
     async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
-        """Choices of a response."""
+        """Collect all pieces of `count` answers, and return the choices of the response."""
         raise NotImplementedError
 
     async def stream(self, pieces: AsyncGenerator[_Piece], usage: _Usage | None) -> AsyncGenerator[str]:
-        """Server-sent events, with `[DONE]` at the end."""
+        """Yield server-sent events for the pieces, then the usage if given, then `[DONE]`."""
         frame = {**self._frame, "object": self.chunk}
         async with aclosing(pieces):
             try:
@@ -477,7 +477,7 @@ class _CompletionAnswers(_Answers):
         return text
 
     def _measured(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """OpenAI's `logprobs`: lists over the tokens, with null for the first token of a prompt."""
+        """OpenAI's `logprobs`: lists over the tokens, with null for a prompt's first token; None if not requested."""
         shown = [token for token in tokens if token.id >= 0 and (token.prompt or token.logprob is not None)]
         if not any(token.logprob is not None for token in shown):
             return None
@@ -498,7 +498,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) -> Kind:
-    """Read and check the request's body.
+    """Read a request's body, and validate it as `kind`.
 
     Raises:
         BadRequest: the body is too large or invalid.

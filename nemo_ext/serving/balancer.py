@@ -1,7 +1,7 @@
-"""Load balancer of replicas: a request goes to the replica with the fewest requests, and to another one on failure.
+"""Load balancer for replicas: a request goes to the replica with the fewest requests, and on failure to another one.
 
-A replica is used while its file is touched and it answers; idle replicas are probed every few seconds with a request
-for one token. If a replica is lost before it starts to answer, the request goes to another replica. Streams are
+A replica is used as long as its file is touched and it answers; idle replicas are probed every few seconds with a
+request for one token. If a replica is lost before it starts to answer, the request goes to another replica. Streams are
 forwarded as they arrive. The balancer sets no time limits on requests.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOOK = 1.0
 _PROBE_EVERY, _PROBE_WAIT, _SILENT = 5.0, 30.0, 60.0
-"""Seconds between checks of the files; between probes; until a probe times out; of silence until a replica is down."""
+"""Seconds between probes, until a probe times out, and without an answer until a replica is considered down."""
 _ELSEWHERE = frozenset({500, 502, 503})
 """Status codes after which a request goes to another replica."""
 _OF_ONE_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te"})
@@ -40,9 +40,9 @@ class Member:
         name: name of the replica.
         address: address of the replica.
         up: whether it answers.
-        asked: number of requests in progress.
-        answered: `time.monotonic` of its last answer.
-        lost: event that is set when the replica is gone, which ends waiting for it.
+        asked: number of its requests in progress.
+        answered: time of its last answer, by `time.monotonic`.
+        lost: event that is set when the replica is gone, so that requests stop waiting for it.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Member:
 
 
 class _Elsewhere(Exception):
-    """A replica failed before it started to answer."""
+    """Raised if a replica fails before it starts to answer."""
 
 
 class _Left(Exception):
-    """The client has disconnected."""
+    """Raised if the client has disconnected."""
 
 
 class Balancer:
-    """Balancer of a run's replicas.
+    """Load balancer for a run's replicas.
 
     Args:
-        watch: watch of the replicas' files.
+        watch: watcher of the replicas' files.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -85,7 +85,7 @@ class Balancer:
         return sum(member.up for member in self.members.values())
 
     def app(self, key: str | None) -> Starlette:
-        """The application; every route except /health requires the key, if there is one."""
+        """Create the application; every route except /health requires the key, if there is one."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -131,7 +131,7 @@ class Balancer:
             self._probed.pop(member, None)
 
     async def _probe(self, member: Member) -> None:
-        """Request one token, because /health may return 200 although the engine is dead."""
+        """Test a replica by requesting one token, as /health may return 200 although the engine is dead."""
         assert self._session is not None
         body = {"model": member.address.model, "prompt": "a", "max_tokens": 1}
         try:
@@ -159,7 +159,7 @@ class Balancer:
         return metrics_page(self.registry)
 
     async def _pass(self, request: Request) -> Response:
-        """Forward a request to one replica after another until one starts to answer."""
+        """Forward a request to one replica after another until one starts to answer, and return its response."""
         body = await request.body()
         tried: set[Member] = set()
         last = refusal(503, "no replica is up: try again")
@@ -185,7 +185,7 @@ class Balancer:
             last = response
 
     async def _ask(self, member: Member, request: Request, body: bytes) -> Response:
-        """Return a replica's response; a stream continues after the return.
+        """Send a request to a replica, and return the response; a stream continues after the return.
 
         Raises:
             _Elsewhere: the replica failed before it answered.
@@ -228,7 +228,7 @@ class Balancer:
                 self._done(member)
 
     async def _unless[T](self, task: asyncio.Task[T], member: Member, request: Request) -> T:
-        """Result of a task, unless the replica is lost or the client disconnects first.
+        """Wait for a task and return its result, unless the replica is lost or the client disconnects first.
 
         Raises:
             _Elsewhere: the replica is lost.

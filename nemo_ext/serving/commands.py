@@ -1,4 +1,7 @@
-"""Definition of `nemo-ext serve`, and shared definitions of commands with a served model."""
+"""The command `nemo-ext serve`, which serves a model behind an OpenAI-compatible endpoint.
+
+Other commands that use a served model share some of its definitions.
+"""
 
 import glob
 import os
@@ -13,42 +16,42 @@ SERVED = {
     **dict.fromkeys(("run_dir", "served", "files_from", "endpoint"), Place),
     "serving": "nemo_ext.serving.settings:ServingSettings",
 }
-"""Types of the keys of a served model."""
+"""Types of the config keys that describe a served model."""
 REPLICAS = Array(
     key="serving.replica",
     words=("serving.replica={number}",),
     tasks=lambda config, shards: int(config["serving"]["replicas"]),
     shards=False,
 )
-"""Replicas of one served model, as tasks of an array job."""
+"""Array job that runs each replica of a served model as a task."""
 STARTS_FROM = Model(key="model")
 
 
 def engines(config: Config) -> tuple[str, ...]:
-    """Engines that serve the config's model in this process; none with an existing endpoint."""
+    """Engines that must be installed to serve the config's model in this process; none with an existing endpoint."""
     here = config.get("endpoint") is None and config["served"] and config["serving"]["engine"] == "transformers"
     return ("torch",) if here else ()
 
 
 def extras(config: Config) -> tuple[str, ...]:
-    """Extras of the server, if this process serves the config's model."""
+    """Extras that the server needs; none if this process does not serve the config's model."""
     return ("serve",) if engines(config) else ()
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes per replica, and of GPUs per node."""
+    """Number of nodes per replica, and number of GPUs per node."""
     serving = config["serving"]
     cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
     return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
 
 
 def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes (one) and GPUs of a job that serves one model after another."""
+    """Number of nodes (one) and number of GPUs for a job that serves one model after another."""
     return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
 
 
 def served_inputs(config: Config) -> list[Input]:
-    """Inputs that must exist: the served model, and entries of `input` that match no file."""
+    """Inputs to check: the served model, and entries of `input` that match no file."""
     absent = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
     return inputs(
         ("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one"),
@@ -61,7 +64,7 @@ def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
     """Define a job that sends requests to a served model or an endpoint, with one array task per replica.
 
     Args:
-        extra: extra of nemo_ext that the job requires.
+        extra: nemo_ext extra that the job requires.
         attributes: other attributes of the job.
     """
     return Job(
@@ -80,7 +83,7 @@ def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
 
 
 def on_one_node(config: Config, settings: Any, **others: object) -> Iterator[Finding]:
-    """Errors for replicas or several nodes in a job that serves one model after another."""
+    """Yield errors if a job that serves one model after another is given several replicas or nodes."""
     for key in ("replicas", "nodes"):
         if (number := config["serving"][key]) != 1:
             yield Finding(

@@ -1,10 +1,10 @@
-"""Generation with transformers' models and continuous batching: a sequence joins the batch after its prefill.
+"""Generation with transformers' models and continuous batching, in which a sequence joins the batch after its prefill.
 
-The engine supports all classes whose cache has transformers' layers of keys and values or of recurrent states.
-Sequences of different lengths share one cache aligned at its end: shorter sequences are padded on the left, and the
-attention mask hides the padding. If all layers keep all keys and values, common prefixes of prompts (a system message,
-few-shot examples, the same prompt for several answers) are computed once and reused. One thread owns the model; all
-other code uses `Engine.generate`.
+The engine supports all classes whose cache consists of transformers' layers for keys and values or recurrent states.
+Sequences of different lengths share one cache that is aligned at its end: shorter sequences are padded on the left, and
+the attention mask hides the padding. If all layers keep all keys and values, common prefixes of prompts (a system
+message, few-shot examples, the same prompt for several answers) are computed once and reused. One thread owns the
+model; all other code uses `Engine.generate`.
 """
 
 import asyncio
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
 _GREEDY = 1e-5
-"""Temperature below which decoding is greedy, since logits divided by a smaller number may not be finite."""
+"""Temperature below which decoding is greedy, as logits divided by a smaller number may not be finite."""
 _PREFILL_TOKENS = 8192
-"""Maximum prompt tokens, including padding, in one forward pass."""
+"""Maximum number of prompt tokens, including padding, in one forward pass."""
 _COMMON = 16
-"""Minimum number of common tokens for a separate forward pass."""
+"""Minimum length in tokens of a common prefix that is computed in a separate forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of one answer.
+    """Sampling parameters for one answer.
 
     Attributes:
-        max_tokens: maximum tokens of the answer; 0 only scores the prompt.
-        temperature: sampling temperature; greedy below 1e-5.
-        top_p: probability mass from which tokens are sampled.
-        top_k: number of most likely tokens from which tokens are sampled; 0 for all.
+        max_tokens: maximum number of tokens in the answer; with 0, the prompt is only scored.
+        temperature: sampling temperature; below 1e-5, decoding is greedy.
+        top_p: probability mass of the most likely tokens that are sampled from.
+        top_k: number of most likely tokens that are sampled from; 0 for all.
         seed: seed of sampling; None for a random seed.
-        stop: token ids that end an answer, and are not part of it.
-        logprobs: number of most likely tokens whose log-probabilities are returned; None for no log-probabilities.
-        echo: whether the prompt's tokens are returned as well.
+        stop: ids of tokens that end an answer and are not part of it.
+        logprobs: number of most likely tokens whose log-probabilities are returned at each position; if None, no
+            log-probabilities are.
+        echo: whether the prompt's tokens are returned too.
     """
 
     max_tokens: int
@@ -56,14 +57,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer or of an echoed prompt.
+    """Token of an answer or of an echoed prompt.
 
     Attributes:
         id: token id.
         logprob: log-probability in nats, before temperature; None if not requested, and for a prompt's first token.
         top: ids and log-probabilities of the most likely tokens at this position.
-        prompt: True for a prompt token.
-        end: reason why the answer ends (stop, length), or None; with `stop` the token is not part of the answer.
+        prompt: whether this is a prompt token.
+        end: why the answer ends (stop, length), or None; with `stop`, the token is not part of the answer.
     """
 
     id: int
@@ -75,7 +76,7 @@ class Token:
 
 @dataclass
 class _Sequence:
-    """State of one answer in progress."""
+    """State of an answer in progress."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -84,7 +85,7 @@ class _Sequence:
     generator: "torch.Generator | None" = None
     last: int = -1
     length: int = 0
-    """Tokens in the cache."""
+    """Number of its tokens in the cache."""
     made: int = 0
     dropped: bool = False
 
@@ -104,7 +105,7 @@ class Engine:
 
     Args:
         model: causal language model, on its device.
-        max_batch: maximum sequences in the batch.
+        max_batch: maximum number of sequences in the batch.
     """
 
     def __init__(self, model: "PreTrainedModel", *, max_batch: int = 64) -> None:
@@ -120,7 +121,7 @@ class Engine:
         self._begin()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token]:
-        """Yield the tokens of an answer as they are generated; leaving the iteration stops it.
+        """Yield an answer's tokens as they are generated; leaving the iteration stops the generation.
 
         Raises:
             RuntimeError: the model has failed.
@@ -171,7 +172,7 @@ class Engine:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Report the error to all waiting and later callers."""
+        """Report an error to all waiting and later callers."""
         self.failed = error  # before the queue is emptied, so that later callers see it
         while not self._arriving.empty():
             if (sequence := self._arriving.get()) is not None:
@@ -181,7 +182,7 @@ class Engine:
         self._rows, self._waiting = [], []
 
     def _arrive(self) -> bool:
-        """Move new sequences to the waiting list, and block if idle; returns False when the engine closes."""
+        """Move new sequences to the waiting list, blocking if idle; return False once the engine closes."""
         idle = not self._rows and not self._waiting
         while True:
             try:
@@ -194,7 +195,7 @@ class Engine:
             self._waiting.append(sequence)
 
     def _step(self) -> None:
-        """Run one forward pass: a prefill if prompts wait and there is room, or else one decoding step."""
+        """Run one step: a prefill if prompts are waiting and there is room, otherwise a decoding step."""
         self._waiting = [sequence for sequence in self._waiting if not sequence.dropped]
         self._keep([not row.dropped for row in self._rows])
         joining = self._joining()
@@ -204,7 +205,7 @@ class Engine:
             self._decode()
 
     def _joining(self) -> list[_Sequence]:
-        """Select the sequences to prefill next, of similar lengths to limit padding."""
+        """Select the sequences to prefill next, which have similar lengths to limit padding."""
         room = self.max_batch - len(self._rows)
         if not self._waiting or room <= 0:
             return []
@@ -224,9 +225,9 @@ class Engine:
         return joining
 
     def _alike(self, joining: list[_Sequence]) -> list[_Sequence]:
-        """Select the group of sequences that share at least half of the first prompt, such as answers to one prompt.
+        """Select the first sequence's group, whose prompts share at least half of their tokens, as answers to one do.
 
-        If the first prompt has no group, all sequences without a group are selected. The rest wait for the next step.
+        If the first sequence has no group, all sequences without one are selected. The rest wait for the next step.
         """
         if joining[0].sampling.echo or not self._splits:
             return joining
@@ -275,10 +276,10 @@ class Engine:
         self._next(joining, logits[:, -1])
 
     def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
-        """Length of the prompts' common prefix that is already computed, and a cache with it in each row.
+        """Length of the prompts' common prefix that is computed, and a cache with that prefix in each row.
 
-        If several prompts share more than the cached prefix, the rest of it is computed here. The last token of a
-        prompt is never part of the prefix, because its logits are needed.
+        If several prompts share more than the cached prefix, the rest of what they share is computed here. A prompt's
+        last token is never part of the prefix, because its logits are needed.
         """
         import torch
 
@@ -304,7 +305,7 @@ class Engine:
 
     @cached_property
     def _splits(self) -> bool:
-        """True if a prompt can be computed in two parts with padding in between: no windows, no recurrent states."""
+        """True if a prompt can be computed in two parts with padding in between (no windows or recurrent states)."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
@@ -324,11 +325,11 @@ class Engine:
 
     @cached_property
     def _cache_name(self) -> str:
-        """Name of the model's cache argument: transformers renamed it in 5.24, and code in checkpoints uses either."""
+        """Name of the model's cache argument, which transformers renamed in 5.24; code in checkpoints uses either."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def _forward(self, ids: "Tensor", mask: "Tensor", positions: "Tensor", cache: Any, *, every: bool) -> "Tensor":
-        """Logits `[rows, positions, vocabulary]` in float32 on the CPU, of the last or of all positions."""
+        """Compute logits `[rows, positions, vocabulary]`, in float32 on the CPU, at every position or only the last."""
         device = self.model.device
         made = self.model(
             input_ids=ids.to(device),
@@ -342,7 +343,7 @@ class Engine:
         return logits
 
     def _next(self, rows: Sequence[_Sequence], logits: "Tensor") -> None:
-        """Choose the next token of rows by their logits `[rows, vocabulary]`; finished rows leave the batch."""
+        """Choose the next token of each row from logits `[rows, vocabulary]`; finished rows leave the batch."""
         import torch
 
         greedy = logits.argmax(-1).tolist()
@@ -366,7 +367,7 @@ class Engine:
         self._keep([id(row) not in ended for row in self._rows])
 
     def _keep(self, kept: Sequence[bool]) -> None:
-        """Remove all other rows from the batch, and padding that no row needs from the cache."""
+        """Remove rows whose entry in `kept` is False from the batch, and padding that no row needs from the cache."""
         import torch
 
         if all(kept):
@@ -382,9 +383,9 @@ class Engine:
 
 
 def new_cache(model: "PreTrainedModel") -> "DynamicCache":
-    """Empty cache that keeps all keys and values, even of sliding windows, which the attention mask implements.
+    """Create an empty cache that keeps all keys and values, even with sliding windows, which the mask implements.
 
-    Rows that join later would not match layers that have dropped old tokens.
+    If layers dropped old tokens, rows that join later would not match them.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -397,7 +398,7 @@ def new_cache(model: "PreTrainedModel") -> "DynamicCache":
 
 
 def repeated(cache: "DynamicCache", columns: int, rows: int, model: "PreTrainedModel") -> "DynamicCache":
-    """New cache with `rows` copies of the first columns of a one-row cache."""
+    """Create a cache with `rows` copies of the first `columns` columns of a one-row cache."""
     copy = new_cache(model)
     for mine, theirs in zip(copy.layers, cache.layers, strict=True):
         if getattr(theirs, "keys", None) is not None:
@@ -408,7 +409,7 @@ def repeated(cache: "DynamicCache", columns: int, rows: int, model: "PreTrainedM
 
 
 def one_row(cache: "DynamicCache", row: int) -> "DynamicCache":
-    """Copy of one row of a cache; the row must not have padding."""
+    """Copy one row of a cache; the row must not have padding."""
     from transformers import DynamicCache
 
     copy = DynamicCache()
@@ -420,7 +421,7 @@ def one_row(cache: "DynamicCache", row: int) -> "DynamicCache":
 
 
 def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
-    """Move each row's padding `[rows]` from after the common columns to the start."""
+    """Move each row's padding, whose widths are `padding` `[rows]`, from after the common columns to the start."""
     import torch
 
     for layer in cache.layers:
@@ -437,7 +438,7 @@ def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
 
 
 def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix of two sequences."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
@@ -463,7 +464,7 @@ def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
 
 
 def cut_left(cache: "DynamicCache", columns: int) -> None:
-    """Remove the first columns of keys and values."""
+    """Remove the first `columns` columns of keys and values."""
     if columns:
         for layer in cache.layers:
             if getattr(layer, "keys", None) is not None:
@@ -487,7 +488,7 @@ def draw(logits: "Tensor", sampling: Sampling, generator: "torch.Generator | Non
 
 
 def _give_prompt(sequence: _Sequence, logits: "Tensor") -> None:
-    """Return the prompt's tokens to the caller, with log-probabilities from logits `[prompt, vocabulary]`."""
+    """Send the prompt's tokens to the caller, with log-probabilities from logits `[prompt, vocabulary]`."""
     import torch
 
     count, prompt = sequence.sampling.logprobs, sequence.prompt

@@ -1,4 +1,4 @@
-"""Further nodes of a multi-node replica: `srun ... python -m nemo_ext.serving.follow JOB key=value`."""
+"""Entry point on a multi-node replica's further nodes: `srun ... python -m nemo_ext.serving.follow JOB key=value`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Several replicas behind one endpoint: processes on this machine, and the balancer on one of the machines.
+"""Several replicas behind one endpoint: this machine's replicas, and the balancer on one of the machines.
 
 Each machine (or each task of a Slurm array) keeps its replicas running. The holder of a lease in the run directory also
 runs the balancer; if it dies, another machine takes over and writes its address to `endpoint.json`.
@@ -31,16 +31,16 @@ from nemo_ext.serving.members import FOLDER, Watch, present
 from nemo_ext.serving.settings import ServingSettings
 
 KEY = "NEMO_EXT_SERVING_KEY"
-"""Environment variable with the key of the replicas."""
+"""Environment variable that holds the replicas' key."""
 LOG = "serve.log"
 _LEASE, _LEASE_SECONDS = "balancer", 20.0
 _LOOK, _SECONDS_TO_STOP = 1.0, 60.0
 _QUICK, _MOST_QUICK = 600.0, 3
-"""A replica that was started more often than this maximum within these seconds is not restarted."""
+"""Seconds, and the maximum number of starts within them; a replica that was started more often is not restarted."""
 
 
 def shared_key(run_dir: Path, settings: ServingSettings) -> str | None:
-    """API key of a run's endpoint, created by the first process; None for an open endpoint."""
+    """API key of a run's endpoint, which the first process creates; None for an open endpoint."""
     file = run_dir / "key"
     if settings.open or settings.key_variable is not None:
         return settings.key()
@@ -57,12 +57,12 @@ def shared_key(run_dir: Path, settings: ServingSettings) -> str | None:
 
 @dataclass
 class Replica:
-    """A server in a separate process.
+    """Server in a separate process.
 
     Attributes:
-        folder: run directory of the server, with config and log.
-        process: the process, once started.
-        starts: `time.monotonic` of each start.
+        folder: run directory of the server, which holds its config and log.
+        process: the process; None before it is started.
+        starts: time of each start, by `time.monotonic`.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class Replica:
         return self.folder / LOG
 
     def start(self, config: Mapping[str, Any], key: str | None = None) -> None:
-        """Start the process with the config of a serve job, and `key` in its environment."""
+        """Start the process with the config of a serve job, and with `key` in its environment."""
         write_config(self.folder, config)
         environment = {**os.environ, **({KEY: key} if key is not None else {})}
         self.starts.append(time.monotonic())
@@ -95,12 +95,12 @@ class Replica:
         return None if self.process is None else self.process.poll()
 
     def said(self) -> str:
-        """Last line of the server's output, with the log's path."""
+        """Last line of the server's output, followed by the log's path."""
         lines = self.log.read_text(errors="replace").strip().splitlines() or [""]
         return f"{lines[-1][:300].removeprefix('error: ')} ({self.log})"
 
     def is_up(self) -> bool:
-        """True if the server accepts requests, False if not yet.
+        """True if the server accepts requests; False if it does not yet.
 
         Raises:
             ValueError: the process has ended.
@@ -121,34 +121,34 @@ class Replica:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Stop the server after its requests in progress."""
+        """Stop the server once its requests in progress are done."""
         if self.process is not None:
             end(self.process, _SECONDS_TO_STOP, signal.SIGINT)
 
     @property
     def hopeless(self) -> bool:
-        """True if the process has ended too often recently."""
+        """True if the process has recently been started too often."""
         return len([start for start in self.starts if time.monotonic() - start < _QUICK]) > _MOST_QUICK
 
 
 class ReplicaFailed(Exception):
-    """Error for a replica that has ended too often."""
+    """Raised if a replica has ended too often."""
 
 
 async def run_group(
     config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, numbers: Sequence[int], port: int
 ) -> None:
-    """Keep replicas running, and the balancer if this process holds its lease, until cancelled.
+    """Keep replicas running until cancelled, and the balancer too while this process holds its lease.
 
     Args:
-        config: composed config of the serve job.
-        settings: settings of its section `serving`.
+        config: the serve job's composed config.
+        settings: settings in its section `serving`.
         run_dir: run directory of the endpoint.
         numbers: numbers of this machine's replicas.
         port: port of the endpoint; 0 for a free one.
 
     Raises:
-        ReplicaFailed: a replica has ended too often; see its log.
+        ReplicaFailed: a replica has ended too often; names its log.
         ValueError: a replica has ended because of an invalid setting.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
 
 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
-    """Run the balancer, whose address is published once enough replicas answer."""
+    """Run the balancer, and publish its address once enough replicas answer."""
     bound = bind(settings.host, port)
     balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())

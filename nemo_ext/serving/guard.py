@@ -1,4 +1,4 @@
-"""API key check of all routes, and errors in OpenAI's format."""
+"""API key check for all routes, error responses in OpenAI's format, and the metrics page."""
 
 import hmac
 
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN = "/health"
-"""The only path without a key, because health checks do not have one."""
+"""The only path that requires no key, as health checks have none."""
 
 
 class Guard:
@@ -17,7 +17,7 @@ class Guard:
 
     Args:
         app: the wrapped application.
-        key: the key; None accepts all requests.
+        key: the key; if None, all requests are accepted.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -41,11 +41,11 @@ async def gone(request: Request) -> None:
 
 
 def refusal(status: int, message: str) -> Response:
-    """Error response in OpenAI's format."""
+    """Create an error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 
 
 def metrics_page(registry: CollectorRegistry) -> Response:
-    """Metrics in Prometheus's text format."""
+    """Create a response with metrics in Prometheus's text format."""
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Job `serve`: serves a model behind an OpenAI-compatible endpoint (docs/serving.md)."""
+"""The job `serve`, which serves a model behind an OpenAI-compatible endpoint (docs/serving.md)."""
 
 import asyncio
 import contextlib

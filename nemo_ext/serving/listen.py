@@ -1,4 +1,4 @@
-"""Sockets and servers of endpoints."""
+"""Sockets, URLs and servers for endpoints."""
 
 import socket
 
@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listening socket at an address; with port 0 at a free port.
+    """Open a listening socket at an address; port 0 selects a free port.
 
     Raises:
         ValueError: the address is not available.
@@ -20,10 +20,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """URL of an endpoint, with `/v1`."""
+    """URL of the endpoint at an address, including `/v1`."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def server(app: ASGIApp) -> uvicorn.Server:
-    """Server of an application, which on Ctrl-C refuses new requests and completes those in progress."""
+    """Create a server for an application; on Ctrl-C, it rejects new requests and completes those in progress."""
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))

@@ -1,4 +1,4 @@
-"""Loading of a model for this package's engine."""
+"""Loading of a model into this package's engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ from nemo_ext.serving.engine import Engine
 from nemo_ext.serving.settings import ServingSettings
 
 CHUNK = 32
-"""Chunk size of Mamba-2 on a CPU, in tokens."""
+"""Chunk size in tokens for Mamba-2 on a CPU."""
 
 
 def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> Served:
     """Load a model and its tokenizer, and start the engine.
 
     Raises:
-        ValueError: the directory's code requires consent, or its tokenizer cannot be loaded.
+        ValueError: code in the directory requires the user's consent, or the tokenizer cannot be loaded.
     """
     trusted = may_run_code(str(folder), config)
     device = resolved_device(settings.device)

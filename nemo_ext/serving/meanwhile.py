@@ -1,4 +1,4 @@
-"""Temporary server of a model on this machine while a job sends requests to it."""
+"""Temporary server on this machine for a model that a job sends requests to."""
 
 import shutil
 import uuid
@@ -15,11 +15,11 @@ from nemo_ext.serving.settings import ServingSettings
 
 @contextmanager
 def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None, Path | None]]:
-    """Yield an endpoint, the model's name there, and its directory; without `endpoint`, serve the model here.
+    """Yield an endpoint, the model's name there, and the model's directory; serve the model here if none is set.
 
     Args:
         config: config with `endpoint`, `served`, `serving`, `files_from` and `trust_remote_code`.
-        folder: directory of the server's files.
+        folder: directory for the server's files.
 
     Raises:
         ValueError: the model cannot be served.

@@ -1,7 +1,7 @@
-"""Discovery of an endpoint's replicas by their `endpoint.json`, which each replica touches while it answers.
+"""Discovery of an endpoint's replicas through their `endpoint.json`, which each replica touches while it answers.
 
-These files are the only registry, on one machine and on a cluster. A replica counts as alive only after the watcher has
-seen a touch, by the watcher's clock, because files of earlier runs are never touched again.
+These files are the only registry, on one machine and on a cluster. A replica counts as alive only once the watcher has
+seen a touch, timed by the watcher's own clock, because files of earlier runs are never touched again.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from nemo_ext.endpoint.address import FILE, Address, read_address, write_address
 
 FOLDER = "replicas"
 _BEAT, _LOST = 2.0, 15.0
-"""Seconds between touches, and seconds without a touch after which a replica is gone."""
+"""Seconds between touches, and seconds without a touch after which a replica counts as gone."""
 
 
 @contextmanager
 def present(run_dir: Path, address: Address, lives: Callable[[], bool]) -> Iterator[Path]:
-    """Write the address, touch the file while the endpoint is alive, and remove it at the end.
+    """Write an address to a file, touch it as long as `lives` returns True, and remove it at the end of the block.
 
     A file that another process has replaced is not touched or removed; a missing file is written again.
     """
@@ -66,7 +66,7 @@ class Watch:
         self._seen: dict[str, tuple[int, float, bool]] = {}
 
     def living(self) -> Mapping[str, Address]:
-        """Addresses of the replicas that are alive, by name."""
+        """Mapping from name to address of the replicas that are alive."""
         now, addresses = time.monotonic(), dict[str, Address]()
         for file in sorted(self.folder.glob(f"*/{FILE}")):
             name = file.parent.name

@@ -1,4 +1,4 @@
-"""Served model: a Hugging Face directory, or a Megatron run that is exported first."""
+"""The model to serve, which is a Hugging Face directory or a Megatron run that is exported first."""
 
 import json
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from nemo_ext.serving.settings import ServingSettings
 _EXPORT = "export"
 _A_DAY = 86400.0
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Files of tokenizers; a directory with a tokenizer has at least one of them."""
+"""Tokenizer files, of which a directory with a tokenizer has at least one."""
 
 
 def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:
-    """Check and read the config's section `serving` and its port.
+    """Check a config for a served model; return its section `serving` and its port.
 
     Raises:
         ValueError: a setting is invalid, or the model cannot be served with it.
@@ -41,7 +41,8 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
     """Check a model's config and tokenizer files before a server starts.
 
     Raises:
-        ValueError: the directory's code requires consent, its format requires another engine, or it has no tokenizer.
+        ValueError: the directory's code requires consent, its format requires a different engine, or it has no
+            tokenizer.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -67,7 +68,7 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
 
 
 def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
-    """Hugging Face directory of a model; a Megatron checkpoint is exported once, into the run directory.
+    """Return a model's Hugging Face directory; a Megatron checkpoint is exported once, to the run directory.
 
     Raises:
         ValueError: the model does not exist, or cannot be exported.
@@ -93,7 +94,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
 
 
 def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
-    """Tokenizer of a run: files next to its checkpoint, or the tokenizer of its data; None if unknown."""
+    """A run's tokenizer, from files next to its checkpoint or from its data settings; None if unknown."""
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     checkpoint = checkpoint_folder(run, None)
@@ -105,7 +106,7 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:
-    """Directory with the tokenizer of a run."""
+    """Directory with a run's tokenizer, which may be written first; None if the tokenizer is unknown."""
     tokenizer = _tokenizer_of_run(run)
     if tokenizer is None:
         return None
@@ -116,7 +117,7 @@ def _files_of_run(run: Path, run_dir: Path) -> Path | None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Digest of config.json, and of the names, sizes and modification times of all other files."""
+    """Digest (32 hexadecimal digits) of a directory's config.json and of its other files' names, sizes and times."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.name != CONFIG]
     return digest([json.loads((folder / CONFIG).read_bytes()), stats])[:32]

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API that this server supports; unsupported fields are refused rather than ignored.
+"""OpenAI API requests that this server supports; unsupported fields are rejected rather than ignored.
 
 Source: https://platform.openai.com/docs/api-reference/chat; top_k, ignore_eos and chat_template_kwargs are from vLLM.
 """
@@ -17,7 +17,7 @@ _SAYS_NOTHING: Mapping[str, bool | float] = {
     **dict.fromkeys(("min_p", "min_tokens"), 0),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), 1),
 }
-"""Unsupported fields with their neutral values, at which they are ignored."""
+"""Mapping from unsupported field to its neutral value, with which it is ignored."""
 
 
 def _listed(value: object) -> object:
@@ -25,7 +25,7 @@ def _listed(value: object) -> object:
 
 
 class _Common(BaseModel):
-    """Fields of both kinds of requests. None is equivalent to omitting a field."""
+    """Fields that both kinds of requests have; None is equivalent to omitting a field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,7 +64,7 @@ class _Common(BaseModel):
 
 
 class Completion(_Common):
-    """A request of `/v1/completions`."""
+    """Request to `/v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -74,7 +74,7 @@ class Completion(_Common):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Prompts, as texts or token ids."""
+        """List the prompts, each a string or a list of token ids."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -84,7 +84,7 @@ class Completion(_Common):
 
 
 class Chat(_Common):
-    """A request of `/v1/chat/completions`."""
+    """Request to `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None

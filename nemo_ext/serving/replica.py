@@ -1,4 +1,4 @@
-"""Process of one replica: `python -m nemo_ext.serving.replica FOLDER`, configured by FOLDER/config.yaml."""
+"""Entry point of a replica's process, configured by FOLDER/config.yaml: `python -m nemo_ext.serving.replica FOLDER`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext serve`."""
+"""Settings of `nemo-ext serve`, and of jobs that send requests to a served model."""
 
 import os
 import secrets
@@ -20,19 +20,19 @@ class ServingSettings:
 
     Attributes:
         engine: transformers (any machine, any class of `nemo-ext convert`) or vllm.
-        name: name of the model at the endpoint; null takes its directory's name.
+        name: name of the model at the endpoint; null for the name of its directory.
         host: address at which the endpoint listens.
-        key_variable: environment variable with the key; None generates a key.
-        open: whether no key is required; only for loopback addresses.
+        key_variable: environment variable that holds the key; None to generate a key.
+        open: whether to require no key; only for loopback addresses.
         device: auto, cpu, cuda or cuda:N.
-        dtype: type of the weights; None takes float32 on the CPU and the checkpoint's type elsewhere.
-        max_length: maximum tokens of prompt and answer; None takes the model's.
-        max_batch: maximum concurrent answers, for transformers.
+        dtype: type of the weights; None for float32 on the CPU and the checkpoint's type elsewhere.
+        max_length: maximum number of tokens in prompt and answer; None for the model's.
+        max_batch: maximum number of concurrent answers, for transformers.
         replicas: number of servers behind the endpoint.
         least: number of replicas that must answer before the endpoint is announced; None for all.
         replica: number of the replica that this process runs, in a Slurm array; None for all of them.
-        gpus: GPUs per node of a replica.
-        nodes: nodes per replica, for vllm.
+        gpus: number of GPUs per node that a replica uses.
+        nodes: number of nodes per replica, for vllm.
         vllm: further arguments of `vllm serve`, such as {gpu_memory_utilization: 0.85}.
     """
 
@@ -73,16 +73,16 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":
-        """Settings from the section `serving` of a config; the model's default name is its directory's.
+        """Read the settings from a config's section `serving`; the model's name defaults to that of its directory.
 
         Raises:
-            ValueError: a setting is invalid; the message has the key, the value and the expected values.
+            ValueError: a setting is invalid; names the key, its value and the expected values.
         """
         name = config["serving"].get("name") or Path(str(config["served"])).expanduser().resolve().name
         return checked(cls, {**config["serving"], "name": name}, where="serving")
 
     def key(self) -> str | None:
-        """API key of the endpoint: a new key, or the variable's value; None for an open endpoint.
+        """Return the endpoint's API key, a new one or the variable's value; None for an open endpoint.
 
         Raises:
             ValueError: the variable is not set.
@@ -101,11 +101,11 @@ class AskingSettings:
     """Settings of a job that sends requests to a served model or an endpoint.
 
     Attributes:
-        endpoint: run directory of `nemo-ext serve`, or URL that ends in /v1; null serves `model` while the job runs.
+        endpoint: run directory of `nemo-ext serve`, or URL that ends in /v1; null to serve `model` while the job runs.
         served: Hugging Face directory or run directory; with an endpoint, the model's name there.
-        key_variable: environment variable with the endpoint's key; null takes the key of the run directory.
-        serving: settings for serving `model`, see `nemo-ext serve --help`.
-        files_from: for a run directory of Megatron, directory with tokenizer, chat template and generation config.
+        key_variable: environment variable that holds the endpoint's key; null for the key in the run directory.
+        serving: settings for serving `model` (see `nemo-ext serve --help`).
+        files_from: for a Megatron run directory, directory with tokenizer, chat template and generation config.
         trust_remote_code: whether Python files in the model's directory may be run.
     """
 

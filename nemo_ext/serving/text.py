@@ -1,4 +1,4 @@
-"""Streaming text from tokens: whole characters, stop strings, and separation of reasoning and tool calls."""
+"""Streaming of text from tokens, with whole characters, stop strings, and separation of reasoning and tool calls."""
 
 import codecs
 import json
@@ -22,10 +22,10 @@ TAGS = (
     "<function_calls>",
     "</function_calls>",
 )
-"""Tokens that are part of the text even if they are special in the tokenizer."""
+"""Tokens that are shown as text even if the tokenizer declares them special."""
 _CALLS = ("<tool_call>", "<TOOLCALL>", "<function_calls>")
 _HALF = "\ufffd"
-"""Character to which tokenizers decode an incomplete character."""
+"""Character that tokenizers output for an incomplete character."""
 
 
 class Decoder:
@@ -33,7 +33,7 @@ class Decoder:
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        stop: strings that end the answer, and are not part of it.
+        stop: strings that end the answer and are not part of it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ class Decoder:
         self.stopped = False
 
     def add(self, token: int, *, last: bool = False) -> str:
-        """Return the new final text after a token; a possible beginning of a stop string is held back."""
+        """Add a token and return new final text; what may begin a stop string is held back until the `last` token."""
         if token >= 0 and token not in self._hidden:
             self._ids.append(token)
         # Decoded with the previous tokens, because a leading space may depend on them.
@@ -69,7 +69,7 @@ class Decoder:
 
 
 class TokenBytes:
-    """Bytes of a tokenizer's tokens, including tokens with incomplete characters.
+    """Converter of a tokenizer's tokens to bytes, including tokens with incomplete characters.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -83,7 +83,7 @@ class TokenBytes:
         self._pieces = self._byte_level or '"ByteFallback"' in how or "\u2581" in how
 
     def __call__(self, token: int) -> bytes:
-        """Bytes of a token; for decoders other than byte-level or byte-fallback, the bytes of its text."""
+        """Return a token's bytes; for decoders other than byte-level or byte-fallback, the bytes of its text."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if name is None or token in self._tokenizer.added_tokens_decoder:
             return (name or "").encode()
@@ -93,7 +93,7 @@ class TokenBytes:
         return text.encode()
 
     def text(self, token: int) -> str:
-        """Text of a token; `bytes:\\xe2\\x82`, as in OpenAI's API, for an incomplete character; or `token_id:7`."""
+        """Text of a token; as with OpenAI, `bytes:\\xe2\\x82` for an incomplete character; `token_id:7` if empty."""
         data = self(token)
         try:
             return data.decode() or f"token_id:{token}"
@@ -101,7 +101,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Offset of each token in the joined text, in characters; tokens of one character share its offset."""
+        """Offset in characters of each token in the joined text; tokens that make up one character share its offset."""
         decoder, place, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
         for token in tokens:
             held, data = decoder.getstate()[0], self(token)
@@ -112,7 +112,7 @@ class TokenBytes:
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest suffix of a text that is a proper prefix of a tag."""
+    """Length of a string's longest suffix that is a proper prefix of a tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
@@ -121,8 +121,9 @@ class Splitter:
     """Streaming splitter of a chat answer into reasoning, content and tool calls.
 
     Attributes:
-        thinking: whether the answer is inside a trace, as after a prompt that opens a trace.
-        tools: declared tools; without them calls remain text.
+        thinking: whether the answer is inside a reasoning trace, as after a prompt that opens one.
+        tools: declared tools; if there are none, calls remain text.
+        calls: tool calls that were found, in OpenAI's format, once the answer has ended.
     """
 
     thinking: bool
@@ -133,7 +134,7 @@ class Splitter:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, text: str, *, last: bool = False) -> Iterator[tuple[Field, str]]:
-        """Yield pieces of the answer with their fields.
+        """Add text, and yield new pieces of the answer, each with the name of the response field it belongs to.
 
         Args:
             text: new text.

@@ -1,7 +1,7 @@
 """vLLM as the engine: its command line for a model, and its process.
 
-Sources: vllm/tool_parsers and vllm/reasoning (0.33) for names of parsers, and vllm/engine/arg_utils.py for the flags of
-several nodes.
+Sources: vllm/tool_parsers and vllm/reasoning (0.33) for names of parsers, and vllm/engine/arg_utils.py for multi-node
+flags.
 """
 
 import os
@@ -27,16 +27,16 @@ from nemo_ext.serving.settings import ServingSettings
 KEY = "VLLM_API_KEY"
 """Environment variable from which vLLM reads its key."""
 _STYLES = {"<function=": "qwen3_coder", "<function_calls>": "olmo3", "<tool_call>": "hermes"}
-"""vLLM's tool call parser by the template's markup; vLLM has no parser for Llama-Nemotron's <TOOLCALL>."""
+"""Mapping from a template's markup to vLLM's tool call parser; vLLM has none for Llama-Nemotron's <TOOLCALL>."""
 _REASONING = {"qwen3_coder": "nemotron_v3", "olmo3": "olmo3"}
 _OTHER_REASONING = "qwen3"
 _FIRST_NODE = "SLURM_LAUNCH_NODE_IPADDR"
-"""Environment variable of srun's tasks with the address of the node on which srun was called."""
+"""Environment variable of srun's tasks that holds the address of the node on which srun was called."""
 _SECONDS_TO_STOP = 60.0
 
 
 class Ended(Exception):
-    """Error for a server that ended unexpectedly; a restart may succeed."""
+    """Raised if a server ends unexpectedly; a restart may succeed."""
 
 
 def command(
@@ -47,12 +47,12 @@ def command(
     port: int = 0,
     rank: int = 0,
 ) -> list[str]:
-    """Command line of `vllm serve` for a model, without the key.
+    """Build the command line of `vllm serve` for a model, without the key.
 
     Args:
         folder: Hugging Face directory.
-        settings: section `serving`.
-        config: composed config, for the consent to run the directory's code.
+        settings: settings in section `serving`.
+        config: composed config, which holds the consent to run the directory's code.
         port: port of the server.
         rank: number of this node in a multi-node replica; the first node runs the server.
 
@@ -85,7 +85,7 @@ def command(
 
 
 def _precision(folder: Path) -> dict[str, Any]:
-    """Arguments for a checkpoint of `nemo-ext quantize`, whose config.json sets all but the KV cache."""
+    """Arguments for a checkpoint made by `nemo-ext quantize`, whose config.json sets all but the KV cache's type."""
     file = folder / "hf_quant_config.json"
     held = read_json(file) if file.is_file() else {}
     low = str((held.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() == "FP8"
@@ -93,7 +93,7 @@ def _precision(folder: Path) -> dict[str, Any]:
 
 
 def _parsers(folder: Path) -> dict[str, Any]:
-    """Parsers of reasoning and of tool calls for the directory's chat template."""
+    """Arguments that select the reasoning and tool call parsers for the directory's chat template."""
     try:
         text = Template.load(folder).source
     except ValueError:
@@ -109,7 +109,7 @@ def _parsers(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    """Run vLLM in a process, which is stopped at the end of the context.
+    """Run vLLM in a process until the end of the block; `words` is its command line.
 
     Raises:
         ValueError: vLLM is not installed.
@@ -133,10 +133,10 @@ def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[byte
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, key: str | None) -> None:
-    """Wait until vLLM answers.
+    """Wait until vLLM answers at a URL.
 
     Raises:
-        Ended: vLLM has ended; see its output.
+        Ended: vLLM has ended before it answered.
     """
     while not answers(f"{url}/models", key):
         if process.poll() is not None:
@@ -145,7 +145,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, key: str | None) -
 
 
 def answers(url: str, key: str | None) -> bool:
-    """True if a GET of the URL succeeds."""
+    """True if a GET request to the URL returns status 200."""
     request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=10) as response:

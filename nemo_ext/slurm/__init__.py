@@ -1,1 +1,1 @@
-"""Jobs on Slurm: site descriptions, checks before submission, the batch script's part, restarts after a stop."""
+"""Jobs on Slurm: site descriptions, checks before submission, the batch script's work, and restarts after a stop."""

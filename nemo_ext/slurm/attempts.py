@@ -1,4 +1,4 @@
-"""Record of a run's starts on Slurm, kept in its run directory, and the decision whether to start it again."""
+"""Record of a run's starts on Slurm, kept in its run directory, and the decision on whether to start it again."""
 
 import json
 import time
@@ -14,31 +14,31 @@ FOLDER = "slurm"
 ATTEMPTS = "attempts.json"
 FINISHED = "finished.json"
 TIME_LIMIT = "time limit"
-"""Prefix of the reason of a start that reached its time limit."""
+"""Prefix of the end reason of a start that reached its time limit."""
 
 
 PASSED_OVER = "guard: "
-"""Prefix of the reason of a start that ended at a step whose batch the next start skips."""
+"""Prefix of the end reason of a start that ended at a step whose batch the next start skips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Start of a job on Slurm.
+    """One start of a job on Slurm.
 
     Attributes:
         job: Slurm job id.
         restart: number of earlier starts of this job.
         nodes: node list in Slurm's notation.
         began: start time in Unix seconds.
-        first_step: step of the checkpoint that it resumed from; 0 for none.
-        ended: end time in Unix seconds; None while it runs, or until the next start if it was killed.
+        first_step: step of the checkpoint that it resumed from; 0 if there was none.
+        ended: end time in Unix seconds; None while it runs and, if it was killed, until the next start.
         last_step: step of the newest checkpoint at its end.
-        reason: reason why it ended; "" while it runs.
+        reason: why it ended; "" while it runs.
         counted: whether progress is measured in steps; if not, reaching the time limit counts as progress.
-        lost: logged steps after its last checkpoint.
+        lost: number of steps logged after its last checkpoint.
         name: name of the job; "" if not recorded, as in older runs.
         output: path of the job's output; "" if it is not a file or not recorded, as in older runs.
-        given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
+        given_up: why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
     job: str
@@ -64,7 +64,7 @@ class Attempt:
 
 
 def read(run_dir: Path) -> list[Attempt]:
-    """All starts of a run, oldest first."""
+    """Read all starts of a run, oldest first."""
     return [Attempt(**line) for line in noted(run_dir / FOLDER / ATTEMPTS) or ()]
 
 
@@ -76,9 +76,10 @@ def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
 def begin(
     run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None, name: str = "", output: str = ""
 ) -> list[Attempt]:
-    """Record a start, and mark earlier starts without an end as killed with their node or by Slurm.
+    """Record a start, and mark earlier starts without an end as killed with their node or by Slurm; return all starts.
 
-    The finished mark of the run is removed, as it now has more steps to do. `step` is None for jobs without steps.
+    The mark of a finished run is removed, as it now has more steps to do. `step` is the newest checkpoint's step, None
+    for jobs without steps; the other arguments are fields of `Attempt`.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
@@ -106,7 +107,7 @@ def begin(
 
 
 def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
-    """Record the end of the newest start."""
+    """Record the end of the newest start, and return all starts; the arguments are fields of `Attempt`."""
     attempts = read(run_dir)
     attempts[-1] = replace(attempts[-1], ended=time.time(), last_step=step, reason=reason, given_up=given_up)
     write(run_dir, attempts)
@@ -114,7 +115,7 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
 
 
 def stepped(run_dir: Path, start: Attempt) -> bool:
-    """True if a start logged a step."""
+    """True if a start has logged a step."""
     metrics = run_dir / METRICS
     if not metrics.is_file() or metrics.stat().st_mtime < start.began:
         return False
@@ -122,7 +123,7 @@ def stepped(run_dir: Path, start: Attempt) -> bool:
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
-    """Reason not to start a run again after the starts of one job, or None if it may be started again.
+    """Reason not to start a job again after its starts so far; None if it may be started again.
 
     Args:
         attempts: starts of the job, oldest first.
@@ -144,18 +145,18 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
 
 
 def finish(run_dir: Path, *, step: int | None, words: Sequence[str]) -> None:
-    """Mark the run as finished by a job with these arguments."""
+    """Mark the run as finished at a step by a job with the arguments `words`."""
     write_text(run_dir / FOLDER / FINISHED, json.dumps({"step": step, "at": time.time(), "words": list(words)}) + "\n")
 
 
 def finished(run_dir: Path) -> list[str] | None:
-    """Arguments of the job that finished the run, or None if it is not finished."""
+    """Arguments of the job that finished the run; None if it is not finished."""
     mark = noted(run_dir / FOLDER / FINISHED)
     return list(mark.get("words", ())) if mark is not None else None
 
 
 def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Arguments that differ between the job that finished a run and a job that would repeat it.
+    """Arguments that differ between the job that finished a run (`end`) and a job that would repeat it (`own`).
 
     Launcher and operation settings are ignored, as the allocation determines them.
     """
@@ -163,6 +164,6 @@ def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
 
 
 def finished_at(run_dir: Path) -> float | None:
-    """Unix time at which the run was marked as finished, or None if it is not finished."""
+    """Unix time at which the run was marked as finished; None if it is not finished."""
     mark = noted(run_dir / FOLDER / FINISHED)
     return float(mark["at"]) if mark is not None else None

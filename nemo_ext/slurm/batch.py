@@ -1,4 +1,4 @@
-"""Entry point of the batch scripts in `slurm/` on the first node: starts the job, or this task of an array.
+"""Entry point of the batch scripts in `slurm/`, which starts a job, or one task of an array, on its first node.
 
 exec python -m nemo_ext.slurm.batch train recipe=... cluster=leonardo key=value
 """
@@ -22,7 +22,7 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """Arguments of this array task, which is a run of a sweep or a shard of a job; otherwise `words` unchanged.
+    """Arguments of this array task, which is a run of a sweep or a shard of a job; `words` itself outside an array.
 
     Raises:
         ValueError: a sweep is not started as an array, or has fewer runs than the task's index requires.
@@ -41,7 +41,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
 
 
 def forget_callers_array() -> None:
-    """Drop array variables inherited from an array task within which this job was submitted."""
+    """Remove array variables that were inherited because this job was submitted from within an array task."""
     if "SLURM_ARRAY_TASK_ID" not in os.environ:
         return
     job = os.environ.get("SLURM_JOB_ID")
@@ -51,7 +51,7 @@ def forget_callers_array() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command; user errors are printed as one line with exit code 2, and the job is not requeued."""
+    """Run the job; a user error is printed as one line with exit code 2, and the job is not requeued."""
     with mistakes_are_one_line():
         job, *words = sys.argv[1:] or [""]
         ranks = submitted(job).ranks

@@ -1,4 +1,4 @@
-"""Servers that run next to pipeline stages: a stage waits for its servers, and a server ends without clients."""
+"""Servers that run alongside pipeline stages: a stage waits for its servers, and an unused server ends."""
 
 import json
 import time
@@ -12,39 +12,39 @@ from nemo_ext.slurm.ends import is_own
 from nemo_ext.slurm.status import is_fresh, queued, queued_job
 
 SECONDS = 20.0
-"""Interval between checks of the queue."""
+"""Interval between checks of the queue, in seconds."""
 LOOKS = 3
-"""Number of consecutive checks without a client in the queue after which a server is ended.
+"""Number of consecutive checks that find no client in the queue after which a server is ended.
 
 One check is not enough, as clients are submitted after their servers."""
 _SERVERS, _ASKING = "beside.json", "asking.json"
 
 
 def note_servers(record: Path, servers: Mapping[str, str]) -> None:
-    """Record the servers that a run uses: run directories by job id."""
+    """Record the servers that a run uses, as a mapping from job id to run directory."""
     write_text(record / attempts.FOLDER / _SERVERS, json.dumps(dict(servers), indent=1) + "\n")
 
 
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
-    """Record the runs that use a server, by their records; an empty list for a standalone server."""
+    """Record the runs that use a server, as a list of their record folders, empty for a standalone server."""
     clients = [str(client.resolve()) for client in asking]
     write_text(record / attempts.FOLDER / _ASKING, json.dumps(clients, indent=1) + "\n")
 
 
 def asking(record: Path) -> list[Path]:
-    """Records of the runs that use a server."""
+    """Record folders of the runs that use a server."""
     file = record / attempts.FOLDER / _ASKING
     return [Path(client) for client in json.loads(file.read_text())] if file.is_file() else []
 
 
 def is_asked(records: Sequence[Path]) -> bool:
-    """True if one of the runs is pending or running, or the queue cannot be read."""
+    """True if one of the runs with these record folders is pending or running, or if the queue cannot be read."""
     queue = _queue()
     return queue is None or any(queued_job(record, queue) for record in records)
 
 
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
-    """Wait until the servers of a run are up or have left the queue, or `stopped` has a signal."""
+    """Wait until a run's servers are up or have left the queue, or until a signal is added to `stopped`."""
     file = record / attempts.FOLDER / _SERVERS
     servers: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
     for job, run_dir in servers.items():
@@ -62,7 +62,7 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
 
 
 def _queue() -> dict[str, str] | None:
-    """States of the user's jobs by id; None if Slurm does not answer."""
+    """Mapping from id to state of the user's jobs; None if Slurm does not answer."""
     try:
         return queued()
     except ValueError:

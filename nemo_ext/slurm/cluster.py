@@ -1,4 +1,4 @@
-"""Description of a site (`hydra_conf/cluster`), and the way commands run on its nodes."""
+"""Description of a site (`hydra_conf/cluster`), and of how commands run on its nodes."""
 
 import os
 import re
@@ -24,7 +24,7 @@ class Limit:
 
     Attributes:
         time: maximum run time in Slurm's notation, such as 24:00:00 or 4-00:00:00.
-        nodes: maximum number of nodes; None for no limit.
+        nodes: maximum number of nodes; None if there is no limit.
     """
 
     time: str
@@ -39,7 +39,7 @@ class Node:
     """Hardware of each node.
 
     Attributes:
-        gpus: number of GPUs, with one rank on each.
+        gpus: number of GPUs; one rank runs on each.
         gpu: model name of the GPUs.
         gpu_memory_gib: memory of each GPU in GiB; None for simulated GPUs.
         fp8: FP8 scaling recipes that the GPUs support (`precision_plan.recipe`); empty for GPUs without FP8.
@@ -59,9 +59,9 @@ class Container:
 
     Attributes:
         runtime: none, singularity, apptainer, or pyxis (options of srun).
-        image: image file or registry name; None for no container.
+        image: image file or registry name; None to use no container.
         options: options of the runtime, such as --nv.
-        binds: host folders to mount; `$NAME` is expanded on the node, and the folder is skipped if NAME is not set.
+        binds: host folders to mount; `$NAME` is expanded on the node, and a folder is skipped if NAME is not set.
     """
 
     runtime: Literal["none", "singularity", "apptainer", "pyxis"] = "none"
@@ -89,11 +89,11 @@ class Cluster:
         name: name of the config file.
         partition: partition for jobs; None for Slurm's default.
         qos: quality of service, a key of `limits`; None for the first, which is the partition's default.
-        limits: limits by quality of service; empty if unknown.
+        limits: mapping from quality of service to its limits; empty if unknown.
         node: hardware of each node; None if unknown.
-        internet: whether compute nodes have internet access; without, Hugging Face's libraries use only their cache.
+        internet: whether compute nodes have internet access; if not, Hugging Face's libraries only use their cache.
         container: container that commands run in.
-        environment: environment variables of every rank.
+        environment: environment variables for every rank.
     """
 
     name: str
@@ -107,11 +107,11 @@ class Cluster:
 
     @property
     def limit(self) -> Limit | None:
-        """Limit of the requested quality of service, or None if unknown."""
+        """Limits of the requested quality of service; None if unknown."""
         return self.limits.get(self.qos or next(iter(self.limits))) if self.limits else None
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of every rank; values that the user set take precedence."""
+        """Environment variables for every rank; values that the user has set take precedence."""
         offline = {} if self.internet else dict.fromkeys(OFFLINE, "1")
         values = {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
         if self.node is None:
@@ -122,8 +122,8 @@ class Cluster:
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """Wrap a command so that srun starts it in the container, if there is one.
 
-        Singularity and Apptainer inherit the host's variables except those set by the image, so `environment` is also
-        passed with --env.
+        Singularity and Apptainer inherit the host's variables, except those that the image sets, so `environment` is
+        also passed with --env.
         """
         container = self.container
         if not container.used or container.runtime == "pyxis":
@@ -134,7 +134,7 @@ class Cluster:
         return [container.runtime, "exec", *container.options, *binds, *variables, container.image, *command]
 
     def srun_options(self) -> list[str]:
-        """Options of srun for a Pyxis container."""
+        """Options with which srun starts a Pyxis container; empty without one."""
         container = self.container
         if not container.used or container.runtime != "pyxis":
             return []
@@ -150,14 +150,15 @@ class Cluster:
 
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-"""Variables that restrict Hugging Face's libraries to their cache."""
+"""Environment variables that restrict Hugging Face's libraries to their cache."""
 
 
 def duration(text: str) -> timedelta:
     """Parse a duration in Slurm's notation: MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        ValueError: any other format. A plain number of minutes is refused, as 30 and 30:00 are easily confused.
+        ValueError: the format is a different one. A plain number of minutes is rejected, as 30 and 30:00 are easily
+            confused.
     """
     found = _TIME.fullmatch(text) or _DAYS.fullmatch(text)
     if found is None:
@@ -168,13 +169,13 @@ def duration(text: str) -> timedelta:
 _CALLERS = re.compile(
     r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
 )
-"""Variables of a calling job or of the user that would change a Slurm command's output or target, or make a submitted
-job believe that it is part of its caller."""
+"""Pattern of variables, of a calling job or the user, that would change a Slurm command's output or target, or make a
+submitted job believe that it is part of the calling job."""
 _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY")
 
 
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command without the variables of a calling job and without options from variables.
+    """Run a Slurm command without the variables of a calling job and without options that are set by variables.
 
     Raises:
         ValueError: the command is not on PATH.

@@ -1,4 +1,4 @@
-"""Commands `nemo-ext submit`, `status`, `logs` and `cancel`."""
+"""The commands `nemo-ext submit`, `status`, `logs` and `cancel`: submit jobs to Slurm, watch and cancel them."""
 
 import argparse
 import os
@@ -43,11 +43,11 @@ launcher.nproc_per_node=N change it."""
 
 
 DEFAULT = "train"
-"""Job that `nemo-ext submit` submits without `job=`."""
+"""Name of the job that `nemo-ext submit` submits if `job=` is not given."""
 
 
 def _submit(words: list[str]) -> None:
-    """Submit a job; errors are printed as one line."""
+    """Submit a job or a pipeline, printing errors as one line."""
     if {"-h", "--help"} & set(words):
         names = [job.name for job in jobs() if job.script and job.name != DEFAULT]
         text = f"{DEFAULT} (default), {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Reason why a job is no longer in the queue, from Slurm's records and the first error in its output."""
+"""Reasons why jobs are no longer in the queue, from Slurm's records and the first error in a job's output."""
 
 import errno
 import json
@@ -16,9 +16,9 @@ from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 
 JOB, SUBMITTED = "job", "submit.txt"
-"""Files in a run's folder `slurm`: the id of the last submitted job, and its sbatch command."""
+"""Files in a run's folder `slurm` with the id of the last submitted job, and its sbatch command."""
 CANCELLED = "cancelled.json"
-"""File in a run's folder `slurm`: user and time of a cancellation of its newest job with `nemo-ext cancel`."""
+"""File in a run's folder `slurm` that records who cancelled its newest job with `nemo-ext cancel`, and when."""
 _STATES = {
     "TIMEOUT": "time limit",
     "OUT_OF_MEMORY": "out of memory",
@@ -28,7 +28,7 @@ _STATES = {
     "DEADLINE": "Slurm's deadline passed",
 }
 DISK_FULL = errno.ENOSPC
-"""Exit code of a start that could not write its record and possibly not its output."""
+"""Exit code of a start that could not write its record and possibly not even its output."""
 _NO_OUTPUT = "0:53"
 """Exit code that slurmd sets for a job whose output file cannot be opened."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -51,16 +51,16 @@ _LASTING = re.compile(
     r"Checkpoint(?:ing)?(?:Error|Exception)\b|RuntimeError: (?:Error\(s\) in loading state_dict|.*size mismatch)|"
     r"OutOfMemoryError\b|RuntimeError: CUDA out of memory)"
 )
-"""Errors that recur in the next start if they occurred before the first step. Others, such as network or device errors
-or a killed process, may be transient."""
+"""Pattern of errors that recur in the next start if they occurred before the first step. Others, such as network or
+device errors or a killed process, may be transient."""
 _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """First error of the last start in a log from a byte position onwards, as one line; "" if there is none.
+    """Find the last start's first error, as one line, in a log read from a byte position; "" if there is none.
 
-    An error is the exception of a rank's traceback or a line "error: ...". Running out of memory takes precedence, as
-    it makes other ranks fail. Without either, Slurm's message about the end is returned.
+    An error is the exception in a rank's traceback, or a line "error: ...". Running out of memory takes precedence, as
+    it makes other ranks fail. If there is neither, Slurm's message about the job's end is returned.
     """
     if not log.is_file():
         return ""
@@ -90,7 +90,7 @@ def first_error(log: Path, position: int = 0) -> str:
 
 
 def lasts(error: str) -> bool:
-    """True for an error that recurs in every start: something is missing, invalid or too large."""
+    """True if an error recurs in every start, because something is missing, invalid or too large."""
     return _LASTING.match(error) is not None
 
 
@@ -111,7 +111,7 @@ def _of_slurm(line: str, errors: dict[str, str]) -> None:
 
 
 def why(folder: Path, job: str) -> str:
-    """Reason why a job ended, as one line; "" if neither Slurm nor the job's output has any.
+    """Reason why a job ended, as one line; "" if neither Slurm nor the job's output gives one.
 
     Args:
         folder: folder `slurm` of the job's run.
@@ -148,7 +148,7 @@ def why(folder: Path, job: str) -> str:
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explanation for a job without a reason from `why`: its last line of output, or the lack of any output."""
+    """Explanation for a job for which `why` finds no reason: its last line of output, or that it has no output."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (
@@ -167,14 +167,14 @@ def note(folder: Path, job: str, *, by: str) -> None:
 
 
 def noted(folder: Path, job: str) -> str:
-    """User and time of a recorded cancellation, "by NAME at TIME"; "" if not recorded."""
+    """User and time of a recorded cancellation, as "by NAME at TIME"; "" if none is recorded."""
     path = folder / CANCELLED
     note = json.loads(path.read_text()) if path.is_file() else {}
     return f"by {note['by']} at {note['at']}" if note.get("job") == job else ""
 
 
 def _cancelled(fields: dict[str, str]) -> str:
-    """User and time of a cancellation, and whether the job was still queued, from Slurm's fields."""
+    """Describe a cancellation by user and time, and whether the job was still queued, from Slurm's fields."""
     if fields.get("Reason") == "DependencyNeverSatisfied":
         return "by Slurm: a job that it depends on failed"
     number = fields.get("By", "")
@@ -192,12 +192,12 @@ def _cancelled(fields: dict[str, str]) -> str:
 
 
 def is_own(folder: Path, job: str) -> bool:
-    """False if this id belongs to another run's job in Slurm now, as job ids may be reused."""
+    """False if Slurm has reused a job id for a job of another run."""
     return _is_of(folder, job, _shown(job))
 
 
 def _is_of(folder: Path, job: str, fields: Mapping[str, str]) -> bool:
-    """True unless job name or output file in Slurm's fields differ from the run's job.
+    """True unless the job name or output file in Slurm's fields differs from that of the run's job.
 
     Times cannot be compared, as requeueing changes them.
     """
@@ -216,12 +216,12 @@ def _is_of(folder: Path, job: str, fields: Mapping[str, str]) -> bool:
 
 
 def _real(text: str) -> str:
-    """Path without symbolic links and with Slurm's escape %% resolved, as scontrol prints it; names are unchanged."""
+    """Resolve symbolic links and Slurm's escape %% in a path, as scontrol prints it; return a job name unchanged."""
     return str(Path(text.replace("%%", "%")).resolve()) if text.startswith("/") else text
 
 
 def _shown(job: str) -> dict[str, str]:
-    """Fields of a job from Slurm's controller, which keeps them for some minutes after its end; empty without any."""
+    """A job's fields from Slurm's controller, which keeps them for some minutes after its end; empty if it has none."""
     fields: dict[str, str] = {}
     if shutil.which("scontrol"):
         shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
@@ -234,7 +234,7 @@ def _shown(job: str) -> dict[str, str]:
 
 
 def _fields(job: str) -> dict[str, str]:
-    """Fields of an ended job, from Slurm's controller and, if available, its accounting."""
+    """An ended job's fields, from Slurm's controller and, if available, its accounting."""
     shown = _shown(job)
     if shown.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
         names = ("State", "ExitCode", "Timelimit", "End", "NodeList", "JobName")

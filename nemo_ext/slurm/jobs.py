@@ -1,4 +1,4 @@
-"""Jobs of `nemo-ext` on Slurm: record of starts, array tasks, nodes, and size of the kept checkpoints. No torch."""
+"""What Slurm needs to know about jobs: record folder, array tasks, nodes, checkpoint sizes. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +14,9 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.slurm.settings import Settings
 
 SHARDS = "shards"
-"""Folder in a record for the records of an array's tasks."""
+"""Subfolder of a record folder for the records of an array's tasks."""
 RECORDS = Path("runs/slurm")
-"""Folder for the records of jobs that have no run directory."""
+"""Folder for the records of jobs without a run directory."""
 
 
 def submitted(name: str) -> Job:
@@ -32,12 +32,12 @@ def submitted(name: str) -> Job:
 
 
 def makes(name: str, config: Mapping[str, Any]) -> list[Path]:
-    """Folders, files and file prefixes that a job writes."""
+    """Folders, files and file prefixes that a job with this config writes."""
     return [Path(str(place)).expanduser() for place in find(name).outputs(config) if place]
 
 
 def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
-    """Folder whose subfolder `slurm` holds the record of a job's starts: its run directory, if it has one.
+    """Record folder of a job, whose subfolder `slurm` records its starts; this is the run directory if the job has one.
 
     Raises:
         ValueError: the run directory is null.
@@ -59,13 +59,13 @@ def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(name: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of tasks in a job's array, or in the last of its arrays."""
+    """Number of tasks in a job's array, or in the last one if there are several; 1 without an array."""
     array = find(name).array
     return 1 if array is None else array.tasks(config, settings.slurm.shards)
 
 
 def rounds_of(name: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of consecutive arrays that a job requires.
+    """Number of consecutive arrays that a job needs; 1 without an array.
 
     Raises:
         ValueError: a setting of the job is invalid.
@@ -75,26 +75,26 @@ def rounds_of(name: str, config: Mapping[str, Any], settings: Settings) -> int:
 
 
 def shard_record(record: Path, number: int) -> Path:
-    """Record folder (see `record_of`) of one task of a job's array."""
+    """Record folder of one task of an array, given the record folder of the whole job."""
     return record / SHARDS / str(number)
 
 
 def nodes_and_gpus(name: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:
-    """Number of nodes that a job uses, and of GPUs on each node.
+    """Number of nodes that a job uses, and number of GPUs on each of them.
 
     Raises:
-        ValueError: the job uses whole nodes, and the site's nodes are unknown.
+        ValueError: the job uses whole nodes, but the site's number of GPUs per node is unknown.
     """
     size: tuple[int, int] = invoke(find(name).size, config, settings)
     return size
 
 
 CHECKPOINT_BYTES = 14
-"""Bytes per parameter in a training checkpoint: bf16 weights, fp32 weights and Adam's two states."""
+"""Bytes per parameter in a training checkpoint, for bf16 weights, fp32 weights and Adam's two states."""
 
 
 def checkpoints_of(config: Mapping[str, Any]) -> tuple[int, float]:
-    """Maximum number of checkpoints that a training run keeps, and the bytes of each.
+    """Maximum number of checkpoints that a training run keeps, and the size of each in bytes.
 
     The number includes the new checkpoint that is written before an old one is removed.
     """
@@ -107,6 +107,6 @@ def checkpoints_of(config: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def saved_step(name: str, record: Path) -> int | None:
-    """Step of the newest checkpoint, 0 if there is none; None for jobs without steps."""
+    """Step of the newest checkpoint in a job's record folder; 0 if there is none, None for jobs without steps."""
     function = find(name).saved_step
     return None if function is None else function(record)

@@ -1,4 +1,4 @@
-"""Checks that find a job's errors before it is queued. No torch."""
+"""Checks that find a job's errors before it is queued. Does not import torch."""
 
 import os
 import shutil
@@ -42,12 +42,12 @@ def findings(
     """Check a job and return all findings; those of kind error would make it fail.
 
     Args:
-        config: composed config of the job.
-        settings: settings of site and queue.
+        config: the job's composed config.
+        settings: site and queue settings.
         paths: whether to check files; False for a table of recipes and sites.
-        coming: paths that earlier jobs will write and that need not exist yet.
+        coming: paths that earlier jobs will write, so that they need not exist yet.
         model_to_come: config.json of the policy that earlier jobs will write; None if unknown.
-        here: True for a job that is not queued but started on this machine.
+        here: whether the job is started on this machine rather than queued.
     """
     cluster, job = settings.cluster, find(settings.job)
     if job.ranks == "slurm":
@@ -91,13 +91,13 @@ def findings(
 
 
 def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Other jobs that a job starts, with their composed configs."""
+    """Names and composed configs of other jobs that a job starts."""
     others: list[tuple[str, Mapping[str, Any]]] = invoke(find(name).started, config)
     return others
 
 
 def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """Errors that a job would raise about its settings before reading anything, and its notices."""
+    """Yield the notices and the error that a job would report about its settings before reading anything."""
     error = None
     with redirect_stderr(StringIO()) as notices:
         try:
@@ -116,10 +116,10 @@ def _tokenizer_missing(found: Sequence[Finding]) -> bool:
 
 
 def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Errors for streams that an earlier stage tokenises with a different tokenizer than training uses.
+    """Yield errors for streams that an earlier stage tokenises with a different tokenizer than training uses.
 
     Args:
-        config: config of training.
+        config: config of the training run.
         before: configs of the earlier tokenize stages.
     """
     for stage in before:
@@ -143,7 +143,7 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
 
 
 def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """Errors for tokenizers that cannot be read or have more ids than the model."""
+    """Yield errors for tokenizers that cannot be read or have more ids than the model's vocabulary."""
     for data in data_sections(config):
         tokenizer = data.get("tokenizer")
         if not isinstance(tokenizer, Mapping):
@@ -188,7 +188,7 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
 
 
 def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
-    """Errors for partitions and a quality of service that Slurm does not list; without the commands, none."""
+    """Yield errors for partitions and a quality of service that Slurm's commands, if installed, do not list."""
     queries = {
         "partition": ["sinfo", "--all", "--noheader", "--format=%R"],
         "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name"],
@@ -260,7 +260,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
 
 
 def _no_checkpoint(key: str, path: Path) -> str:
-    """Reason why a folder does not hold a checkpoint that the key accepts; "" if it does."""
+    """Reason why a folder does not hold a checkpoint of the kind that the key accepts; "" if it does."""
     if not is_hugging_face(path):
         try:
             checkpoint_folder(path)
@@ -296,7 +296,7 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    """Error for a tokenizer that is missing, or not in the cache although compute nodes have no internet."""
+    """Yield an error if compute nodes have no internet and the tokenizer is neither a folder nor in the cache."""
     if cluster.internet:
         return
     tokenizer = (config.get("data") or {}).get("tokenizer")

@@ -1,4 +1,4 @@
-"""Parts of a training job that require Megatron, run in separate processes and possibly in a container.
+"""The parts of a training job that require Megatron, run in separate processes and possibly in a container.
 
 python -m nemo_ext.slurm.prepare compose OUT recipe=... key=value      composes and checks the config, and writes it
 python -m nemo_ext.slurm.prepare report RUN_DIR                        writes the run's report
@@ -14,15 +14,15 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config
 
 
 def prepared(words: list[str]) -> dict[str, object]:
-    """Compose a training run and write its config.
+    """Compose a training run's config, check it, and write it.
 
     Returns:
-        `run_dir`, `config` (path of the config), `step` of the newest complete checkpoint, `target` (final step of
-        these ranks), and `notice` (messages on a corrupt checkpoint and on deviations of the recipe from its source,
-        or "").
+        `run_dir`, `config` (path of the config), `step` (of the newest complete checkpoint), `target` (final step of
+        these ranks), and `notice` (messages about a corrupt checkpoint and about deviations of the recipe from its
+        source, or "").
 
     Raises:
-        ValueError: see `nemo_ext.launch.prepare`.
+        ValueError: the config is invalid or does not fit this machine or the run so far.
     """
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.evaluation.live import check_machine
@@ -52,7 +52,7 @@ def prepared(words: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the command; user errors are printed as one line with exit code 2."""
+    """Run one of the two commands above; a user error is printed as one line with exit code 2."""
     verb, place, *words = sys.argv[1:]
     with mistakes_are_one_line():
         if verb == "compose":

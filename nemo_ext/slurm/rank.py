@@ -1,4 +1,4 @@
-"""Rank started by srun: sets torchrun's variables from Slurm's, then replaces itself by the rank's module.
+"""Entry point of a rank started by srun: sets torchrun's variables from Slurm's, then runs the rank's module.
 
 python -m nemo_ext.slurm.rank CONFIG                   rank of a training run
 python -m nemo_ext.slurm.rank -m MODULE CONFIG ...     rank of another module; all but the first write to log files
@@ -14,7 +14,7 @@ from nemo_ext.job.run_directory import read_config
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """Derive the variables that torch.distributed reads from Slurm's.
+    """Derive from Slurm's variables those that torch.distributed reads.
 
     Raises:
         ValueError: a variable of Slurm's is missing.
@@ -32,7 +32,7 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Replace this process by the rank, so that it receives Slurm's signals directly."""
+    """Replace this process with the rank, so that the rank receives Slurm's signals directly."""
     os.environ.update(variables(os.environ))
     words = sys.argv[1:]
     if words[0] != "-m":

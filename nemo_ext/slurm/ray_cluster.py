@@ -1,11 +1,12 @@
-"""Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed completely.
+"""Ray cluster on the nodes of an allocation, which is started for one driver, monitored, and removed completely.
 
     with RayCluster(srun, nodes, job=job, logs=folder, environment=environment).running() as cluster:
         code = cluster.run(["-m", "nemo_ext.cli", "rl", ...])
 
-Each node has a Slurm step that keeps `ray start --block` running while its standard input is open. So the step ends
-with the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster
-by RAY_ADDRESS, with which `ray.init` (and NeMo-RL's `init_ray`) connects or fails, but never starts a local cluster.
+Each node has a Slurm step that keeps `ray start --block` running while its standard input is open. The step therefore
+ends with the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the
+cluster through RAY_ADDRESS, with which `ray.init` (and NeMo-RL's `init_ray`) connects or fails, but never starts a
+local cluster.
 
 `ray symmetric-run` (Ray 2.50 and later; NeMo-RL 0.5 has 2.49) is not used: it refuses to start on a machine with
 another job's Ray and finally stops both, exits with 0 if Ray does not start, does not detect a lost node, and leaves
@@ -39,44 +40,45 @@ from nemo_ext.memory import sampler
 from nemo_ext.slurm.cluster import call
 
 _OPEN_FILES = 65_536
-"""Open-file limit that Ray's guide to large clusters recommends."""
+"""Limit on open files that Ray's guide to large clusters recommends."""
 _STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none")
 _SHAPES = (
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS"),
     *("SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPU_BIND", "SLURM_EXACT"),
 )
-"""Variables that would make srun give a step of one task the resources of one rank instead of the whole node."""
+"""Variables that would make srun give a one-task step the resources of one rank instead of the whole node."""
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_", "OMPI_")
-"""Prefixes of variables that make a library in a worker assume that it was started by srun or mpirun."""
+"""Prefixes of variables that make libraries in a worker assume that it was started by srun or mpirun."""
 _HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-port")
-"""Options of the head node whose ports must be chosen in advance; Ray picks free ports for everything else."""
+"""Options for the head node's ports that must be chosen in advance; Ray picks free ports for everything else."""
 _SECONDS_TO_END, _SECONDS_TO_STOP, _SECONDS_OF_SRUN = 2, 30, 10
-"""Seconds for `ray start` to end after a signal, for steps after their input is closed, and for srun after SIGTERM."""
+"""Seconds allowed to `ray start` after a signal, to steps after their input is closed, and to srun after SIGTERM."""
 _STARTED = "Ray runtime started."
-"""Line that `ray start` prints when the node is registered with the head."""
+"""Line that `ray start` prints once the node is registered with the head."""
 _ERROR = re.compile(r" [ECF] \d+ \d+\] (?!.*logging\.cc)|Check failed")
-"""Pattern of errors in Ray's logs, whose lines begin with time, level, process and thread."""
+"""Pattern of error lines in Ray's logs, whose lines begin with time, level, process and thread."""
 
 
 class ClusterError(RuntimeError):
-    """Error raised if Ray does not start on all nodes."""
+    """Raised if Ray does not start on all nodes."""
 
 
 @dataclass
 class RayCluster:
-    """Ray cluster, to be created and used on the first of its nodes.
+    """Ray cluster, which is created and used on the first of its nodes.
 
     Attributes:
         srun: function that builds the srun command from Python's arguments and srun's options, like `Batch.srun`.
-        nodes: node names; the first is this node, which runs Ray's head and the driver.
+        nodes: node names; the first is this node, on which Ray's head and the driver run.
         job: Slurm job id.
-        logs: folder for each node's output, `ray-NODE.log`.
-        environment: environment of all steps, inherited by workers; RAY_ADDRESS and RAY_AUTH_TOKEN are added.
+        logs: folder for the output of each node, `ray-NODE.log`.
+        environment: environment of all steps, inherited by workers; Ray's variables, such as RAY_ADDRESS, are added.
         container: `Container.runtime`. Pyxis creates a container per step; the steps of the first node share a named
             one, as the driver and its Ray need the same /tmp and /dev/shm.
-        memory: folder for memory samples of every node (`nemo_ext.memory.sampler`), and seconds between samples.
-        wait: seconds for all nodes to join.
-        grace: seconds that the driver has to fail on its own after a node is lost.
+        memory: folder for every node's memory samples (`nemo_ext.memory.sampler`), and seconds between samples; None to
+            take no samples.
+        wait: seconds within which all nodes must join.
+        grace: seconds after the loss of a node within which the driver may fail on its own.
         say: function that receives progress messages.
     """
 
@@ -100,7 +102,7 @@ class RayCluster:
         """Run Ray on the nodes until the block ends.
 
         Raises:
-            ClusterError: a node did not join; the message has the end of its output.
+            ClusterError: a node did not join; the message includes the end of its output.
         """
         _raise_open_files()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -138,10 +140,11 @@ class RayCluster:
         return [node for node, process in self._steps.items() if process.poll() is not None]
 
     def run(self, words: Sequence[str], *options: str) -> int:
-        """Run the driver, Python with these arguments, to its end, and return its exit code (nonzero if terminated).
+        """Run the driver, Python with the arguments `words`, and return its exit code (nonzero if it was terminated).
 
-        NeMo-RL's synchronous loops raise when an actor dies with its node, but its asynchronous loops and collective
-        operations may hang. So the driver is terminated if it still runs `grace` seconds after a node is lost.
+        NeMo-RL's synchronous loops raise an error when an actor dies with its node, but its asynchronous loops and
+        collective operations may hang. The driver is therefore terminated if it is still running `grace` seconds after
+        a node is lost. `options` are further options of srun.
         """
         command = self.srun(words, *self._options(self.nodes[0]), *options)
         driver = self._driver = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
@@ -171,7 +174,7 @@ class RayCluster:
         return [*_STEP, f"--nodelist={node}", *([f"--container-name=ray-{self.job}"] if shared else [])]
 
     def _start(self, node: str, *options: str) -> None:
-        """Start a node's step, with free ports for services and workers, and a Ray resource named after the node."""
+        """Start a node's step, with free ports for services and workers and a Ray resource named after the node."""
         folder, seconds = self.memory or ("", 0)
         ports = (f"--{name}-port=0" for name in ("dashboard-agent-listen", "min-worker", "max-worker"))
         resource = f"--resources={json.dumps({f'slurm_node:{node}': 1})}"
@@ -186,7 +189,7 @@ class RayCluster:
         """Wait until all started nodes have joined.
 
         Raises:
-            ClusterError: a node has ended or has not joined in time.
+            ClusterError: a node's step has ended, or has not joined in time.
         """
         while len(self._joined) < len(self._steps):
             lost = self.lost()
@@ -202,7 +205,7 @@ class RayCluster:
             time.sleep(0.2)
 
     def _account(self, node: str) -> str:
-        """Description of a node's step: its state and the end of its log."""
+        """Describe a node's step by its state and the end of its log."""
         code = self._steps[node].poll()
         state = "runs, but has not joined" if code is None else f"ended with exit code {code}"
         lines = self._log(node).read_text(errors="replace").splitlines()
@@ -223,7 +226,7 @@ class RayCluster:
 
 
 def _address_towards(node: str) -> str:
-    """Address of this machine on the route to a node, as its own name often resolves to 127.0.1.1.
+    """IP address of this machine on the route to a node, as its own name often resolves to 127.0.1.1.
 
     If the node's name does not resolve, its address comes from Slurm.
     """
@@ -297,7 +300,7 @@ def _print_errors(logs: Path) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants; as orphans become children of this process, none remains when it has no children."""
+    """Kill all descendants; orphans become children of this process, so that none is left once it has no children."""
     with suppress(ChildProcessError):
         while True:
             for process in psutil.Process().children(recursive=True):

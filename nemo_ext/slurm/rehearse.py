@@ -1,6 +1,6 @@
-"""Findings from the rehearsal of a job before it is queued (docs/rehearsal.md). No torch.
+"""Findings from the rehearsal of a job before it is queued (docs/rehearsal.md). Does not import torch.
 
-python -m nemo_ext.slurm.rehearse FOLDER     rehearses FOLDER/asked.json; writes FOLDER/rehearsal.json
+python -m nemo_ext.slurm.rehearse FOLDER     rehearses FOLDER/asked.json and writes FOLDER/rehearsal.json
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.settings import Settings
 
 REHEARSALS = "rehearsals"
-"""Folder next to a record of starts with the results of rehearsals."""
+"""Folder next to a record of starts that holds the results of rehearsals."""
 SECONDS = 60.0
 """Seconds after which a rehearsal is stopped, unless slurm.rehearse=true."""
 DIFFERENT = 0.1
-"""Relative difference from the cost model above which it is reported."""
+"""Relative difference between rehearsal and cost model above which it is reported."""
 OF_STAGES = (
     "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration, or shard the parent with "
     "puzzle.fsdp=shard"
@@ -45,12 +45,12 @@ _OF_NO_MATTER = (
     *("data_", "train_data_path", "valid_data_path", "mock_data", "tokenizer_", "pretrained_checkpoint", "finetune"),
     *("train_samples", "eval_", "log_", "save", "load", "exit_", "tensorboard_", "wandb_", "num_workers"),
 )
-"""Prefixes of flags that do not affect tensor shapes."""
+"""Prefixes of Megatron flags that do not affect tensor shapes."""
 _RESULT, _ASKED = "rehearsal.json", "asked.json"
 
 
 def is_wanted(settings: Settings) -> bool:
-    """True if a job is rehearsed: as set by slurm.rehearse, by default if the GPUs' memory is known."""
+    """True if a job is to be rehearsed, as slurm.rehearse says; by default, if the GPUs' memory is known."""
     node, asked = settings.cluster.node, settings.slurm.rehearse
     known = node is not None and node.gpu_memory_gib is not None
     return find(settings.job).rehearsed and (known if asked is None else asked)
@@ -68,8 +68,8 @@ def with_rehearsals(
     Args:
         findings: findings so far.
         configs: composed configs of training runs; configs with equal shapes are rehearsed once.
-        settings: settings of site and queue.
-        kept: folder of earlier results.
+        settings: site and queue settings.
+        kept: folder for results, which may hold earlier ones.
         coming: paths that earlier jobs will write.
     """
     missing = [name for name in ("torch", "megatron") if find_spec(name) is None]
@@ -99,7 +99,7 @@ def with_rehearsals(
 
 
 def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """Keys and folders of further models that the rehearsal depends on."""
+    """Config keys and folders of further models that the rehearsal depends on."""
     models = [
         ("distillation.teacher", (config.get("distillation") or {}).get("teacher")),
         ("puzzle.parent", (config.get("puzzle") or {}).get("parent")),
@@ -108,7 +108,7 @@ def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """Name of a config's results: a digest of the relevant settings, models and package versions."""
+    """Name under which a config's results are kept: a digest of the relevant settings, models and package versions."""
     flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in config["model"].items() if name != "name"}
     others = [_model_at(path, key) for key, path in _models(config)]
@@ -117,7 +117,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """Model config of a folder, as its content may change between rehearsals; None if it has none."""
+    """Model config in a folder, whose content may change between rehearsals; None if there is none."""
     with contextlib.suppress(ValueError):
         config = model_of(str(folder), key)
         return {name: config[name] for name in ("model", "megatron")}
@@ -133,7 +133,7 @@ def _version(package: str) -> str | None:
 def _result(
     config: Mapping[str, Any], folder: Path, limit: float | None
 ) -> tuple[list[Finding], Mapping[str, Any] | None]:
-    """Findings that explain a missing result, and the result of an earlier or a new rehearsal, if any."""
+    """Result of an earlier or new rehearsal; if there is none, None with findings that say why."""
     file = folder / _RESULT
     if not file.is_file():
         write_text(folder / _ASKED, json.dumps(config))
@@ -155,7 +155,7 @@ def _result(
 
 
 def _run(folder: Path, limit: float | None) -> int | None:
-    """Run a rehearsal in a process group, and return its exit code; None if it was killed at the limit."""
+    """Run a rehearsal in its own process group; return its exit code, None if it was killed after `limit` seconds."""
     command = [sys.executable, "-m", "nemo_ext.slurm.rehearse", str(folder)]
     none = subprocess.DEVNULL
     # A new session, as ranks that are still importing do not end with their parent yet.
@@ -170,7 +170,7 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
-    """Findings on the peak memory of the rank with the highest peak."""
+    """Yield a finding on the peak memory of the rank with the highest peak."""
     if not result["ranks"]:
         yield Finding("note", "nothing to rehearse: no stage runs a model")
         return
@@ -195,7 +195,7 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
 
 
 def main() -> None:
-    """Rehearse the config in FOLDER/asked.json; an error becomes the result's `error`."""
+    """Rehearse the config in FOLDER/asked.json; a user error is stored in the result's `error`."""
     end_with_parent(signal.SIGKILL)
     folder = Path(sys.argv[1])
     from nemo_ext.rehearsal.puzzle import rehearse_puzzle

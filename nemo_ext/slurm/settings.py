@@ -1,4 +1,4 @@
-"""Settings of a Slurm job, and the division of its arguments into settings of the site and queue and of the job."""
+"""Settings of a Slurm job, and the division of its arguments into site and queue settings and job settings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Keeping:
-    """Settings of restarts, nodes and sbatch options; see hydra_conf/slurm.yaml."""
+    """Settings for restarts, nodes and sbatch options, which hydra_conf/slurm.yaml explains."""
 
     margin: NonNegativeInt
     max_restarts: NonNegativeInt
@@ -33,7 +33,7 @@ class Keeping:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of site and queue.
+    """Site and queue settings.
 
     Attributes:
         job: name of the nemo-ext job.
@@ -74,7 +74,9 @@ class Settings:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into settings of site and queue and settings of the job; `--config-dir DIR` goes to both.
+    """Split arguments into site and queue settings on the one hand and job settings on the other.
+
+    `--config-dir DIR` goes to both.
 
     Raises:
         ValueError: a config folder does not exist.
@@ -90,7 +92,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """Compose the settings of site and queue from their arguments.
+    """Compose the site and queue settings from their arguments.
 
     Raises:
         ValueError: a value is invalid; names the key, its value and the allowed values.

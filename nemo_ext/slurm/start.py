@@ -1,8 +1,8 @@
-"""Start of a job on its first node: record, Slurm's signals, and requeueing.
+"""Start of a job on its first node: its record, the handling of Slurm's signals, and requeueing.
 
 On SIGUSR2, which Slurm sends before the time limit, the work saves a checkpoint and the job is requeued. Without the
-signal, this happens at the limit. A failed start is repeated as long as starts write new checkpoints. Jobs killed by a
-node failure are requeued by Slurm.
+signal, this happens at the limit. A failed start is repeated as long as starts write new checkpoints. Slurm itself
+requeues jobs that a node failure has killed.
 """
 
 import importlib.util
@@ -32,23 +32,24 @@ RANKS = ("--kill-on-bad-exit=1", "--distribution=block:block", "--cpu-bind=cores
 two sockets, half of the ranks would run on the socket far from their GPU, as GPUs are numbered socket by socket."""
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
-"""Seconds before the limit at which the scripts request SIGUSR2; `nemo-ext submit` requests `slurm.margin`."""
+"""Seconds before the time limit at which the scripts request SIGUSR2; `nemo-ext submit` requests `slurm.margin`."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
-"""Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
+"""First port and number of ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Minimum NVIDIA driver by CUDA major version, without cuda-compat (docs.nvidia.com/deploy/cuda-compatibility)."""
+"""Mapping from CUDA major version to the minimum NVIDIA driver without cuda-compat
+(docs.nvidia.com/deploy/cuda-compatibility)."""
 _LATE = 30
-"""A job that ends less than this many seconds before its limit counts as timed out."""
+"""Seconds; a job that ends less than this before its time limit counts as timed out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """State of a job before the work of a start.
+    """State of a job just before a start begins its work.
 
     Attributes:
-        record: folder whose `slurm` holds the record of starts.
+        record: record folder, whose subfolder `slurm` records the starts.
         step: step of the newest checkpoint; None for jobs without steps.
-        target: total number of steps; None for jobs without a number of steps.
+        target: total number of steps; None for jobs without a fixed number of steps.
         notice: message for the user, or "".
         log: log file of the work; None for the job's output.
     """
@@ -62,7 +63,7 @@ class Prepared:
 
 @dataclass
 class Batch(ABC):
-    """Start of a job; `stopped` lists the signals received so far."""
+    """Base class for the start of a job; `stopped` lists the signals received so far."""
 
     settings: Settings
     words: list[str]
@@ -85,11 +86,11 @@ class Batch(ABC):
 
     @abstractmethod
     def work(self) -> int:
-        """Run the work until it ends or is interrupted, and return the exit code."""
+        """Run the work until it ends or is interrupted, and return its exit code."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make the work save and end."""
+        """Make the work save its state and end."""
 
     @abstractmethod
     def saved(self) -> int | None:
@@ -97,10 +98,10 @@ class Batch(ABC):
 
     @abstractmethod
     def verdict(self, code: int) -> str | None:
-        """Reason why the work ended early; None if it is complete."""
+        """Reason why the work ended early, given its exit code; None if it is complete."""
 
     def goes_on(self) -> bool:
-        """True if the work can start again at once in this allocation."""
+        """True if the work can be started again at once in this allocation."""
         return False
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Batch(ABC):
             )
 
     def _refuse_second(self, record: Path) -> None:
-        """Refuse to run next to another job of the same run, as both would write the same checkpoints."""
+        """Reject a start while another job of the same run is running, as both would write the same checkpoints."""
         before = attempts.read(record)
         if not before or before[-1].ended is not None or before[-1].job == self.name:
             return
@@ -181,21 +182,21 @@ class Batch(ABC):
         return 0
 
     def srun(self, words: Sequence[str], *options: str) -> list[str]:
-        """Build the srun command that runs Python with these arguments, in the container if there is one."""
+        """Build the srun command that runs Python with the arguments `words`, in the container if there is one."""
         cluster = self.settings.cluster
         python = "python" if cluster.container.used else sys.executable
         inside = cluster.inside([python, *words], cluster.variables())
         return ["srun", *options, *cluster.srun_options(), *inside]
 
     def environment(self) -> dict[str, str]:
-        """Environment of srun, inherited by all processes."""
+        """Environment for srun, which all processes inherit."""
         variables = self.settings.cluster.variables()
         if "SLURM_CPUS_PER_TASK" in os.environ:
             variables["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
         return {**os.environ, **variables}
 
     def meeting(self) -> dict[str, str]:
-        """MASTER_ADDR and MASTER_PORT for torch.distributed, unless the site sets them."""
+        """Environment variables with MASTER_ADDR and MASTER_PORT for torch.distributed, unless the site sets them."""
         names = self.hostnames()
         # A single node does not need a resolvable name.
         address = names[0] if len(names) > 1 else "127.0.0.1"
@@ -203,7 +204,7 @@ class Batch(ABC):
         return {"MASTER_ADDR": address, "MASTER_PORT": port, **self.settings.cluster.variables()}
 
     def hostnames(self) -> list[str]:
-        """Names of the job's nodes, this one first."""
+        """Names of the job's nodes, with this one first."""
         done = call(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
         done.check_returncode()
         return done.stdout.split()
@@ -220,7 +221,7 @@ class Batch(ABC):
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to the job's steps, but not to srun, which would kill them, or to this process (no --batch)."""
+        """Send a signal to the job's steps, but not to srun, which would kill them, nor to this process."""
         done = call(["scancel", f"--signal={name}", self.name])
         if done.returncode and "Invalid job id" not in done.stderr:  # after cancellation the steps no longer exist
             say(f"scancel: {done.stderr.strip()}")
@@ -230,12 +231,12 @@ class Batch(ABC):
         return self._state()[1]
 
     def _is_cancelled(self) -> bool:
-        """True if Slurm is ending the job well before its limit, as after scancel; it must not be requeued then."""
+        """True if Slurm is ending the job well before its limit, as after scancel, so that it must not be requeued."""
         state, left = self._state()
         return state == "COMPLETING" and left is not None and left > _LATE
 
     def _state(self) -> tuple[str, float | None]:
-        """State of the job in Slurm, and seconds left before this start's limit (None without a limit)."""
+        """State of the job in Slurm, and seconds left before this start's time limit (None without a limit)."""
         line = call(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]).stdout
         state, _, left = line.strip().partition("|")
         try:
@@ -244,7 +245,7 @@ class Batch(ABC):
             return state, None
 
     def margin(self) -> float:
-        """Seconds before the limit that are reserved for the last checkpoint; at most a quarter of the limit."""
+        """Seconds reserved for the last checkpoint before the time limit; at most a quarter of the limit."""
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
@@ -254,8 +255,8 @@ class Batch(ABC):
         Args:
             ready: state before the work.
             step: step of the newest checkpoint.
-            reason: reason why the work ended.
-            lasting: reason why a new start would fail as well; "" if it may succeed.
+            reason: why the work ended.
+            lasting: why a new start would fail as well; "" if it may succeed.
             code: exit code of the work.
         """
         record = ready.record
@@ -284,10 +285,10 @@ class Batch(ABC):
 
 
 def gpu_line(*, container: bool) -> str:
-    """Line with this node's GPUs and driver, and a warning if torch's CUDA requires a newer driver; "" without GPUs.
+    """Line that names this node's GPUs and driver, and warns if torch's CUDA requires a newer one; "" without GPUs.
 
     Args:
-        container: True if ranks use a container's torch instead of this Python's.
+        container: whether ranks use a container's torch instead of this Python's.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""
@@ -308,7 +309,7 @@ def gpu_line(*, container: bool) -> str:
 
 
 def _cuda_of_torch() -> str | None:
-    """CUDA version that the installed torch is built for, read without importing torch."""
+    """CUDA version that the installed torch is built for, read without importing torch; None if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -317,7 +318,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _output() -> Path | None:
-    """Output file of the job, or None if the output is not a file."""
+    """The job's output file; None if the output is not a file."""
     place = Path("/proc/self/fd/1")
     return place if place.is_file() else None
 

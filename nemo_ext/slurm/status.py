@@ -26,22 +26,22 @@ from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import JOB
 
 PARENTS = "after.txt"
-"""File in a run's folder `slurm` that lists the folders of the runs it waits for."""
+"""File in a run's folder `slurm` that lists the run directories of the runs it waits for."""
 PIPELINE = "pipeline.yaml"
-"""File in a pipeline's folder with its stages."""
+"""File in a pipeline's folder that lists its stages."""
 _SILENT = 60.0
-"""Seconds after the last touch of its file after which a replica counts as down; nodes' clocks may differ."""
+"""Seconds without a touch of its file after which a replica counts as down; nodes' clocks may differ."""
 _LOOK = 1.0
-"""Seconds between checks for a log to follow."""
+"""Seconds between checks for a newer log to follow."""
 _APART = 60.0
-"""Seconds between a start and a submission beyond which the later one is the newer, whatever their job ids."""
+"""Seconds between a start and a submission beyond which the later of them is the newer job, whatever their ids."""
 _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` releases it",
     "JobHeldAdmin": "held by an administrator",
     "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
     "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix the other, and submit again",
 }
-"""Advice for jobs that wait for an action of the user or an administrator, by Slurm's reason."""
+"""Mapping from Slurm's reason to advice, for jobs that wait for an action by the user or an administrator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class Status:
     Attributes:
         run_dir: run directory.
         job: Slurm job id; "" if none was submitted.
-        state: pending, running ... with Slurm's reason; finished; stopped, with the reason; not started, with the
-            state of the run that it waits for; or not submitted.
+        state: Slurm's state, such as pending or running, with its reason; or finished; stopped, with the reason; not
+            started, with the state of the run that it waits for; or not submitted.
         step: newest logged step, or newest saved step; for training in rounds, the number of completed rounds.
         target: total number of steps or rounds; None if unknown, as before the first start.
-        loss: loss of the newest step.
-        seconds_left: estimated remaining time from the duration of the newest step; None if unknown.
+        loss: loss of the newest step; None if unknown.
+        seconds_left: remaining time in seconds, estimated from the duration of the newest step; None if unknown.
         restarts: number of starts after the first.
-        goodput: see `goodput`.
+        goodput: share of the time spent on useful steps (see the function `goodput`); None if unknown.
     """
 
     run_dir: Path
@@ -73,7 +73,7 @@ class Status:
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
-    """Compute the status of a run; `queue` has the states of queued jobs by id (see `queued`)."""
+    """Compute the status of a run; `queue` maps the ids of queued jobs to their states (see `queued`)."""
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
@@ -109,10 +109,10 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
 
 
 def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
-    """Share of the time since the first start spent on useful steps; None if no step was logged.
+    """Share of the time since the first start that was spent on useful steps; None if no step was logged.
 
-    Estimated from the median duration of the last steps. The rest is time in the queue, starting, evaluation, waiting
-    for checkpoints, and repeated or skipped steps.
+    It is estimated from the median duration of the last steps. The rest is time spent in the queue, on starting,
+    evaluation and checkpoints, and on repeated or skipped steps.
     """
     lines = [line for line in last_lines(run_dir / METRICS) if line.get("seconds_per_step") and "step" in line]
     if not lines or not starts:
@@ -123,7 +123,7 @@ def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
 
 
 def _serves(run_dir: Path) -> str:
-    """Address of a running model server, or that it is not up; "" for other jobs."""
+    """Part of the state that gives a model server's address, or says that it is not up; "" for other jobs."""
     config = run_dir / attempts.FOLDER / CONFIG
     if not config.is_file() or "served" not in (held := read_config(config)) or "port" not in held:
         return ""
@@ -144,7 +144,7 @@ def is_fresh(file: Path) -> bool:
 
 
 def _failures(starts: Sequence[attempts.Attempt]) -> str:
-    """Distinct reasons of a queued job's failed starts since the last start with progress; "" without any."""
+    """Part of the state that lists why starts of a queued job have failed since the last progress; "" if none has."""
     planned = (attempts.TIME_LIMIT, attempts.PASSED_OVER)
     failed = dict[str, list[int]]()
     for number, start in enumerate(starts, start=1):
@@ -159,7 +159,7 @@ def _failures(starts: Sequence[attempts.Attempt]) -> str:
 
 
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
-    """Reason why a run is no longer in the queue."""
+    """Reason why a run, whose newest job is `job`, is no longer in the queue."""
     folder = run_dir / attempts.FOLDER
     last = starts[-1] if starts and starts[-1].job == job else None
     if last is None or last.ended is None:
@@ -186,7 +186,7 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
 
 
 def _step_of(line: Mapping[str, Any]) -> int:
-    """Step of a line of metrics; for `nemo-ext online`, the number of completed rounds."""
+    """Step in a line of metrics; for `nemo-ext online`, the number of completed rounds."""
     return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
 
 
@@ -197,7 +197,7 @@ def _unfinished_parent(run_dir: Path) -> Path | None:
 
 
 def job_of(run_dir: Path) -> str:
-    """Id of a run's newest job (`12_3` in an array), or "" if it has none."""
+    """Id of a run's newest job (such as `12_3` in an array); "" if it has none."""
     submitted = run_dir / attempts.FOLDER / JOB
     starts = attempts.read(run_dir)
     last = submitted.read_text().strip() if submitted.is_file() else ""
@@ -216,13 +216,13 @@ def job_of(run_dir: Path) -> str:
 
 
 def queued_job(run_dir: Path, queue: Container[str]) -> str:
-    """Id of a run's newest job if it is in the queue; "" if not, or if its id belongs to another job now."""
+    """Id of a run's newest job if it is in the queue; "" if it is not, or if the id now belongs to another job."""
     job = job_of(run_dir)
     return job if job in queue and ends.is_own(run_dir / attempts.FOLDER, job) else ""
 
 
 def queued() -> dict[str, str]:
-    """States of the user's jobs in Slurm's queue by id, such as `pending (Priority)`.
+    """Mapping from id to state, such as `pending (Priority)`, for the user's jobs in Slurm's queue.
 
     Raises:
         ValueError: squeue is missing or fails.
@@ -240,7 +240,7 @@ def queued() -> dict[str, str]:
 
 
 def runs_below(places: Sequence[Path]) -> list[Path]:
-    """Run directories with Slurm jobs, at or below some paths.
+    """Run directories with Slurm jobs at or below the given paths, sorted.
 
     Raises:
         ValueError: there are none.
@@ -257,7 +257,7 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
 
 
 def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
-    """Sort key: by name, with stages of a pipeline in their order and numbers by value."""
+    """Sort key that orders run directories by name, with a pipeline's stages in their order and numbers by value."""
     key = list[tuple[int, list[str | int]]]()
     for place in (*reversed(run_dir.parents), run_dir):
         pipeline = place.parent / PIPELINE
@@ -302,14 +302,14 @@ def log_of(run_dir: Path) -> Path:
 
 
 def follow(run_dir: Path, lines: int) -> NoReturn:
-    """Follow a run's log: wait for its job, show the job's output, and switch to the ranks' log when it exists.
+    """Follow a run's log: wait for its job, show the job's output, and switch to the ranks' log once it exists.
 
     Args:
         run_dir: run directory.
         lines: number of lines to show first.
 
     Raises:
-        ValueError: there is no log, and no job of the run is in the queue.
+        ValueError: there is no log, and the run has no job in the queue.
     """
     shown: Path | None = None
     tail: subprocess.Popen[bytes] | None = None
@@ -341,7 +341,7 @@ def follow(run_dir: Path, lines: int) -> NoReturn:
 
 
 def _array(output: Path) -> str:
-    """Job id of an output file, or the id of its array."""
+    """Job id in the name of an output file; for an array's task, the id of the array."""
     return output.stem.partition("_")[0]
 
 

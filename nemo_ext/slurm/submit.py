@@ -1,4 +1,4 @@
-"""Submission of jobs to Slurm: checks before the queue, and sbatch with the site's options."""
+"""Submission of jobs to Slurm: checks before a job is queued, and sbatch with the site's options."""
 
 import os
 import shlex
@@ -31,10 +31,10 @@ from nemo_ext.slurm.status import job_of, queued, queued_job
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
-"""Folder of the batch scripts: links to `slurm/` in a checkout, files in an installed package."""
+"""Folder of the batch scripts, which are links to `slurm/` in a checkout and files in an installed package."""
 
 ROUNDS = "rounds"
-"""Folder in a record for the records of all arrays but the last."""
+"""Subfolder of a record folder for the records of all arrays but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,18 @@ class Submission:
     """Job that is ready for submission.
 
     Attributes:
-        settings: settings of site and queue.
-        words: arguments of the batch script: settings of site and queue, and of the job.
+        settings: site and queue settings.
+        words: arguments of the batch script, which include site, queue and job settings.
         configs: composed configs of the job; several for a sweep.
-        base: folder of the job's output.
+        base: record folder of the job, or the parent of the record folders of a sweep.
         shards: number of array tasks that divide a run; 1 without an array.
         rounds: number of consecutive arrays.
-        shards_before: number of tasks of all arrays but the last.
-        notes: notes on choices made for the user.
+        shards_before: number of tasks of each array but the last.
+        notes: findings about choices made for the user.
         after: ids of jobs that must succeed first.
-        beside: ids of the servers that the job uses, which must start first.
+        beside: job ids of the servers that the job uses, which must start first.
         coming: paths that earlier jobs will write.
-        model_to_come: config.json of the model that the job starts from and earlier jobs will write; None if unknown.
+        model_to_come: config.json of the model that earlier jobs will write and the job starts from; None if unknown.
     """
 
     settings: Settings
@@ -71,19 +71,19 @@ class Submission:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of the job, or of the first run of a sweep."""
+        """Config of the job, or of a sweep's first run."""
         return self.configs[0]
 
     @property
     def records(self) -> list[Path]:
-        """Record folders of all tasks (see `record_of`)."""
+        """Record folder of each task, in which its starts are recorded."""
         if self.shards > 1:
             return [shard_record(self.base, number) for number in range(self.shards)]
         return [record_of(self.settings.job, config, self.settings) for config in self.configs]
 
     @property
     def every_round(self) -> "list[Submission]":
-        """Submissions of all rounds; the last one has the record of the whole job."""
+        """One submission per round; the last one has the record folder of the whole job."""
         common = [word for word in self.words if not word.startswith("slurm.folder=")]
         earlier = []
         for number in range(1, self.rounds):
@@ -136,7 +136,7 @@ class Submission:
 
 
 def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
-    """CPU cores per task, in proportion to its GPUs, or all cores without GPUs; None if unknown."""
+    """CPU cores per task, in proportion to its GPUs; all cores if it uses no GPUs, None if unknown."""
     node = settings.cluster.node
     if node is None:
         return None
@@ -144,7 +144,7 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
 
 
 OPERATION = "operation=cluster"
-"""Default operation of training on several nodes."""
+"""Argument added for training on several nodes, unless the user sets `operation`."""
 
 
 def script_of(job: str) -> Path:
@@ -159,14 +159,15 @@ def script_of(job: str) -> Path:
 def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     """Build the submission that a command line describes.
 
-    A recipe keeps its total number of GPUs on nodes of a different size, unless the arguments set the launcher.
+    If the site's nodes have a different number of GPUs than the recipe assumes, its total number of GPUs is kept,
+    unless the arguments include launcher settings.
 
     Args:
         words: arguments of the command.
         coming: paths that earlier jobs will write.
 
     Raises:
-        ValueError: the settings or the config are invalid, or the runs of a sweep differ in nodes or GPUs.
+        ValueError: the settings or the config are invalid, or a sweep's runs differ in their number of nodes or GPUs.
     """
     ours, theirs = split([word for word in words if word != MULTIRUN])
     settings = settings_of(ours)
@@ -221,7 +222,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
 def _nodes_of_the_site(
     words: Sequence[str], config: Mapping[str, Any], settings: Settings
 ) -> tuple[list[str], list[Finding]]:
-    """Launcher overrides that keep the recipe's number of GPUs on nodes of a different size, and a note about them."""
+    """Launcher overrides that keep the recipe's total number of GPUs on the site's nodes, and a note about them."""
     node, launcher = settings.cluster.node, config["launcher"]
     world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
     if node is None or any(word.startswith("launcher.") for word in words):
@@ -234,11 +235,11 @@ def _nodes_of_the_site(
 
 
 def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding]:
-    """Findings of our checks, of Megatron's if installed, of bash, of `sbatch --test-only`, and of a rehearsal.
+    """Collect the findings of our checks, of Megatron if installed, of bash, `sbatch --test-only` and a rehearsal.
 
     Args:
         submission: the job.
-        kept: folder of rehearsals; None for the default folder in the record.
+        kept: folder for rehearsal results; None for the default one in the record folder.
     """
     settings, coming = submission.settings, submission.coming
     collected = list(submission.notes)
@@ -255,7 +256,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
 
 
 def _checked_here(submission: Submission, collected: list[Finding]) -> list[Finding]:
-    """Add the findings of bash, and of Megatron and Slurm unless there are errors already."""
+    """Add the findings of bash, and those of Megatron and Slurm unless there are errors already."""
     settings, coming = submission.settings, submission.coming
     if not errors(collected) and find_spec("megatron") and find_spec("torch"):
         every = [
@@ -286,10 +287,10 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 
     Args:
         words: arguments of the command, without --dry-run.
-        dry_run: if True, submit nothing.
+        dry_run: whether to submit nothing.
 
     Raises:
-        ValueError: an error that the user can correct.
+        ValueError: the user has made a mistake, which the message explains.
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
@@ -317,23 +318,23 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:
-    """Print findings in color."""
+    """Print findings in colour."""
     for finding in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[finding.kind]
         console.print(f"{finding.kind}: {finding.text}", style=style, markup=False)
 
 
 def variable(stage: str) -> str:
-    """Shell variable for the job id of a stage."""
+    """Name of the shell variable that holds a stage's job id, with its $."""
     return "$" + stage.replace("-", "_")
 
 
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
-    """Shell lines that submit the job, with one array per round.
+    """Yield shell lines that submit the job, one for each round.
 
     Args:
         submission: the job.
-        stage: stage whose `variable` is set to the id of the last job, for later lines; None without later lines.
+        stage: stage whose `variable` is set to the last job's id, for later lines; None if no later line needs it.
     """
     rounds, before = submission.every_round, ""
     for number, round_ in enumerate(rounds, start=1):
@@ -348,10 +349,10 @@ def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
 
 
 def hand_over(submission: Submission) -> str:
-    """Submit a job to Slurm, with one array per round, and return the id of the last.
+    """Submit a job to Slurm, with one sbatch call per round, and return the id of the last.
 
     Raises:
-        ValueError: Slurm refuses an array; earlier ones are cancelled.
+        ValueError: Slurm rejects a round; earlier ones are cancelled.
     """
     jobs: list[str] = []
     for round_ in submission.every_round:
@@ -366,7 +367,7 @@ def hand_over(submission: Submission) -> str:
 
 
 def _hand_over(submission: Submission) -> str:
-    """Submit one sbatch job and return its id, which is also written next to the record of starts."""
+    """Submit one job with sbatch and return its id, which is also written next to the record of starts."""
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
     # Defer Ctrl-C until the queued job is recorded.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -385,10 +386,10 @@ def _hand_over(submission: Submission) -> str:
 
 
 def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
-    """Errors that Megatron's parser and our own checks raise for a training config.
+    """Collect the errors that Megatron's parser and our own checks raise for a training config.
 
     Args:
-        config: config of the job.
+        config: the job's config.
         coming: paths that earlier jobs will write.
     """
     from nemo_ext.megatron.check import check_launcher
@@ -408,7 +409,7 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
 
 
 def _without_teacher_to_come(config: Mapping[str, Any], coming: Sequence[Path]) -> Mapping[str, Any]:
-    """Config without a teacher, or a teacher's files, that an earlier job will write and that do not exist yet."""
+    """Copy a config without the teacher, or the teacher's saved logits, if an earlier job has yet to write them."""
     teacher, saved = (config.get("distillation") or {}).get("teacher"), config["megatron"].get("logits_load_dir")
     absent = [place for place in (teacher, saved) if place and not Path(str(place)).exists()]
     absent = [place for place in absent if will_exist(Path(str(place)), coming)]

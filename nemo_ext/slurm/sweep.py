@@ -1,4 +1,4 @@
-"""Sweeps in the syntax of Hydra's `--multirun`: `megatron.lr=1e-4,2e-4 megatron.seed=1,2` gives four runs."""
+"""Sweeps in the syntax of Hydra's `--multirun`, in which `megatron.lr=1e-4,2e-4 megatron.seed=1,2` gives four runs."""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ MULTIRUN = "--multirun"
 
 
 def points(job: str, words: Sequence[str]) -> list[list[str]]:
-    """Arguments of every run of a sweep, in the order of Hydra's own sweeper: the last key changes fastest.
+    """Arguments for each run of a sweep, in the order of Hydra's own sweeper, in which the last key changes fastest.
 
-    Each run has a folder in the job's run directory, named after the swept values: `megatron.lr=1e-4,megatron.seed=1`.
+    Each run gets a folder in the job's run directory that is named after the swept values, such as
+    `megatron.lr=1e-4,megatron.seed=1`.
 
     Raises:
         ValueError: no key has several values, or the job has no run directory.
@@ -40,7 +41,7 @@ def points(job: str, words: Sequence[str]) -> list[list[str]]:
 
 
 def _values(job: str, word: str) -> list[str]:
-    """One override per value in a sweep override; any other argument unchanged, in a list."""
+    """Split a sweep override into one override per value; return any other argument unchanged, in a list."""
     if word.startswith("-"):
         return [word]
     name = word.partition("=")[0]

@@ -1,4 +1,4 @@
-"""Start of any job except training: runs `nemo-ext JOB` on the first node, which resumes on every start."""
+"""Start of any job other than training, which runs `nemo-ext JOB` on the first node; every start resumes the last."""
 
 import contextlib
 import json
@@ -28,12 +28,12 @@ from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster
 from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 _SECONDS_TO_START = 120.0
-"""Seconds after which all ranks of a training stage are running, so that a signal reaches every rank."""
+"""Seconds after which all ranks of a training stage should be running, so that a signal reaches every rank."""
 
 
 @dataclass
 class Task(Batch):
-    """Start of a job other than training, interrupted as by Ctrl-C at Slurm's signal or `margin` before the limit."""
+    """Start of a job other than training, interrupted, as by Ctrl-C, on Slurm's signal or `margin` before the limit."""
 
     cluster: RayCluster | None = None
     on_ray: bool = False
@@ -42,7 +42,7 @@ class Task(Batch):
     training: bool = False
 
     def prepare(self) -> Prepared:
-        """Compose the config to save it and to find the record; the job itself composes it again."""
+        """Compose the config, to save it and to find the record folder; the job itself composes it again."""
         name = self.settings.job
         job, config = submitted(name), compose(name, self.words)
         self.at_loopback = job.server and config["serving"]["host"] in LOOPBACK
@@ -61,7 +61,7 @@ class Task(Batch):
         return Prepared(record=self.record, step=self.saved(), target=None)
 
     def work(self) -> int:
-        """Run the command to its end, with its output in the job's output, and return the exit code."""
+        """Run the command, with its output in the job's output, and return its exit code."""
         command = ["-m", "nemo_ext.cli", self.settings.job, *self.words]
         if self.on_ray:
             return self._on_ray(command)
@@ -82,7 +82,7 @@ class Task(Batch):
         return self._serve(words, also, asking)
 
     def _on_nodes(self, command: list[str]) -> int:
-        """Run a command on the first node, and the ranks that it requests on all nodes; return its exit code."""
+        """Run a command on the first node, and the ranks it requests on all nodes; return the command's exit code."""
         folder = (self.record / attempts.FOLDER).absolute()  # with symbolic links, as the container may mount it
         (folder / ASKED).unlink(missing_ok=True)
         environment = {**self.environment(), ON_NODES: str(folder)}
@@ -104,7 +104,7 @@ class Task(Batch):
     def _ranks(
         self, job: subprocess.Popen[bytes], environment: dict[str, str], words: list[str], log: str | None
     ) -> int:
-        """Run ranks on all nodes until they or the requesting job end, and return srun's exit code."""
+        """Run ranks on all nodes until they end or the job that requested them does, and return srun's exit code."""
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
@@ -130,12 +130,13 @@ class Task(Batch):
         return ranks.returncode if ranks.returncode >= 0 else FAILED
 
     def _serve(self, words: list[str], also: list[str] | None, asking: list[Path]) -> int:
-        """Run a server until it ends, or until all stages that use it have ended, and return the exit code.
+        """Run a server until it ends, or until all stages that use it have ended, and return its exit code.
 
         Args:
-            words: command of the server.
-            also: command of its replicas on other nodes, which ends with it and vice versa.
-            asking: records of the stages that use it; empty for a server that runs until it is stopped.
+            words: command that runs the server.
+            also: command that runs its replicas on other nodes; if either ends, so does the other. None if there are
+                none.
+            asking: record folders of the stages that use it; empty for a server that runs until it is stopped.
         """
         with ExitStack() as stack:
             first = stack.enter_context(subprocess.Popen(words, env=self.environment()))
@@ -156,7 +157,7 @@ class Task(Batch):
         return 0 if unasked == beside.LOOKS else first.returncode
 
     def _on_ray(self, command: list[str]) -> int:
-        """Run the command with Ray on all nodes, and return the exit code."""
+        """Run the command with Ray on all nodes, and return its exit code."""
         names = self.hostnames()
         node = self.settings.cluster.node
         sizes = {
@@ -189,9 +190,9 @@ class Task(Batch):
             return FAILED
 
     def interrupt(self) -> None:
-        """Interrupt the job as by Ctrl-C; with Ray, which any signal would end, terminate only the driver.
+        """Interrupt the job as if by Ctrl-C; with Ray, which any signal would end, terminate only the driver.
 
-        The driver has saved by then. Ranks of a training stage that Puzzle started on all nodes save at SIGTERM.
+        The driver has saved by then. Ranks of a training stage that Puzzle started on all nodes save on SIGTERM.
         """
         if self.cluster is not None:
             self.cluster.interrupt()
@@ -199,15 +200,15 @@ class Task(Batch):
             self.signal_steps("TERM" if self.training else "INT")
 
     def margin(self) -> float:
-        """Margin of the job; for NeMo-RL a quarter, as it starts saving at a set time within the full margin."""
+        """Margin of the job; a quarter of it for NeMo-RL, which starts saving at a set time within the full margin."""
         return super().margin() / 4 if self.on_ray else super().margin()
 
     def saved(self) -> int | None:
-        """Step of the newest checkpoint of RL; None for other jobs."""
+        """Step of the newest checkpoint; None for jobs without steps."""
         return saved_step(self.settings.job, self.record)
 
     def verdict(self, code: int) -> str | None:
-        """Reason why the job stopped; None for exit code 0. 130 means an interrupt or the job's own time limit."""
+        """Reason why the job stopped, None for exit code 0; code 130 means an interrupt or the job's own time limit."""
         if code == 0:
             return None
         if self.stopped or code == INTERRUPTED:
@@ -215,13 +216,13 @@ class Task(Batch):
         return "a mistake in the command or its files" if code == USER_ERROR else f"it failed (exit code {code})"
 
     def conclude(self) -> None:
-        """Write a report of the nodes' memory for NeMo-RL; other jobs write their own report."""
+        """Write a report on the nodes' memory for NeMo-RL; other jobs write their own report."""
         if self.on_ray and add_section(report := Report(self.record.name), self.record):
             report.write(self.record / REPORT)
 
 
 def reachable_name() -> str:
-    """Resolvable name of this machine: the node's name in Slurm, or the host name; otherwise the loopback address."""
+    """This machine's name in Slurm or its host name, whichever resolves first; otherwise, the loopback address."""
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         with contextlib.suppress(OSError):
             socket.getaddrinfo(name or None, 0)

@@ -1,4 +1,4 @@
-"""Section of a run's report on its starts: a picture of steps over time, and the reason why each ended. No torch."""
+"""The report section on a run's starts: a picture of steps over time, and why each start ended."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PICTURE = "starts.png"
 
 
 def add_section(report: Path) -> None:
-    """Append the section on a run's starts to its `report.md`, and draw its picture, unless there are no starts."""
+    """Append the section on a run's starts, with its picture, to the run's `report.md`, unless there are no starts."""
     run_dir = report.parent
     starts = attempts.read(run_dir)
     if not starts:
@@ -39,7 +39,7 @@ def add_section(report: Path) -> None:
 
 
 def _draw(section: Report, starts: Sequence[attempts.Attempt], title: str) -> None:
-    """Draw useful steps over hours, one line per start, labelled with its number in the table."""
+    """Draw useful steps over hours, with one line per start that is labelled with the start's number in the table."""
     (axes,) = section.picture("steps over time", PICTURE, 9, 3.6)
     zero = starts[0].began
     place, at = 0.0, starts[0].first_step

@@ -1,4 +1,4 @@
-"""Start of a training run: one rank per GPU, all with the same composed config."""
+"""Start of a training run, with one rank per GPU, all of which read the same composed config."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 @dataclass
 class Training(Batch):
-    """Start of a training run; Megatron's `exit_duration_in_mins` stops it in time without Slurm's signal."""
+    """Start of a training run; if Slurm's signal is missing, Megatron's `exit_duration_in_mins` stops it in time."""
 
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self) -> Prepared:
-        """Compose the config with `nemo_ext.slurm.prepare`, in one process per start."""
+        """Compose the config with `nemo_ext.slurm.prepare`, in a separate process."""
         place = Path.cwd() / f".nemo_ext-{self.job}.json"
         left = self.seconds_left()
         words = [*self.words, *self._layout()]
@@ -44,7 +44,7 @@ class Training(Batch):
         )
 
     def work(self) -> int:
-        """Run all ranks to their end, with their output in the run's log, and return srun's exit code."""
+        """Run all ranks, with their output in the run's log, and return srun's exit code."""
         forget_stacks(Path(self.made["run_dir"]))
         command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], *RANKS, "--label")
         with (Path(self.made["run_dir"]) / LOG).open("ab") as log:
@@ -55,7 +55,7 @@ class Training(Batch):
         self.signal_steps("TERM")
 
     def saved(self) -> int:
-        """Step of Megatron's newest checkpoint, 0 if there is none."""
+        """Step of Megatron's newest checkpoint; 0 if there is none."""
         return last_checkpoint(Path(self.made["run_dir"])) or 0
 
     def verdict(self, code: int) -> str | None:
@@ -72,7 +72,7 @@ class Training(Batch):
         return stood(Path(self.made["run_dir"]), minutes) or f"a rank failed (exit code {code})"
 
     def goes_on(self) -> bool:
-        """True after a step that failed the guard's checks, whose batch the next start skips."""
+        """True after a step that failed the guard's checks, as the next start skips its batch."""
         return pending(Path(self.made["run_dir"])) is not None
 
     def conclude(self) -> None:
@@ -81,18 +81,18 @@ class Training(Batch):
             say("the report could not be written: see the error above")
 
     def environment(self) -> dict[str, str]:
-        """Environment of srun with MASTER_ADDR and MASTER_PORT for torch.distributed."""
+        """Environment for srun, with MASTER_ADDR and MASTER_PORT for torch.distributed."""
         return {**super().environment(), **self.meeting()}
 
     def _layout(self) -> list[str]:
-        """Launcher overrides with the nodes and ranks of the allocation, which replace the recipe's."""
+        """Launcher overrides that replace the recipe's numbers of nodes and ranks with those of the allocation."""
         variables = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
         if missing := [name for name in variables.values() if name not in os.environ]:
             raise ValueError(f"{', '.join(missing)} not set: pass --nodes and --ntasks-per-node to sbatch")
         return [f"{key}={os.environ[name]}" for key, name in variables.items()]
 
     def _step(self, *words: str) -> int:
-        """Run a command of `nemo_ext.slurm.prepare` in one process, and return its exit code."""
+        """Run a command of `nemo_ext.slurm.prepare` in a separate process, and return its exit code."""
         return subprocess.run(
             self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
             env=self.environment(),

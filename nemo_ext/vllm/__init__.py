@@ -1,11 +1,11 @@
-"""Plug-in for vLLM that serves any sequence of blocks, without running code from the model's directory.
+"""vLLM plug-in that serves models of any sequence of blocks without running code from the model's directory.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`).
 """
 
 
 def register() -> None:
-    """Register the model classes and their configs with vLLM and transformers; further calls have no effect."""
+    """Register our model classes and their configs with vLLM and transformers; further calls have no effect."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, NemotronHForCausalLMConfig

@@ -1,4 +1,4 @@
-"""Configs of our formats for vLLM: sizes and kinds of blocks under the names that vLLM reads.
+"""Configs that describe our formats to vLLM, with sizes and kinds of blocks under the names that vLLM reads.
 
 They replace the Python files of an exported directory, so that vLLM does not run these files.
 """
@@ -16,13 +16,13 @@ from nemo_ext.checkpoint.remote_code.configuration_decilm import Namespace
 
 HYBRID = "NemoExtHybridBlocksForCausalLM"
 CLASSES = ("NemoExtBlocksForCausalLM", HYBRID)
-"""Registered names of the model classes of `nemo_ext.vllm.model`; the second is for models with Mamba-2 blocks."""
+"""Registered names of the model classes in `nemo_ext.vllm.model`; the second is for models with Mamba-2 blocks."""
 _NOT_THE_MODELS = ("quantization_config", "compression_config", "head_dtype", "num_key_value_heads")
-"""Keys that do not describe the architecture: of quantised linears, of vLLM, and the key that `DeciLMConfig` adds."""
+"""Keys that do not describe the architecture: those for quantised layers, vLLM's, and one that `DeciLMConfig` adds."""
 
 
 def model_of(config: PreTrainedConfig) -> tuple[Format, Description]:
-    """Format and description of a model from vLLM's config, including `hf_overrides`.
+    """Read a model's format and description from vLLM's config, including `hf_overrides`.
 
     Raises:
         ValueError: the model class does not support a setting.
@@ -32,7 +32,7 @@ def model_of(config: PreTrainedConfig) -> tuple[Format, Description]:
 
 
 class _Most:
-    """Descriptor of the maximum of a size over all blocks of a kind, 0 without such blocks; configs may override it."""
+    """Descriptor whose value is the maximum of a size over all blocks of a kind, 0 without such blocks."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind, self.name = kind, name
@@ -47,11 +47,11 @@ class _Most:
 # Both have the names of the classes in exported directories, because transformers compares the names when it loads such
 # a directory in a vLLM process.
 class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
-    """Config of our own format; where vLLM expects one size for all blocks, it gets the maximum."""
+    """Config of our own format; where vLLM expects one size for all blocks, it holds the maximum."""
 
     format = "NemoExtBlocksForCausalLM"
     chunk_size = 128
-    """Tokens per chunk of Mamba-2's scan, as in Nemotron; vLLM's default of 2048 is for models without chunks."""
+    """Tokens per chunk in Mamba-2's scan, as in Nemotron; vLLM's default, 2048, is for models without chunks."""
     num_attention_heads = _Most("attention", "num_attention_heads")
     num_key_value_heads = _Most("attention", "num_key_value_heads")
     head_dim = _Most("attention", "head_dim")
@@ -64,12 +64,12 @@ class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
 
     @property
     def layers_block_type(self) -> list[str]:
-        """Kind of each block; vLLM counts "attention" and "mamba"."""
+        """Kind of each block; vLLM counts the "attention" and "mamba" blocks."""
         return self.kinds
 
 
 class DeciLMConfig(configuration_decilm.DeciLMConfig):
-    """Config of `DeciLMForCausalLM`, for vLLM's class, or for our class if vLLM's does not support the layers."""
+    """Config of `DeciLMForCausalLM`, which selects vLLM's class, or ours if vLLM's does not support the layers."""
 
     format = "DeciLMForCausalLM"
 

@@ -1,7 +1,7 @@
-"""Models of any sequence of blocks for vLLM, built from vLLM's layers.
+"""vLLM models of any sequence of blocks, built from vLLM's layers.
 
 Every format that `nemo_ext.checkpoint.formats` reads becomes one chain of residual blocks, each with its own sizes.
-Modules carry the names that the checkpoint has, by which quantisation, KV-cache scales and errors find them.
+Modules keep their names in the checkpoint, which quantisation, KV-cache scales and error messages refer to.
 """
 
 from collections.abc import Iterable, Iterator
@@ -64,11 +64,11 @@ from nemo_ext.vllm.config import model_of
 
 Shapes = tuple[tuple[int, ...], ...]
 _PARAMETERS = {"A_log": "A"}
-"""vLLM's names of parameters that have other names in checkpoints."""
+"""Mapping from a parameter's name in checkpoints to its name in vLLM, where they differ."""
 
 
 def _norm(description: Description) -> nn.Module:
-    """Norm of the blocks, and final norm."""
+    """Create the norm of a block, or the final norm."""
     architecture = description.architecture
     hidden, epsilon, affine = architecture.hidden_size, description.norm_epsilon, architecture.norm_affine
     if architecture.normalization == "RMSNorm":
@@ -79,7 +79,7 @@ def _norm(description: Description) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal attention with one block's heads, window and RoPE."""
+    """Causal attention with the heads, window and RoPE of one block."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Maps `[tokens, hidden]` to the same shape."""
+        """Map `[tokens, hidden]` to the same shape."""
         query, key, value = self.qkv_proj(hidden)[0].split([self.widths[0], *[self.widths[1]] * 2], dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
@@ -147,7 +147,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x))."""
+    """MLP that computes down(act(up(x))), or down(act(gate(x)) * up(x)) if it is gated."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Mlp(nn.Module):
         self.act = get_act_fn(description.activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps `[tokens, hidden]` to the same shape."""
+        """Map `[tokens, hidden]` to the same shape."""
         if self.gated:
             gate, up = self.gate_up_proj(hidden)[0].chunk(2, dim=-1)
             return self.down_proj(self.act(gate) * up)[0]
@@ -221,7 +221,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
 
 
 class ResidualBlock(nn.Module):
-    """x + mixer(norm(x)), or x + norm(mixer(x))."""
+    """Residual block that computes x + mixer(norm(x)), or x + norm(mixer(x)) with norms on outputs."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class ResidualBlock(nn.Module):
             self.mixer = made(description, block, names, vllm)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Maps `[tokens, hidden]` to the same shape."""
+        """Map `[tokens, hidden]` to the same shape."""
         mixed = self.norm(hidden) if self.norm_first else hidden
         if self.kind == "*":
             mixed = self.mixer(positions, mixed)
@@ -257,7 +257,7 @@ class ResidualBlock(nn.Module):
 
 @support_torch_compile
 class BlocksModel(nn.Module):
-    """Embedding, blocks and final norm; each pipeline rank has a range of the blocks."""
+    """Embedding, blocks and final norm; each pipeline rank holds a range of the blocks."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class BlocksModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """Hidden states `[tokens, hidden]` after the final norm, or intermediate tensors for the next pipeline rank."""
+        """Return hidden states `[tokens, hidden]` after the final norm, or tensors for the next pipeline rank."""
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
             hidden = intermediate_tensors["hidden_states"]
@@ -300,7 +300,7 @@ class BlocksModel(nn.Module):
 
 
 def module_names(found: Format, description: Description) -> dict[int | None, dict[str, str]]:
-    """Checkpoint names of modules by role, for each block number, and for None outside the blocks."""
+    """Mapping from block number (None outside the blocks) to a mapping from role to the module's checkpoint name."""
     names: dict[int | None, dict[str, str]] = {number: {} for number in (None, *range(len(description.blocks)))}
     for entry in found.entries(description):
         for (module, _), name in zip(entry.roles, entry.names, strict=True):
@@ -309,7 +309,7 @@ def module_names(found: Format, description: Description) -> dict[int | None, di
 
 
 def places(found: Format, description: Description) -> dict[str, tuple[str, str | int | None]]:
-    """Our module, and the shard of a fused module, by the module's name in a checkpoint."""
+    """Mapping from a module's checkpoint name to our module, and to its shard if that is a fused module (else None)."""
     outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     moved: dict[str, tuple[str, str | int | None]] = {name: ("qkv_proj", name) for name in "qkv"}
     if description.architecture.gated:
@@ -339,7 +339,7 @@ def places(found: Format, description: Description) -> dict[str, tuple[str, str 
 
 
 class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
-    """Language model of any sequence of blocks without Mamba-2."""
+    """Language model for any sequence of blocks without Mamba-2."""
 
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -366,7 +366,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embeddings `[tokens, hidden]`."""
+        """Return the embeddings `[tokens, hidden]` of token ids."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -376,15 +376,15 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states or intermediate tensors, as in `BlocksModel`."""
+        """Return hidden states, or tensors for the next pipeline rank, like `BlocksModel.forward`."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits `[tokens, vocabulary]`, on the ranks that vLLM samples on."""
+        """Return logits `[tokens, vocabulary]` on the ranks on which vLLM samples; None on others."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors by their names in the checkpoint, and return the names of the loaded parameters.
+        """Load tensors under their checkpoint names, and return the names of the loaded parameters.
 
         Raises:
             ValueError: the model has no parameter for a tensor.
@@ -424,11 +424,11 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
 
 
 class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, IsHybrid):
-    """Language model with Mamba-2 blocks."""
+    """Language model for sequences of blocks that include Mamba-2."""
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Types of a block's convolution state and SSM state."""
+        """Return the dtypes of a block's convolution state and SSM state."""
         cache = vllm_config.cache_config
         return MambaStateDtypeCalculator.mamba2_state_dtype(
             vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
@@ -436,23 +436,23 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[MambaSpec]:
-        """State specifications of all block sizes; the largest sets the page size of the cache."""
+        """Return the state specification for each size of block; the largest determines the cache's page size."""
         dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
         return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1) for shapes in _state_shapes(vllm_config)]
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Shapes:
-        """Shapes of the largest block's convolution state and SSM state."""
+        """Return the shapes of the convolution state and SSM state of the largest block."""
         return max(_state_shapes(vllm_config), key=lambda shapes: sum(map(prod, shapes)))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        """Functions that copy a block's two states."""
+        """Return the functions that copy a block's two states."""
         return MambaStateCopyFuncCalculator.mamba2_state_copy_func()
 
 
 def _state_shapes(vllm_config: VllmConfig) -> list[Shapes]:
-    """Shapes of the two states for each size of Mamba-2 block."""
+    """Shapes of the convolution state and SSM state for each size of Mamba-2 block."""
     _, description = model_of(vllm_config.model_config.hf_config)
     blocks = dict.fromkeys(block for block in description.blocks if block.kind == "M" and not block.is_linear)
     return [

@@ -15,7 +15,7 @@ from nemo_ext.job.settings import nearest
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
 FORMATS = {entry.architecture: entry for entry in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
-"""Formats by class name; a model is written in the first format that can express it."""
+"""Mapping from class name to format; a model is written in the first format that can express it."""
 
 
 def named(architecture: str) -> Format:
@@ -30,14 +30,14 @@ def named(architecture: str) -> Format:
 
 
 def choose(description: Description, architecture: str | None = None) -> tuple[Format, dict[str, Any]]:
-    """Choose the format for a model, and write its config.json.
+    """Choose the format for a model; return it with the content of config.json.
 
     Args:
         description: the model.
-        architecture: class name of the format; None for the first that can express the model.
+        architecture: class name of the format; if None, the first that can express the model is chosen.
 
     Raises:
-        ValueError: no format can express the model; lists the reason of every format.
+        ValueError: no format can express the model; gives each format's reason.
     """
     candidates = FORMATS.values() if architecture is None else [named(architecture)]
     reasons = []
@@ -50,7 +50,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
 
 
 def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
-    """Identify the format and the model of a config.json.
+    """Identify the format of a config.json, and read the model's description.
 
     Raises:
         ValueError: the architecture is unknown, or a setting is unknown or cannot be expressed in Megatron.
@@ -60,10 +60,10 @@ def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
 
 
 def ignored(config: Mapping[str, Any]) -> list[str]:
-    """Unknown keys of a config.json that are switched off, and therefore ignored.
+    """Unknown config.json keys whose value disables them (such as false, null or 0), so that they can be ignored.
 
     Raises:
-        ValueError: see `read`.
+        ValueError: the architecture is unknown, or a setting is unknown or cannot be expressed in Megatron.
     """
     return _read(config)[2]
 

@@ -1,4 +1,4 @@
-"""Puzzle children of Llama: `DeciLMForCausalLM`, model type nemotron-nas, as published for Llama-Nemotron.
+"""Puzzle children of Llama, in the format published for Llama-Nemotron (`DeciLMForCausalLM`, type nemotron-nas).
 
 vLLM serves the format with its own model class; transformers loads it with the modelling file next to the weights.
 """
@@ -66,7 +66,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
-    """`block_configs` with every key written out, as published, including layers without blocks."""
+    """Content of `block_configs` with every key written out, as in published models; includes layers without blocks."""
     heads = next(block.size("heads") for block in description.blocks if block.kind == "*" and not block.is_linear)
     blocks = [_plain(block) for block in description.blocks]
     widths = [block.size("ffn") for block in blocks if block.kind == "-" and not block.is_linear]

@@ -1,4 +1,4 @@
-"""Dense families with layers of attention and MLP: Nemotron (Domyn-Small), Llama, OLMo 1 and OLMo 3."""
+"""Dense model families whose layers consist of attention and an MLP: Nemotron (Domyn-Small), Llama, OLMo 1 and 3."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,16 +26,17 @@ QK_NORM = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 NORMS = {"*": "input_layernorm", "-": "post_attention_layernorm"}
 OLMO1_EPSILON = 1e-5
-"""Norm epsilon, hard-coded in transformers' OlmoLayerNorm."""
+"""Norm epsilon that is hard-coded in transformers' OlmoLayerNorm."""
 OLMO3_BASE = 500000
-"""Olmo3Config's default rope_theta, which its loader falls back to for windowed layers."""
+"""Default rope_theta of Olmo3Config, to which its loader falls back for windowed layers."""
 
 
 def dense_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """Write the keys shared by all dense families.
+    """Return the config.json keys shared by all dense families.
 
     Raises:
-        CannotExpress: the blocks are not alternating attention and MLP blocks of equal sizes.
+        CannotExpress: the blocks do not alternate between attention and MLP blocks of equal sizes, or a feature is not
+            supported.
     """
     blocks = description.blocks
     pairs = [block.kind for block in blocks] == ["*", "-"] * (len(blocks) // 2) and len(blocks) > 0
@@ -63,7 +64,7 @@ def dense_description(
 
     Args:
         keys: the config.json.
-        blocks: blocks of the model; None for alternating attention and MLP blocks of equal sizes.
+        blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
         settings: fields of `Architecture`.
         own: fields of `Description`.
     """
@@ -74,7 +75,7 @@ def dense_description(
 
 
 def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
-    """List with the attention block of a family whose attention blocks are all equal."""
+    """Read the attention block of a model whose attention blocks are all equal, as a list of one."""
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     return [
         Block.from_values(
@@ -88,12 +89,12 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
 
 
 def biases(description: Description) -> dict[str, bool]:
-    """Bias keys of config.json for formats with separate keys for attention and MLP."""
+    """The config.json keys `attention_bias` and `mlp_bias`, for formats that have both."""
     return {"attention_bias": description.architecture.bias, "mlp_bias": description.architecture.bias}
 
 
 def read_biases(keys: Keys) -> bool:
-    """True if linear layers have biases; Megatron has one flag for all of them."""
+    """True if linear layers have biases; `attention_bias` and `mlp_bias` must agree, as Megatron has only one flag."""
     attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
     if attention != mlp:
         raise ValueError(
@@ -147,10 +148,10 @@ def _read_nemotron(keys: Keys) -> Description:
 
 
 def rms_settings(description: Description) -> None:
-    """Refuse anything except SwiGLU and RMSNorm with plain weights, which all formats with Llama's blocks share.
+    """Reject models without SwiGLU and RMSNorm with plain weights, as all formats with Llama's blocks require both.
 
     Raises:
-        CannotExpress: with the reason.
+        CannotExpress: the model differs; names the feature.
     """
     architecture = description.architecture
     refuse(
@@ -304,7 +305,7 @@ def _read_olmo3(keys: Keys) -> Description:
 
 
 def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
-    """RoPE of blocks with full attention, where `rope_scaling` applies; without those, of blocks with a window."""
+    """RoPE of the full-attention blocks, to which `rope_scaling` applies; if there are none, of the windowed blocks."""
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():
         rope = read_rope(keys, default_base=OLMO3_BASE)  # a single mapping in early versions of transformers 5
@@ -331,7 +332,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
 dense_format = partial(
     Format, outside=OUTSIDE, layer=LAYER, modules={"*": ATTENTION, "-": MLP}, norms=NORMS, layers=attention_with_mlp
 )
-"""Constructor of a format with Llama's module names, except where a family overrides them."""
+"""Constructor of a format with Llama's module names, unless a family overrides them."""
 NEMOTRON = dense_format(
     architecture="NemotronForCausalLM", model_type="nemotron", write=_write_nemotron, read=_read_nemotron
 )

@@ -1,4 +1,4 @@
-"""Definition of a Hugging Face format: module names, and config.json in both directions."""
+"""Definition of a Hugging Face format: its module names, and the reading and writing of config.json."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,35 +12,35 @@ from nemo_ext.checkpoint.parameters import Role, Row, rows
 
 
 class CannotExpress(ValueError):
-    """Error of a format that cannot express a model; the message names the reason."""
+    """Raised if a format cannot express a model; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Entry(Row):
-    """Row of the tensor mapping with the names of its tensors in a Hugging Face checkpoint."""
+    """Row of the tensor mapping, with the names that its tensors have in a Hugging Face checkpoint."""
 
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Format of one Hugging Face architecture.
+    """Checkpoint format of one Hugging Face architecture.
 
     Attributes:
         architecture: class name in `architectures` of config.json.
         model_type: `model_type` of config.json.
         write: function from a description to config.json; raises `CannotExpress`.
         read: function from config.json to a description; raises `ValueError`.
-        outside: module names of `embedding`, `final_norm` and `head`.
-        layer: prefix of the names inside a layer; `{layer}` is the layer's number.
-        modules: module names inside a layer, by kind of block; `{expert}` is the expert's number.
-        linear: name of the linear layer that replaces a block, by kind.
-        norms: name of the norm inside a layer, by kind of block.
-        layers: function that returns the layer of each block, and the number of layers.
-        stacked_experts: whether a block's experts are one tensor.
-        code: files of `nemo_ext.checkpoint.remote_code` that are copied into a checkpoint.
+        outside: mapping from `embedding`, `final_norm` and `head` to module names.
+        layer: prefix of names inside a layer; `{layer}` stands for the layer's number.
+        modules: mapping from block kind to module names inside a layer; `{expert}` stands for the expert's number.
+        linear: mapping from block kind to the name of the linear layer that replaces such a block.
+        norms: mapping from block kind to the name of the norm inside a layer.
+        layers: function that returns each block's layer number, and the number of layers.
+        stacked_experts: whether a block's experts are stacked in one tensor.
+        code: files in `nemo_ext.checkpoint.remote_code` that are copied into a checkpoint.
         remarks: function from a description to notes for users of the export.
-        known: keys of config.json without effect in Megatron, or with effect only on blocks that a model may not have.
+        known: config.json keys that have no effect in Megatron, or only affect blocks that a model may not have.
     """
 
     architecture: str
@@ -59,7 +59,7 @@ class Format:
     known: frozenset[str] = frozenset()
 
     def entries(self, description: Description) -> Iterator[Entry]:
-        """Entries of a model's tensor mapping, in model order.
+        """Yield the entries of a model's tensor mapping, in model order.
 
         Raises:
             ValueError: the mapping cannot express a block.
@@ -88,12 +88,12 @@ class Format:
 
 
 def one_layer_a_block(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Layer of each block, and the number of layers, with one block per layer."""
+    """Each block's layer number, and the number of layers, if every layer is one block."""
     return list(range(len(blocks))), len(blocks)
 
 
 def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Layer of each block, and the number of layers, where attention and the MLP right after it share a layer."""
+    """Each block's layer number, and the number of layers, if attention and an MLP right after it share a layer."""
     layers: list[int] = []
     for number, block in enumerate(blocks):
         joins = block.kind == "-" and number > 0 and blocks[number - 1].kind == "*"
@@ -102,7 +102,7 @@ def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 class Keys:
-    """Typed access to a config.json that records the keys read; error messages name the key.
+    """Typed access to a config.json, which records the keys read and names the key in error messages.
 
     Attributes:
         values: content of config.json.
@@ -114,13 +114,13 @@ class Keys:
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key, or `default` if it is absent or null."""
+        """Return the value of a key, or `default` if it is absent or null."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Value of a key as a positive whole number.
+        """Return the value of a key as a positive whole number, or `default` if it is absent or null.
 
         Raises:
             ValueError: the key is missing without a default, or the value is not a positive whole number.
@@ -131,21 +131,21 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Value of a key as a number, or `default` if it is absent or null."""
+        """Return the value of a key as a number, or `default` if it is absent or null."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"config.json: {key}={value!r}: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Value of a key as a boolean, or `default` if it is absent or null."""
+        """Return the value of a key as a boolean, or `default` if it is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key}={value!r}: expected true or false")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that is not supported; an absent key counts as the first allowed value.
+        """Reject a value that is not supported; an absent key counts as the first allowed value.
 
         Raises:
             ValueError: the value is not allowed; lists the allowed ones.
@@ -171,8 +171,8 @@ def described(
         keys: the config.json.
         blocks: blocks of the model.
         settings: further fields of `Architecture`.
-        vocabulary: default of `vocab_size`; None if the key is required.
-        hidden: default of `hidden_size`; None if the key is required.
+        vocabulary: default of `vocab_size`; if None, the key is required.
+        hidden: default of `hidden_size`; if None, the key is required.
         own: further fields of `Description`.
     """
     size = keys.integer("vocab_size", vocabulary)
@@ -188,22 +188,22 @@ def described(
 
 
 def refuse(*conditions: tuple[object, str]) -> None:
-    """Raise `CannotExpress` with the reason of the first condition that holds."""
+    """Raise `CannotExpress` with the reason given for the first condition that holds, if any does."""
     for holds, reason in conditions:
         if holds:
             raise CannotExpress(reason)
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Condition for `refuse`: an MLP block has biases although the model's linear layers have none."""
+    """Condition for `refuse` that holds if an MLP block has biases, as the formats support only model-wide ones."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 
 def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
-    """Value shared by all blocks of a kind.
+    """Value `name` of the blocks of a kind, which must all have the same.
 
     Raises:
-        CannotExpress: two blocks differ.
+        CannotExpress: the blocks have different values, or there are none.
     """
     sizes = {block.size(name) for block in blocks if block.kind == kind}
     if len(sizes) != 1:
@@ -212,7 +212,7 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """First keys of every config.json."""
+    """Keys that every config.json starts with."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

@@ -1,4 +1,4 @@
-"""Hybrid Mamba-2 / attention / MoE models: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
+"""Hybrid models of Mamba-2, attention, MLP and MoE blocks: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
 
 from math import inf
 from typing import Any
@@ -19,10 +19,10 @@ from nemo_ext.checkpoint.formats.format import (
 )
 
 GATED_NORM_EPSILON = 1e-5
-"""Norm epsilon of Mamba-2 mixers: hard-coded in Megatron (ssm/mamba_mixer.py), the model's in transformers."""
+"""Norm epsilon of Mamba-2 mixers: Megatron hard-codes it (ssm/mamba_mixer.py), transformers uses the model's."""
 
 NO_LIMIT = ((0.0, inf), (0.0, "Infinity"), (0.0, {"__float__": "Infinity"}))
-"""Mamba's `time_step_limit`, as Python's json and transformers 5 write it."""
+"""Spellings of Mamba's `time_step_limit` of 0 to infinity that Python's json and transformers 5 write."""
 ATTENTION = {name: f"mixer.{name}_proj" for name in "qkvo"}
 MLP = {name: f"mixer.{name}_proj" for name in ("gate", "up", "down")}
 MAMBA = {"in_proj": "mixer.in_proj", "conv1d": "mixer.conv1d", "mamba": "mixer", "gated_norm": "mixer.norm"}
@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, tuple[str, int]]] = {
         "moe_shared_expert_intermediate_size": ("shared", 7688),
     },
 }
-"""Keys of config.json by kind of block, with our name for the value and transformers' default."""
+"""Mapping from block kind to its config.json keys, each with our name for the value and transformers' default."""
 _TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 KNOWN = frozenset(
     (
@@ -71,14 +71,14 @@ KNOWN = frozenset(
         *("n_group", "topk_group"),
     )
 )
-"""Keys of NemotronHConfig that are not read for every model."""
+"""Keys of NemotronHConfig that have no effect, or are not read for models without certain kinds of blocks."""
 
 
 def router_is_sigmoid(description: Description) -> None:
-    """Refuse routers that transformers' hybrid models do not support.
+    """Reject routers that transformers' hybrid models do not support: those without sigmoid scores or an expert bias.
 
     Raises:
-        CannotExpress: with the reason.
+        CannotExpress: the router is not supported; says why.
     """
     router = description.router
     if router is not None:
@@ -89,10 +89,14 @@ def router_is_sigmoid(description: Description) -> None:
 
 
 def check_normalised(keys: Keys, top_k: set[int]) -> None:
-    """Refuse a router normalisation other than Megatron's: by the sum with top-k of two or more, none with top-1.
+    """Reject router normalisation that differs from Megatron's: division by the sum if k is at least 2, none if k is 1.
+
+    Args:
+        keys: the config.json.
+        top_k: numbers of experts per token that the model's blocks use.
 
     Raises:
-        ValueError: `norm_topk_prob` of config.json differs.
+        ValueError: `norm_topk_prob` does not match one of them.
     """
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):

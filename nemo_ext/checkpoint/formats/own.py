@@ -1,4 +1,4 @@
-"""Format of nemo_ext's own model class, for any sequence of blocks that no published format can express."""
+"""Format of nemo_ext's own model class, for block sequences that no published format can express."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ SIZES = {
         "shared_intermediate_size": "shared",
     },
 }
-"""Keys of a block in config.json by kind, with our names for the values."""
+"""Mapping from block kind to the block's config.json keys, each with our name for the value."""
 NORM_TYPES = {"rms_norm": ("RMSNorm", False), "layer_norm": ("LayerNorm", False), "layer_norm_1p": ("LayerNorm", True)}
 
 
@@ -71,7 +71,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _other_head_norm(description: Description) -> bool:
-    """True if QK norm per head is not RMSNorm with weights, the only kind that this format supports."""
+    """True if the model has a per-head QK norm other than RMSNorm with weights, the only kind this format supports."""
     model = description.architecture
     plain = model.normalization == "RMSNorm" and model.norm_affine and not description.zero_centred_norm
     return model.qk_layernorm and model.qk_norm_scope == "head" and not plain

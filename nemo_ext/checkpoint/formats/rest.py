@@ -1,8 +1,8 @@
-"""Check of the keys of a config.json that a format does not read.
+"""Check of the config.json keys that a format does not read.
 
-Keys of transformers and of trainers without effect on the model are accepted. Any other key is ignored with a note if
-it is switched off (null, false, zero, empty, a factor of one), and refused otherwise, so that an unknown setting of a
-model is never dropped silently.
+Keys of transformers and of trainers that do not affect the model are accepted. Any other key is ignored with a note if
+its value disables it (null, false, zero, empty, a factor of one), and rejected otherwise, so that an unknown model
+setting is never dropped silently.
 """
 
 import re
@@ -29,30 +29,30 @@ AROUND = frozenset(
         "is_llama_config",
     )
 )
-"""Keys without effect on the model."""
+"""Keys that do not affect the model."""
 _AROUND = re.compile(
     r"_.*|use_flash_attn.*|.*pdrop|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*"
 )
-"""Further keys without effect on the model: private names, token ids, versions, and dropout, for training only."""
+"""Further keys that do not affect the model: private names, token ids, versions, and dropout, used only in training."""
 _SHAPE = re.compile(r"(num|n)_.*|.*(dim|size|heads|channels|rank|width|layers|experts|groups|percent|pct)")
-"""Keys that determine the shape of a weight, or the rotated part of a head."""
+"""Pattern of keys that determine the shape of a weight or the rotated part of a head."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 
 
 def ignored_keys(
     config: Mapping[str, Any], read: Collection[str], known: Collection[str], architecture: str
 ) -> list[str]:
-    """Unread keys that are switched off, in their order.
+    """Return the unread keys whose value disables them, in config.json order.
 
     Args:
         config: config.json.
         read: keys that the format read.
-        known: keys of the format's class without effect in Megatron, or with effect only on blocks that this model does
+        known: keys of the format's class that have no effect in Megatron, or only affect blocks that this model does
             not have.
-        architecture: the class, for the message.
+        architecture: name of the class, for the message.
 
     Raises:
-        ValueError: a key is neither read, nor known, nor switched off.
+        ValueError: a key is neither read, nor known, nor disabled.
     """
     rest = [key for key in config if key not in read and key not in known and key not in AROUND]
     rest = [key for key in rest if not _AROUND.fullmatch(key)]

@@ -1,6 +1,6 @@
-"""Rotary embedding settings in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
+"""Rotary embedding settings in config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`.
 
-Both forms are read; the older one is written, which transformers 4 and 5 and vLLM all support.
+Both forms are read. The older one is written, as transformers 4 and 5 and vLLM all support it.
 Key names: transformers, modeling_rope_utils.py.
 """
 
@@ -18,7 +18,7 @@ _KINDS = {"rope_type": (str, "a name"), "type": (str, "a name"), "truncate": (bo
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """Keys `rope_theta`, `rope_scaling` and, if only a part of each head is rotated, `partial_rotary_factor`."""
+    """The keys `rope_theta`, `rope_scaling` and, if only part of each head is rotated, `partial_rotary_factor`."""
     keys: dict[str, Any] = {"rope_theta": float(rope.base), "rope_scaling": _scaling(rope)}
     if rope.percent != 1.0:
         keys["partial_rotary_factor"] = rope.percent
@@ -26,7 +26,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 
 
 def rope_parameters(rope: Rope) -> dict[str, Any]:
-    """Mapping `rope_parameters` of transformers 5, with `rope_type` and `rope_theta`."""
+    """The mapping `rope_parameters` of transformers 5, which includes `rope_type` and `rope_theta`."""
     parameters = {"rope_theta": float(rope.base), "rope_type": "default", **(_scaling(rope) or {})}
     return parameters | ({"partial_rotary_factor": rope.percent} if rope.percent != 1.0 else {})
 
@@ -50,13 +50,13 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = DEFAULT_BASE) -> Rope:
-    """Read the rotary embedding of a config.json, with the precedence of transformers 5 (RotaryEmbeddingConfigMixin).
+    """Read the rotary embedding from a config.json with transformers 5's precedence (RotaryEmbeddingConfigMixin).
 
     `rope_scaling` replaces `rope_parameters`, unless it is empty. Its `rope_theta` and `partial_rotary_factor` take
     precedence over those at the top level of config.json, but its `original_max_position_embeddings` does not.
 
     Args:
-        keys: the config.
+        keys: the config.json.
         percent: default of `partial_rotary_factor`; None for a class that always rotates whole heads.
         default_base: default of `rope_theta`.
 
@@ -85,7 +85,7 @@ def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = D
 
 
 def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings without null values, which equal absent keys except that `truncate: null` means false.
+    """Return RoPE settings without nulls, which count as absent, except that `truncate: null` means false.
 
     `finetuned` (Yarn-Llama-2) is dropped, as it does not affect the embedding.
     """
@@ -94,7 +94,7 @@ def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
-    """Read a `rope_parameters` mapping, with transformers' defaults (modeling_rope_utils.py).
+    """Read a `rope_parameters` mapping with transformers' defaults (modeling_rope_utils.py).
 
     Raises:
         ValueError: the scaling or a constant is missing or not supported by Megatron.
