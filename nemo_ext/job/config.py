@@ -33,7 +33,6 @@ from nemo_ext.job.registry import CONFIGS, config_packages, grammar_of, with_con
 from nemo_ext.job.settings import REPLACED, TEXT, WORDS, nearest
 from nemo_ext.job.words import did_you_mean
 
-"""Package of our config files."""
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
