@@ -190,7 +190,7 @@ def folder_of(module: str, path: Sequence[str] | None = None) -> str:
     """Find the folder that a module would be imported from, without importing it; "" if the module does not exist.
 
     Args:
-        module: dotted name of the module, whose parent packages are not imported either, as `find_spec` would.
+        module: dotted name of the module; unlike with `find_spec`, its parent packages are not imported either.
         path: folders to search; None for Python's import path.
     """
     parts, origin, places = module.split("."), None, path
