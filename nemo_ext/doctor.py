@@ -88,7 +88,7 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """True if all required engines are usable."""
+    """Return whether all required engines are usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 

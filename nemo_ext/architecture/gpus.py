@@ -13,7 +13,7 @@ class Gpu:
         flops: dense BF16 FLOP/s.
         bandwidth: memory bandwidth in bytes/s.
         nvlink: bandwidth to the other GPUs in its node, in bytes/s one way.
-        network: its share of the bandwidth of the node's network adapters, in bytes/s one way.
+        network: its share of the node's network bandwidth, in bytes/s one way.
         host: bandwidth from host memory in bytes/s.
     """
 
