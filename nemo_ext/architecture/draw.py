@@ -53,7 +53,7 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """Tile of a block, the embedding or the output layer; `width` is in FLOPs."""
+    """Tile that stands for a block, the embedding or the output layer; `width` is in FLOPs."""
 
     width: float
     colour: str

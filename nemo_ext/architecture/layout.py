@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of GPUs."""
+        """Total number of GPUs."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property

@@ -84,7 +84,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "Architecture":
-        """Read the sections `model` (name, family, pattern, ...) and `megatron` (Megatron's flags).
+        """Read an architecture from a config's sections `model` (name, family, pattern, ...) and `megatron` (flags).
 
         Keys that do not affect the cost are ignored; other modules check them.
 

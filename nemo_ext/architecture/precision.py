@@ -1,7 +1,7 @@
 """Bytes per number, and per parameter including its training state."""
 
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of one number in each precision."""
+"""Mapping from precisions to the bytes of one number."""
 
 
 def bytes_per_number(precision: str) -> int:

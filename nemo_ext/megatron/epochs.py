@@ -111,12 +111,12 @@ class StreamEpochs(MegatronDataset):
 
     @classmethod
     def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
-        """See upstream."""
+        """Return the number of elements in a low-level dataset (see `GPTDataset.numel_low_level_dataset`)."""
         return cls.kind.numel_low_level_dataset(low_level_dataset)
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """See upstream."""
+        """Open the files with a path prefix (see `GPTDataset.build_low_level_dataset`)."""
         return cls.kind.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:

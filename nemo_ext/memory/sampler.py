@@ -106,7 +106,7 @@ class Phases:
         self.begin(phase)
 
     def leave(self) -> None:
-        """Resume the interrupted phase."""
+        """End the current phase and resume the one that it interrupted, if any."""
         if len(self._current) > 1:
             self.begin(self._current.pop(-2))
 

@@ -15,7 +15,7 @@ from nemo_ext.megatron.cpu.mamba_scan import compute_dtype
 
 
 class _GroupedRMSNorm(torch.autograd.Function):
-    """RMS norm of each group of the last dimension, times a weight."""
+    """RMS norm over each group in the last dimension, multiplied by a weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
