@@ -118,7 +118,7 @@ class _Flags(UserDict[str, Any]):
 
 
 def sequence_length(config: Mapping[str, Any]) -> int:
-    """Sequence length in tokens: the first set of `seq_length`, the training length and the maximum, or `SEQ_LENGTH`.
+    """Return the sequence length: `seq_length`, else the model's training or maximum length, else `SEQ_LENGTH`.
 
     Raises:
         ValueError: the value is not a positive integer.
@@ -135,7 +135,7 @@ def sequence_length(config: Mapping[str, Any]) -> int:
 
 
 def _gpus(launcher: Mapping[str, Any]) -> int | None:
-    """Number of GPUs that the launcher section asks for; None if it sets neither nodes nor ranks per node."""
+    """Return the number of GPUs that the launcher section sets; None if it sets neither nodes nor ranks per node."""
     given = {name: launcher[name] for name in ("nodes", "nproc_per_node") if launcher[name] is not None}
     return prod(checked_whole(f"launcher.{name}", count, least=1) for name, count in given.items()) if given else None
 

@@ -56,7 +56,7 @@ else:
 """Reason why Megatron-Bridge cannot be used; None if it can."""
 
 _CONVOLUTION = "." if versions.installed() < (0, 19) else "_"
-"""Separator between the names of Mamba's convolution and its tensors; before Megatron-Core 0.19 it is a submodule."""
+"""Separator between the names of Mamba's convolution, a submodule before Megatron-Core 0.19, and its tensors."""
 
 SPELLINGS = (
     # Transformer Engine fuses a norm into the following linear, and checkpoints use its name for either back end.

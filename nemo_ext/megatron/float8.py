@@ -107,7 +107,7 @@ def has_float8_products(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_float8_products() -> bool:
-    """Try whether this torch has a CPU kernel for float8 products, which 2.11 declares but does not have."""
+    """Return whether this torch multiplies float8 matrices on the CPU; 2.11 declares the function without a kernel."""
     matrix, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
     try:
         scaled_mm(matrix, matrix.t(), one, ScalingType.TensorWise, one, ScalingType.TensorWise)

@@ -306,7 +306,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """Model hook that makes Megatron's timers record the run's phases; a hook, because the timers then exist."""
+    """Model hook that makes Megatron's timers record the run's phases; before hooks are called, no timers exist."""
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
