@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 __version__ = "0.2.0"
 
 REPLACED = ("DeciLMForCausalLM",)
-"""Classes that `register` replaces although Megatron-Bridge has them: its mapping does not cover linear-replaced
+"""Classes for which `register` replaces Megatron-Bridge's own bridge. Its mapping does not cover linear-replaced
 blocks, which would keep their random weights after a warning (megatron/bridge/models/llama_nemotron, 0.6.2)."""
 
 
@@ -15,8 +15,9 @@ class Registration:
     """Result of `register`.
 
     Attributes:
-        registered: Hugging Face classes that use our bridge now.
-        skipped: reasons why classes were not registered, by Hugging Face class, or `megatron-bridge` for all.
+        registered: Hugging Face classes that now use our bridge.
+        skipped: mapping from each class that was not registered to the reason; the key `megatron-bridge` stands for all
+            classes.
     """
 
     registered: tuple[str, ...] = ()
@@ -28,12 +29,12 @@ def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED)
 
     Args:
         bridge: None registers if Megatron-Bridge can be imported, True requires it, False does nothing.
-        replace: Hugging Face classes for which our bridge replaces Megatron-Bridge's own. Classes without a bridge
-            there are always registered.
+        replace: Hugging Face classes for which our bridge replaces Megatron-Bridge's own. Classes for which
+            Megatron-Bridge has no bridge are always registered.
 
     Raises:
-        ImportError: `bridge=True` and Megatron-Bridge cannot be imported.
-        ValueError: `replace` names a class without a format here.
+        ImportError: `bridge=True`, but Megatron-Bridge cannot be imported.
+        ValueError: `replace` names a class that none of our formats covers.
     """
     if bridge is False:
         return Registration(skipped={"megatron-bridge": "not requested (bridge=False)"})

@@ -1,4 +1,4 @@
-"""`python -m nemo_ext JOB`, the same as `nemo-ext JOB`: also from a wheel that is not installed."""
+"""Entry point of `python -m nemo_ext JOB`, which equals `nemo-ext JOB` and also works from a wheel not installed."""
 
 from nemo_ext.cli import main
 

@@ -1,4 +1,4 @@
-"""Command `nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's code."""
+"""The command `nemo-ext JOB key=value`, which equals `python launchers/JOB.py key=value`; imports only that job."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the `nemo-ext` command.
 
     Args:
-        words: job and its arguments; None for the arguments of this process.
+        words: name of the job and its arguments; None for this process's arguments.
     """
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run(job: Job) -> None:
-    """Compose a job's config from the arguments of this process, and run the job."""
+    """Compose a job's config from this process's arguments, and run the job."""
     from nemo_ext.job.config import run_job
 
     def run(config: dict[str, Any]) -> None:

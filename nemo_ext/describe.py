@@ -1,4 +1,4 @@
-"""Describe job: prints the model of a composed config as tables or JSON, and draws it. No torch."""
+"""The `nemo-ext describe` command: prints a model's costs as tables or JSON, and draws it. Does not import torch."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_ext.architecture.precision_plan import Plan
 
 SEQ_LENGTH = 8192
-"""Default sequence length in tokens if neither the user nor the model sets one."""
+"""Sequence length in tokens if neither the user nor the model sets one."""
 
 FORMATS = ("table", "json")
 PLAIN_WIDTH = 120
@@ -25,7 +25,7 @@ PLAIN_WIDTH = 120
 
 
 def report(config: dict[str, Any]) -> None:
-    """Run the describe job, and print a note for every `megatron.*` override without effect on the figures."""
+    """Run the describe job, and print a note for every `megatron.*` override that does not affect the figures."""
     from hydra.core.hydra_config import HydraConfig
 
     describe(config)
@@ -42,7 +42,7 @@ def describe(config: Mapping[str, Any]) -> None:
     """Print the costs of the config's model as tables or JSON, and draw it if `draw` names a file.
 
     Raises:
-        ValueError: the format is unknown, the picture cannot be written, or the model or layout is invalid.
+        ValueError: the output format is unknown, the picture cannot be written, or the model or layout is invalid.
     """
     from nemo_ext.architecture.describe import to_json
 
@@ -59,10 +59,10 @@ def describe(config: Mapping[str, Any]) -> None:
 
 
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of `architecture.describe` for a config, including those of its layout if it has one.
+    """Compute the figures of `architecture.describe` for a config, including its layout's if the model is distributed.
 
-    Adds `recipe` (None without one), `pipeline_cuts` (numbers of the blocks before the cuts) and `pipeline_cuts_from`
-    (`model.pattern`, or `balance` if computed as in `nemo-ext train`; None without cuts).
+    Adds `recipe` (None if there is none), `pipeline_cuts` (1-based numbers of the blocks after which a cut follows) and
+    `pipeline_cuts_from`: `model.pattern`, `balance` if computed as in `nemo-ext train`, or None without cuts.
 
     Args:
         config: resolved config of the describe job, as plain containers.
@@ -93,7 +93,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_read(config: Mapping[str, Any]) -> set[str]:
-    """Names of all Megatron flags, set or not, that the figures depend on."""
+    """Return the names of all Megatron flags that the figures depend on, whether set or not."""
     from nemo_ext.architecture.layout import Layout
     from nemo_ext.architecture.model import Architecture
 
@@ -106,7 +106,7 @@ def keys_read(config: Mapping[str, Any]) -> set[str]:
 
 
 class _Flags(UserDict[str, Any]):
-    """Mapping of flags that records which of them are read."""
+    """Mapping of flags that records which keys are read."""
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         self.read: set[str] = set()
@@ -118,7 +118,7 @@ class _Flags(UserDict[str, Any]):
 
 
 def sequence_length(config: Mapping[str, Any]) -> int:
-    """Sequence length: `seq_length`, or the model's training length, or its maximum length, or `SEQ_LENGTH`.
+    """Return the sequence length: `seq_length`, else the model's training or maximum length, else `SEQ_LENGTH`.
 
     Raises:
         ValueError: the value is not a positive integer.
@@ -135,7 +135,7 @@ def sequence_length(config: Mapping[str, Any]) -> int:
 
 
 def _gpus(launcher: Mapping[str, Any]) -> int | None:
-    """Number of GPUs that the launcher uses, or None if it does not set any."""
+    """Return the number of GPUs that the launcher section sets; None if it sets neither nodes nor ranks per node."""
     given = {name: launcher[name] for name in ("nodes", "nproc_per_node") if launcher[name] is not None}
     return prod(checked_whole(f"launcher.{name}", count, least=1) for name, count in given.items()) if given else None
 

@@ -1,4 +1,4 @@
-"""Doctor: checks which engines work on this machine, and reports the first missing requirement of the rest."""
+"""The `nemo-ext doctor` command: checks which engines work here, and names each other's first missing requirement."""
 
 import argparse
 import importlib.metadata
@@ -26,14 +26,17 @@ BASE = ("python", "hydra", "torch", "cuda", "megatron-core")
 _PYTHON = Engine("python", "python", (), f"runs nemo_ext ({sys.executable})", needs=(), required=True)
 _CUDA = Engine("cuda", "torch", (), "training on GPUs")
 ROWS = {engine.name: engine for engine in (_PYTHON, *ENGINES[:2], _CUDA, *ENGINES[2:])}
-"""Rows of the report by name; every row comes after the rows it needs."""
+"""Rows of the report, keyed by engine name; every row comes after the rows it requires."""
 
 _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-verify", "amp_C": "apex"}
-"""Distribution names of modules whose names differ."""
+"""Mapping from a module's name to its distribution's, where they differ."""
 
 
 class Finding(NamedTuple):
-    """Result for an engine; `missing` and `command` are empty if it is usable, `note` has limits or devices."""
+    """Result for one engine.
+
+    If it is usable, `missing` and `command` are empty, and `note` states its limits or lists the GPUs.
+    """
 
     name: str
     version: str | None
@@ -49,8 +52,8 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
     """Probe engines in parallel, and find their missing requirements.
 
     Args:
-        names: Engines to probe, together with all engines that they need; empty for all.
-        time_limit: Time limit per import, in seconds.
+        names: Engines to probe, together with the engines that they require; empty for all.
+        time_limit: Time limit for each import, in seconds.
 
     Returns:
         Findings in the order of `ROWS`.
@@ -85,12 +88,12 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """True if all required engines are usable."""
+    """Return whether all required engines are usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 
 def _note(engine: Engine, devices: list[Mapping[str, Any]]) -> str:
-    """Limits of a usable engine, or the GPUs with counts of identical ones."""
+    """Describe a usable engine's limits ("" if it has none), or for `cuda` the GPUs, identical ones as one count."""
     if engine is _CUDA:
         words = "{name}, compute capability {capability[0]}.{capability[1]}, {gib:.1f} GiB"
         alike = Counter(words.format(**device, gib=device["memory_bytes"] / 2**30) for device in devices)
@@ -104,7 +107,7 @@ def _note(engine: Engine, devices: list[Mapping[str, Any]]) -> str:
 
 
 def _missing(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
-    """First missing requirement of an engine and the command that installs it; empty strings if there is none."""
+    """Return an engine's first missing requirement and the command that installs it; two empty strings if none is."""
     from packaging.requirements import Requirement  # `--install` runs without it
 
     stated = [Requirement(line) for lines in requirements().values() for line in lines]
@@ -138,7 +141,7 @@ def _missing(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], 
 
 
 def _missing_of_gpu(*, build: str | None, devices: list[Mapping[str, Any]], problem: str) -> tuple[str, str]:
-    """First obstacle to torch using a GPU, and the command that resolves it; empty strings if there is none."""
+    """Return the first reason why torch cannot use a GPU, and a command to resolve it; two empty strings if it can."""
     if devices:
         return (f"working GPUs: {problem}", "nvidia-smi") if problem else ("", "")
     if not shutil.which("nvidia-smi"):
@@ -194,7 +197,7 @@ def _main(words: list[str]) -> None:
 
 
 def _print(findings: list[Finding]) -> None:
-    """Print a table of engines, and below it the missing requirements of unusable engines with a command to copy."""
+    """Print a table of engines, then each unusable engine's missing requirement with a command to copy."""
     from rich import box, console, table
 
     style = box.SIMPLE_HEAD if sys.stdout.isatty() else None

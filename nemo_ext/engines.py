@@ -1,7 +1,7 @@
 """Engines that nemo_ext can use, and a probe that imports an engine in a separate process with a time limit.
 
-An import may crash, hang, or print. The process runs this file as a script, so it imports only the standard library at
-the top.
+The process is separate because an import may crash, hang or print. It runs this file as a script, which is why only the
+standard library is imported at the top.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TIME_LIMIT = 60.0
-"""Default time limit for importing an engine, in seconds; vLLM on a cold network disk needs most of it."""
+"""Default time limit for importing an engine, in seconds; vLLM from an uncached network disk needs most of it."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Engine:
     """Package that nemo_ext can use.
 
     Attributes:
-        name: Common name: the module's name, with `-` for dots.
+        name: Name of the engine: its module's name with `-` in place of dots.
         distribution: Distribution name for pip.
         imports: Imports that nemo_ext needs, as `module` or `module:attribute`; all are tested.
-        enables: Features that it enables in nemo_ext.
+        enables: Features of nemo_ext that it enables.
         install: Command that installs it; `{requirement}` is replaced by the distribution with version bounds.
-        needs: Names of engines that it requires.
+        needs: Names of the engines that it requires.
         needs_gpu: True if it requires an NVIDIA GPU.
-        part: Folder in the package that distinguishes it from another package of the same name or an empty release.
+        part: Subfolder that distinguishes the package from an empty release or another package of the same name.
         wrong: Message if that folder is missing.
         root_variable: Environment variable with the path of a source checkout.
         without_gpu: Features available without a GPU; "" for all.
@@ -69,9 +69,9 @@ _APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+htt
 _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && export NEMO_RL_ROOT=$PWD/nemo-rl"
 
 OLDEST_MEGATRON = "0.18.2"
-"""Oldest Megatron-Core with which the tests of docs/installs.md pass."""
+"""Oldest Megatron-Core version with which the tests listed in docs/installs.md pass."""
 UNTESTED_MEGATRON = (0, 21)
-"""First Megatron-Core version that jobs refuse; pyproject.toml has the same bound."""
+"""First Megatron-Core version that jobs reject; pyproject.toml has the same bound."""
 
 ENGINES = (
     Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
@@ -154,11 +154,11 @@ ENGINES = (
 
 
 def require(*names: str) -> None:
-    """Refuse to start a job whose engines are missing. Only torch is imported, as its libraries may be incompatible.
+    """Check that a job's engines are installed. Only torch is imported, as its libraries may be incompatible.
 
     Raises:
         ValueError: an engine is not installed, Megatron-Core has no hybrid models or is too new, or torch cannot be
-            imported; the message has the remedy.
+            imported; the message states the remedy.
     """
     missing = [engine for engine in ENGINES if engine.name in names and not folder_of(engine.module)]
     if missing:
@@ -187,11 +187,11 @@ def require(*names: str) -> None:
 
 
 def folder_of(module: str, path: Sequence[str] | None = None) -> str:
-    """Folder that a module would be imported from, found without importing it; "" if it does not exist.
+    """Find the folder that a module would be imported from, without importing it; "" if the module does not exist.
 
     Args:
-        module: dotted name of the module; `find_spec` alone would import its parent packages.
-        path: folders to search; None for Python's path.
+        module: dotted name of the module; unlike with `find_spec`, its parent packages are not imported either.
+        path: folders to search; None for Python's import path.
     """
     parts, origin, places = module.split("."), None, path
     for depth in range(len(parts)):
@@ -212,8 +212,8 @@ class Outcome:
         found: True if a package with the module's name is installed.
         version: Installed version, or None if unknown.
         whole: False if the folder `Engine.part` is missing.
-        error: Error as one line; empty if everything was imported.
-        module: Name of the module that was not found, if that was the error.
+        error: Error message in one line; empty if everything was imported.
+        module: Name of the module that was not found, if that was the error; otherwise empty.
         timed_out: True if the import was stopped at the time limit.
         cuda: For torch only: `build`, `devices` (name, capability, memory_bytes) and `problem`.
     """
@@ -228,12 +228,12 @@ class Outcome:
 
 
 def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Event | None = None) -> Outcome:
-    """Import an engine in a separate process.
+    """Import an engine in a separate process, and return the result.
 
     Args:
         engine: Engine to import.
-        time_limit: Seconds after which the process and its process group are killed.
-        stop: Event that kills the process at once when set.
+        time_limit: Seconds after which the process group is killed.
+        stop: Event that, when set, kills the process group at once.
     """
     environment = dict(os.environ)
     root = environment.get(engine.root_variable) if engine.root_variable else None
@@ -262,7 +262,7 @@ def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Eve
 
 
 def _last_words(code: int, noise: IO[bytes]) -> str:
-    """Line that describes how a process ended without an answer."""
+    """Describe in one line how a process with exit code `code` and output `noise` ended without an answer."""
     if code < 0:
         return f"the import ended with {signal.Signals(-code).name}"
     noise.seek(0)
@@ -330,7 +330,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _main() -> None:
-    """Write the answer to stdout, the engine's own output to stderr, and exit at once, as some engines hang at exit."""
+    """Write the answer to stdout and the engine's own output to stderr; exit at once, as some engines hang at exit."""
     channel = os.dup(1)
     os.dup2(2, 1)
     answer = _import_here(json.loads(sys.argv[1]))

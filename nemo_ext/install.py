@@ -1,7 +1,7 @@
-"""Report of the changes that an installation of nemo_ext would make, and commands that avoid them.
+"""Report on the changes that installing nemo_ext would make, and commands that avoid them.
 
-It runs before an installation, from the wheel alone and with only the standard library. No package is imported;
-versions come from metadata, and pip resolves dependencies without installing.
+It can run before installation, from the wheel alone and with only the standard library. It imports no package: versions
+come from metadata, and pip resolves the dependencies in a dry run.
 """
 
 import json
@@ -24,20 +24,20 @@ from nemo_ext.job.job import Config, Job
 from nemo_ext.job.words import nearest
 
 TIME_LIMIT = 300.0
-"""Default time limit of pip's resolution, in seconds; pip before 24.1 downloads new packages."""
+"""Default time limit of pip's resolution, in seconds; versions before 24.1 download new packages meanwhile."""
 
 MODULES = {engine.distribution: engine.module for engine in ENGINES if engine.name != "hydra"}
 MODULES |= {"nemo-toolkit": "nemo", "ray": "ray", "triton": "triton", "flash-attn": "flash_attn"}
 IMAGE = re.compile(r"NVIDIA_(PYTORCH_VERSION|PRODUCT_NAME|BUILD_ID)|(CUDA|NEMO_\w*)_VERSION|(PIP|UV)_CONSTRAINT")
-"""Environment variables that describe a container image; none has a secret, except within a URL."""
+"""Environment variables that describe a container image; they contain no secrets, except within URLs."""
 TREE = "source tree"
 
 
 def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
-    """Collect the report as JSON data.
+    """Collect the report as JSON-serialisable data.
 
     Args:
-        extras: Extras to install.
+        extras: Names of the extras to install.
         time_limit: Time limit of pip's resolution, in seconds.
 
     Raises:
@@ -75,7 +75,7 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
 
 
 def text(report: dict[str, Any]) -> str:
-    """Format the report as text, for example for an issue."""
+    """Format the report as text, for example to paste into an issue."""
     lines = [f"nemo_ext {report['nemo_ext']}: {report['command']}"]
     for title in filter(report.get, ("here", "engines", "changed", "new")):
         lines += ["", title, *(f"  {name:<18} {value}" for name, value in report[title].items())]
@@ -86,14 +86,14 @@ def text(report: dict[str, Any]) -> str:
 
 
 def shown(report: str) -> str:
-    """Redact a report: ~ for the user's home, and URLs without passwords and queries."""
+    """Redact a report: replace the home directory with ~, and remove credentials and queries from URLs."""
     home = re.escape(os.path.expanduser("~"))
     report = re.sub(rf"(?<![\w.-]){home}(?![\w.-])", "~", re.sub(rf"'{home}/", "~/'", report))
     return re.sub(r"(://[^\s?#]*)[?#][^\s,\"']*", r"\1?****", re.sub(r"://[^/\s]+@", "://****@", report))
 
 
 def _plan(wanted: list[str], time_limit: float) -> tuple[dict[str, str], str]:
-    """Versions of the packages that pip would install, and pip's error if it would fail."""
+    """Return the versions that pip would install, keyed by distribution, and pip's error ("" if it succeeds)."""
     options = ["--dry-run", "--quiet", "--report=-", "--no-color", "--no-input", "--timeout=5", "--retries=1"]
     command = [sys.executable, "-m", "pip", "install", *options, *wanted]
     plain = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
@@ -108,12 +108,12 @@ def _plan(wanted: list[str], time_limit: float) -> tuple[dict[str, str], str]:
 
 
 def canonical(name: str) -> str:
-    """Normalised name of a distribution, as pip compares names."""
+    """Normalise a distribution's name, as pip does to compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirements() -> dict[str, list[str]]:
-    """Requirements of nemo_ext by extra; `base` has the unconditional requirements."""
+    """Return nemo_ext's requirements, keyed by extra; the unconditional ones are under `base`."""
     requires = defaultdict[str, list[str]](list)
     for line in next((item.requires for item in distributions(name="nemo_ext")), None) or []:
         always, *extra = re.split(r"\s*(?:;|\band)\s*extra\s*==\s*", line)
@@ -122,12 +122,12 @@ def requirements() -> dict[str, list[str]]:
 
 
 def check_packages(job: Job, config: Config) -> None:
-    """Refuse a job whose engines or packages of extras are not installed or too old.
+    """Check that the engines and the extras' packages that a job requires are installed and recent enough.
 
-    Source trees without metadata are accepted, as are extras that the metadata of an older nemo_ext does not have.
+    Source trees without metadata are accepted, as are extras that the installed nemo_ext's metadata does not list.
 
     Raises:
-        ValueError: a package is missing or too old; the message has the command that installs it.
+        ValueError: a package is missing or too old; the message gives the command that installs it.
     """
     engines, extras = (named(config) if callable(named) else named for named in (job.engines, job.extras))
     if extras:
@@ -157,7 +157,7 @@ def _check_extras(extras: Sequence[str]) -> None:
 
 
 def _wanted(extras: list[str], requires: dict[str, list[str]]) -> list[str]:
-    """Requirements of extras, including those of extras that they refer to."""
+    """Return the extras' requirements, including those of the extras that they refer to, without duplicates."""
     wanted, needed = list[str](), [*extras]
     for extra in needed:  # grows by the extras that an extra refers to
         for line in requires[extra]:
@@ -168,7 +168,7 @@ def _wanted(extras: list[str], requires: dict[str, list[str]]) -> list[str]:
 
 
 def _engine(installed: Distribution | None, module: str) -> str:
-    """Version of an engine, with a remark unless it is a release from an index; "" if it is not installed."""
+    """Return an engine's version, with a remark unless it is a release from an index; "" if it is not installed."""
     tree = folder_of(module)
     if installed is None:
         return tree and f"{TREE} {tree}, without metadata, invisible to pip"

@@ -1,8 +1,8 @@
-"""Start of a training run on this machine: checks, data preparation, ranks, progress and report.
+"""Launcher of a training run on this machine: checks, data preparation, ranks, progress and report.
 
 The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
-`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and turns
-Ctrl-C into a checkpoint.
+`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and makes
+the ranks save a checkpoint on Ctrl-C.
 """
 
 import os
@@ -38,17 +38,17 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare(config: Mapping[str, Any]) -> Path:
-    """Check a composed config, and write it with its data arguments for the ranks.
+    """Check a composed config, and write it for the ranks, together with its data arguments.
 
     Args:
         config: config from `nemo_ext.job.config.compose("train", ...)`.
 
     Returns:
-        Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases, of the next segment.
+        Path of the written config, for `python -m nemo_ext.megatron.rank PATH`. With phases, it is the config of the
+        next segment (phases that one start of the ranks trains).
 
     Raises:
-        ValueError: an error that can be found before a rank starts, such as a run of another model in the run
-            directory.
+        ValueError: an error was found before any rank started, such as another model's run in the run directory.
     """
     run_dir = Path(config["run_dir"])
     run = Run.from_config(config)
@@ -68,8 +68,8 @@ def train(config: Mapping[str, Any]) -> None:
     """Run or resume the training run of a composed config.
 
     Raises:
-        ValueError: an error in the config that can be found before a rank starts.
-        SystemExit: with code 1 if a rank failed, with 130 after an interrupt by the user.
+        ValueError: the config has an error that was found before any rank started.
+        SystemExit: with code 1 if a rank failed, or 130 if the user interrupted the run.
     """
     console = Console(highlight=False, soft_wrap=True)
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
@@ -89,7 +89,7 @@ def train(config: Mapping[str, Any]) -> None:
 
 
 def _started(config: Mapping[str, Any], console: Console) -> bool:
-    """One start of a run, to its end; False if it stopped at a bad step, which the next start skips."""
+    """Start the run and wait for it to end; return False if it stopped at a bad step, which the next start skips."""
     from nemo_ext.checkpoint.sound import fall_back
 
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
@@ -135,12 +135,12 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
 
 
 def not_reproduced(config: Mapping[str, Any]) -> list[str]:
-    """Lines about the differences between a recipe and its source."""
+    """Return one line for each difference between a recipe and its source."""
     return [f"not as in the source of {config['recipe']}: {what}" for what in config.get("not_reproduced") or ()]
 
 
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Refuses to resume another model; prints other settings that have changed since the run began."""
+    """Reject a run of another model in the run directory, and print other settings that changed since the run began."""
     path, step = run_dir / run_directory.CONFIG, run_directory.last_checkpoint(run_dir)
     if step is None or not path.exists():
         return
@@ -175,7 +175,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
 
 
 def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step: int, run_dir: Path) -> None:
-    """Refuses changed phases or data for completed steps, as samples would be repeated or skipped."""
+    """Reject changes to the phases or data of the first `step` steps, which would repeat or skip samples."""
     plans = plan_of(before), plan_of(config)
     if plans[0] is None or plans[1] is None:
         begun = "without" if plans[0] is None else "with"
@@ -191,7 +191,7 @@ def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step:
 
 
 def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, Any]]:
-    """Settings and data of the first `step` steps, by phase, from the config of a segment."""
+    """Return the settings and data of the first `step` steps, one entry per phase, from a segment's config."""
     return [
         {
             "steps": (phase.seq_length, phase.global_batch_size, min(phase.last_step, step)),
@@ -206,9 +206,9 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
-    """Runs torchrun, or the command that starts ranks on several nodes, to its end.
+    """Run torchrun, or the command that starts ranks on several nodes, and wait for it to end.
 
-    SIGINT and SIGTERM are passed on as one SIGTERM to the ranks, which save and exit; a second signal kills them.
+    The first SIGINT or SIGTERM is passed on as SIGTERM to the ranks, which save and exit; a second signal kills them.
     """
     config = run_dir / run_directory.CONFIG
     command = training_command(config, ranks, run_dir / run_directory.LOG)
@@ -265,7 +265,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
 
 
 def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:
-    """Shows progress until the ranks end: a live line on a terminal, elsewhere a line every few seconds."""
+    """Show progress until the ranks end: a live line on a terminal, otherwise a line every few seconds."""
     columns = (
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
@@ -295,7 +295,7 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
 
 
 def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:
-    """Loss, learning rate and speed of one step as text."""
+    """Format a step's loss, learning rate and speed, and the last validation loss if there is one, as one line."""
     words = ["loss nan" if step["loss"] is None else f"loss {step['loss']:.3f}"]
     if validation is not None and validation["val_loss"] is not None:
         words.append(f"val {validation['val_loss']:.3f}")
@@ -309,7 +309,7 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
 
 
 def _last_words(log: Path, position: int) -> list[str]:
-    """Last lines of the log after byte `position`, without torchrun's traceback."""
+    """Return the last lines (at most 25) of the log after byte `position`, without torchrun's traceback."""
     with log.open("rb") as stream:
         stream.seek(position)
         lines = stream.read().decode(errors="replace").splitlines()

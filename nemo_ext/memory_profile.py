@@ -1,4 +1,4 @@
-"""Alias of `python -m nemo_ext.memory.sampler` under its old name."""
+"""Old name of `nemo_ext.memory.sampler`, kept for `python -m nemo_ext.memory_profile`."""
 
 from nemo_ext.memory.sampler import main
 

@@ -1,6 +1,6 @@
-"""Parity check of a conversion: compares the logits of transformers and of Megatron.
+"""Parity check of a conversion, which compares the logits of transformers and Megatron.
 
-real text -> prompts of at least 16 tokens -> both models in fp32 -> differences of logits, in parity.json
+real text -> prompts of at least 16 tokens -> both models in fp32 -> logit differences, in parity.json
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import STRICT, Place, Whole, checked
 
 SHORTEST = 16
-"""Minimum number of tokens of a prompt."""
+"""Minimum length of a prompt, in tokens."""
 TEXT = "local_text"
-"""Config in hydra_conf/data with real text that is available on every machine."""
+"""Name of a config in hydra_conf/data whose text is real and available on every machine."""
 _CHARACTERS = 16
-"""Characters of text read per token, more than most tokens have."""
+"""Number of characters read for each token of a prompt; few tokens are longer."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -46,8 +46,8 @@ class Settings:
     Attributes:
         prompts: number of prompts; 0 turns the comparison off.
         data: text files as for `nemo-ext tokenize input=`; None for `TEXT`.
-        longest: maximum number of tokens of a prompt.
-        tolerance: maximum allowed difference of two logits.
+        longest: maximum length of a prompt, in tokens.
+        tolerance: maximum allowed absolute difference between two logits.
         seed: random seed for the choice of prompts and their lengths.
     """
 
@@ -65,10 +65,10 @@ class Parity:
     Attributes:
         prompts: number of prompts.
         tokens: total number of tokens, at each of which all logits are compared.
-        largest: largest absolute difference of two logits.
+        largest: largest absolute difference between two logits.
         mean: mean absolute difference.
         equal_tokens: number of positions at which both models predict the same most likely next token.
-        deviation: standard deviation of transformers' logits, for comparison.
+        deviation: standard deviation of transformers' logits, as a reference.
     """
 
     prompts: int
@@ -79,7 +79,7 @@ class Parity:
     deviation: float
 
     def summary(self) -> str:
-        """Line for the user that summarises the differences."""
+        """Summarise the differences in one line for the user."""
         return (
             f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by at most "
             f"{self.largest:.2g}, on average {self.mean:.2g} (their standard deviation is {self.deviation:.2g}); "
@@ -88,7 +88,7 @@ class Parity:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings | None:
-    """Read the section `parity` of a convert job's config; None if nothing is compared.
+    """Read the `parity` section of a convert job's config; return None if no prompts are to be compared.
 
     Raises:
         ValueError: a setting is invalid, the conversion changes the model's outputs, or transformers is missing.
@@ -108,10 +108,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
 
 
 def convert(config: Mapping[str, Any]) -> None:
-    """Run the job `convert`, and compare the logits of both sides if `parity.prompts` is set.
+    """Run the `convert` job, and compare the logits of source and target if `parity.prompts` is not 0.
 
     Raises:
-        ValueError: a setting is invalid, or the logits differ.
+        ValueError: a setting is invalid, or the logits differ by more than the tolerance.
     """
     settings = read_settings(config) if config["parity"]["prompts"] else None
     conversion(config)
@@ -120,7 +120,7 @@ def convert(config: Mapping[str, Any]) -> None:
 
 
 def run(config: Mapping[str, Any], settings: Settings) -> None:
-    """Compare the two sides of a finished conversion, and write parity.json to the target folder.
+    """Compare source and target of a finished conversion, and write parity.json to the target folder.
 
     Raises:
         ValueError: the logits differ by more than the tolerance, or there is no text for the prompts.
@@ -141,10 +141,14 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
 
 
 def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
-    """Token ids of prompts: pieces of real text from random positions and of random lengths.
+    """Draw prompts as token ids: excerpts of real text at random positions and of random lengths.
+
+    Args:
+        settings: number, lengths, text and seed of the prompts.
+        folder: Hugging Face folder with the tokenizer.
 
     Raises:
-        ValueError: the text cannot be read, or has too few tokens.
+        ValueError: the text cannot be read, or is too short.
     """
     words = [f"data={TEXT}"] if settings.data is None else [f"input={hydra_value(settings.data)}"]
     sources = sources_of(compose("tokenize", words), Path("data"), own=Path("data/prompts"))
@@ -175,13 +179,13 @@ def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
 
 
 def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: int | None = None) -> Parity:
-    """Run prompts through both models in fp32, one at a time; both are in memory (8 bytes per parameter).
+    """Run the prompts one at a time through both models in fp32, held in memory together (8 bytes per parameter).
 
     Args:
         folder: Hugging Face folder.
-        checkpoint: run, checkpoints directory or checkpoint of Megatron.
-        prompts: token ids.
-        iteration: iteration of the run; None for the newest.
+        checkpoint: Megatron run directory, checkpoints directory or single checkpoint.
+        prompts: token ids of each prompt.
+        iteration: iteration of the checkpoint; None for the newest.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -234,7 +238,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
 
 
 class _Tensors(Mapping[str, Any]):
-    """Tensors of a checkpoint by name, read on access."""
+    """Mapping from names to a checkpoint's tensors, which are read on access."""
 
     def __init__(self, reader: TorchDistReader) -> None:
         self._reader = reader

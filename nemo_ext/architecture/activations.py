@@ -1,7 +1,7 @@
 """Estimated memory of the activations kept for the backward pass.
 
-The estimate counts the tensors each block saves. It assumes no dropout and tokens spread evenly over experts, and
-excludes communication buffers and allocator slack.
+The estimate counts the tensors that each block saves. It assumes no dropout and an even spread of tokens over experts,
+and excludes communication buffers and allocator slack.
 """
 
 from nemo_ext.architecture.layout import Layout, stage_ranges
@@ -13,11 +13,11 @@ from nemo_ext.architecture.widths import attention_widths, block_at, first_width
 def activation_bytes(
     architecture: Architecture, layout: Layout, *, rank: int = 0, seq_length: int | None = None
 ) -> int:
-    """Estimated peak bytes of the activations kept on one GPU of a pipeline rank.
+    """Estimate the peak bytes of activations kept on one GPU of a pipeline rank.
 
-    Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
-    (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
-    recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
+    They are the bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with
+    1F1B, and (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule.
+    Full recomputation keeps only each group's input, plus one group's activations while it is recomputed. The last
     stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
     fp32, and with z-loss also their gradient. These are freed before recomputation starts. With frozen weights
     nothing is kept, and the peak is the largest single block.
@@ -61,9 +61,10 @@ def activation_bytes(
 def block_activation_bytes(
     architecture: Architecture, layer: int, layout: Layout, *, seq_length: int | None = None
 ) -> float:
-    """Bytes one GPU keeps for one block's backward pass per micro-batch, without full recomputation.
+    """Estimate the bytes that one GPU keeps per micro-batch for one block's backward pass, without full recomputation.
 
-    Per token, in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x head_dim):
+    The terms per token, counted in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x
+    head_dim), are:
 
     - every block: its input h; the norm's output h [layernorm]
     - attention: queries, keys and values q + 2k; the output projection's input q; with per-head QK-norm its
@@ -78,8 +79,14 @@ def block_activation_bytes(
       after gating, the norm's output; the fused kernel recomputes the convolution and the states
     - linear: no further tensors
 
-    A name in brackets is the entry of Megatron's recompute_modules that drops the term. Block input, norm output
+    A name in brackets is the entry in Megatron's recompute_modules that removes the term. Block input, norm output
     and router are split over tensor-parallel ranks only with sequence parallelism; all other terms always are.
+
+    Args:
+        architecture: The model.
+        layer: 1-based block number.
+        layout: Parallel layout.
+        seq_length: Sequence length; the model's own by default.
     """
     block, size = block_at(architecture, layer), BYTES[layout.precision]
     length, hidden = architecture.sequence_length(seq_length), architecture.hidden_size

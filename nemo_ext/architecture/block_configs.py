@@ -1,9 +1,9 @@
 """Conversion between blocks and Puzzle's `block_configs` (the JSON in Llama-Nemotron's `config.json`).
 
-Each entry is one Transformer layer, `{"attention": {...}, "ffn": {...}}`; here it is up to two residual
+Each entry is one Transformer layer, `{"attention": {...}, "ffn": {...}}`, which here becomes up to two residual
 blocks, attention then MLP. A `no_op` sub-layer is an absent block, so a layer with two no-ops disappears.
 The reverse conversion pairs blocks into layers: an attention block and the MLP immediately after it share a
-layer; any other block gets its own layer, with a no-op as the other sub-layer. The two descriptions compute
+layer, and any other block gets its own layer, with a no-op as the other sub-layer. The two descriptions compute
 the same function, but an attention-only layer followed by an FFN-only layer is written as one layer.
 """
 
@@ -15,28 +15,28 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.job.settings import nearest
 
 FFN_MULTIPLE = 256
-"""Puzzle rounds FFN widths up to a multiple of this."""
+"""Number to a multiple of which Puzzle rounds FFN widths up."""
 
 _KNOWN = {
     "attention": ("n_heads_in_group", "no_op", "replace_with_linear", "window_length"),
     "ffn": ("ffn_mult", "intermediate_size", "no_op", "replace_with_linear"),
 }
 _REPEATED = {"gated": True, "hidden_act": "silu"}
-"""Keys of the published configs with a constant value: every block of the format is gated and uses SiLU."""
+"""Keys with the same value in all published configs: every block of the format is gated and uses SiLU."""
 # Puzzle searches FFN widths as fractions of the parent's; these recover the published ffn_mult exactly.
 _SHARES = sorted({Fraction(k, 20) for k in range(1, 21)} | {Fraction(k, 8) for k in range(1, 9)})
 
 
 def ffn_width(ffn_mult: float, hidden_size: int) -> int:
-    """FFN width for a multiplier: int(2 * ffn_mult * hidden / 3) rounded up to a multiple of 256."""
+    """Compute the FFN width for a multiplier: int(2 * ffn_mult * hidden / 3), rounded up to a multiple of 256."""
     return -(-int(2 * ffn_mult * hidden_size / 3) // FFN_MULTIPLE) * FFN_MULTIPLE
 
 
 def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None = None) -> float:
-    """Multiplier that Puzzle would have written for a width; the inverse of `ffn_width`.
+    """Return the multiplier that Puzzle would have written for a width; the inverse of `ffn_width`.
 
-    Many multipliers round to one width. Preference order: the nearest simple fraction of the parent's
-    multiplier (5 % steps or eighths), a multiple of 0.5, and 1.5 * width / hidden.
+    Many multipliers yield the same width. In order of preference, the result is the nearest simple fraction of the
+    parent's multiplier (5 % steps or eighths), a multiple of 0.5, or 1.5 * width / hidden.
 
     Args:
         width: FFN width.
@@ -64,15 +64,15 @@ def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None 
 def from_block_configs(
     config: Mapping[str, object], *, num_query_groups: int | None = None, ffn_hidden_size: int | None = None
 ) -> Pattern:
-    """Read Puzzle's JSON.
+    """Read a pattern from Puzzle's JSON.
 
     Args:
         config: Mapping with `hidden_size`, `num_attention_heads` and `block_configs`; other keys are ignored.
-        num_query_groups: The model's KV heads; a block with the same number gets no `kv` value.
+        num_query_groups: The model's number of KV heads; a block with the same number gets no `kv` value.
         ffn_hidden_size: The model's FFN width; a block of the same width gets no `ffn` value.
 
     Raises:
-        ValueError: An entry is invalid; the message has its path, such as `block_configs[3].attention.foo`.
+        ValueError: An entry is invalid; the message gives its path, such as `block_configs[3].attention.foo`.
     """
     hidden_size = _integer(config, "hidden_size")
     heads = _integer(config, "num_attention_heads")
@@ -142,19 +142,19 @@ def to_block_configs(
     num_query_groups: int | None = None,
     ffn_hidden_size: int | None = None,
 ) -> list[dict[str, dict[str, object]]]:
-    """Write blocks as Puzzle's JSON: one entry per layer, pairing attention with the MLP right after it.
+    """Convert a pattern to Puzzle's JSON, with one entry per layer: an attention block and the MLP right after it.
 
     Pipeline cuts are omitted, as the format does not have them.
 
     Args:
-        pattern: Attention and MLP blocks only.
+        pattern: Pattern of attention and MLP blocks only.
         hidden_size: Model width.
-        num_attention_heads: Query heads of every attention block.
-        num_query_groups: KV heads of blocks without a `kv` value.
+        num_attention_heads: Number of query heads of every attention block.
+        num_query_groups: Number of KV heads of blocks without a `kv` value.
         ffn_hidden_size: FFN width of blocks without an `ffn` value.
 
     Raises:
-        ValueError: The format cannot express a block; the message has its 1-based number.
+        ValueError: The format cannot express a block; the message gives its 1-based number.
     """
     layers: list[dict[str, dict[str, object]]] = []
     for number, block in enumerate(pattern.blocks, start=1):
@@ -224,7 +224,7 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
 
 
 def _refuse_unknown(entry: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
-    """Refuse unsupported settings (mamba, moe, parallel_blocks, ...), unless they are null or false."""
+    """Reject unsupported settings (mamba, moe, parallel_blocks, ...), unless they are null or false."""
     for key, value in entry.items():
         if key not in known and value:
             raise ValueError(f"{path}.{key}: unknown key with the value {value!r}: {nearest(str(key), known)}")

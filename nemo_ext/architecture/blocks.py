@@ -1,4 +1,4 @@
-"""One residual block of a model: its kind, and the values that override the model's.
+"""Residual block of a model: its kind, and the values that override the model's.
 
 The kinds are Megatron-Core's hybrid symbols (`megatron/core/models/hybrid/hybrid_layer_allocation.py`). The
 value names are our own; each value sets one field of Megatron's `TransformerConfig` for that block only.
@@ -16,12 +16,12 @@ NAMES: dict[str, str] = {
     "D": "DeepSeek sparse attention",
     "+": "MLA",
 }
-"""Block kinds and their display names."""
+"""Mapping from block kinds to their display names."""
 
 LINEAR = "linear"
-"""Flag of a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
+"""Flag of a block whose sub-layer is a norm and one hidden x hidden linear map (Puzzle's linear-replaced block)."""
 BIAS = "bias"
-"""Flag of an MLP with biases in a model without them: made by folding a LayerNorm's bias into the first linear."""
+"""Flag of an MLP with biases in a model without them, from folding a LayerNorm's bias into the first linear layer."""
 
 VALUES: dict[str, dict[str, str]] = {
     "*": {
@@ -50,17 +50,17 @@ VALUES: dict[str, dict[str, str]] = {
     "D": {},
     "+": {},
 }
-"""Value names of each kind, in the order in which they are written, and the `TransformerConfig` field each sets."""
+"""Value names of each block kind, in the order of writing, each with the `TransformerConfig` field that it sets."""
 
 FLAGS = frozenset({LINEAR, BIAS})
 NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
-"""Values that may be `none`, stored as 0: a window (full attention) and shared experts (no shared expert)."""
+"""Values that may be `none`, stored as 0: a window (full attention) and the shared expert's width (no such expert)."""
 MAX_VALUE = 2**31 - 1
-"""Largest size: Megatron's kernels cannot index a longer tensor dimension."""
+"""Largest allowed size, as Megatron's kernels cannot index a longer tensor dimension."""
 
 
 def unknown_value(kind: str, name: str) -> str:
-    """Message for a value name that `kind` does not have, with the nearest match."""
+    """Return the error message for a value name that `kind` does not have, with the nearest match."""
     known = VALUES[kind]
     if not known:
         return f"a {NAMES[kind]} block ({kind!r}) takes no values, so {name!r} cannot be set"
@@ -72,15 +72,15 @@ def unknown_value(kind: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block.
+    """Residual block of a model.
 
     Attributes:
-        kind: A key of `NAMES`.
-        values: Values that override the model's, sorted by name. 0 means "none" for the values in
-            `NONE_ALLOWED`.
+        kind: Kind of the block, a key of `NAMES`.
+        values: (name, value) pairs that override the model's values, sorted by name. 0 means "none" for the values
+            in `NONE_ALLOWED`.
 
     Raises:
-        ValueError: Unknown kind or value name, a size that is not a positive integer, or `linear` together
+        ValueError: The kind or a value name is unknown, a size is not a positive integer, or `linear` is combined
             with other values.
     """
 
@@ -118,7 +118,7 @@ class Block:
 
     @classmethod
     def from_values(cls, kind: str, **values: int | bool | None) -> "Block":
-        """Make a block from keyword values; None means "none" (`window=None`), and `linear=False` is ignored."""
+        """Create a block from keyword values. None means "none" (`window=None`); flags set to False are ignored."""
         kept: dict[str, int | bool] = {}
         for name, value in values.items():
             if name in FLAGS and value is False:
@@ -133,7 +133,7 @@ class Block:
         return dict(self.values).get(name, default)
 
     def size(self, name: str) -> int:
-        """Return a value as an integer. The block must set it; a resolved block sets all of its values."""
+        """Return a value as an integer. The block must set it; a resolved block sets all values of its kind."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"block {self} has no value {name!r}: resolve it against an architecture first")
@@ -146,11 +146,11 @@ class Block:
 
     @property
     def is_linear(self) -> bool:
-        """True if the sub-layer is replaced by one hidden x hidden linear."""
+        """Whether the sub-layer is replaced by one hidden x hidden linear map."""
         return self.get(LINEAR) is True
 
     def __str__(self) -> str:
-        """The block in the pattern notation, for example `*{heads=16,kv=4}`."""
+        """Write the block in pattern notation, for example `*{heads=16,kv=4}`."""
         own = dict(self.values)
         words = [self._written(name, own[name]) for name in VALUES[self.kind] if name in own]
         return f"{self.kind}{{{','.join(words)}}}" if words else self.kind

@@ -1,4 +1,4 @@
-"""Candidate parallel sizes of a layout search, for training on the GPUs of a recipe and for RL."""
+"""Candidate parallel sizes for a layout search, for training on a recipe's GPUs and for RL."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -7,19 +7,19 @@ from nemo_ext.architecture.blocks import Block
 
 
 def powers(most: int) -> list[int]:
-    """Powers of two up to and including `most`."""
+    """Return the powers of two up to and including `most`."""
     return [1 << power for power in range(max(most, 1).bit_length())]
 
 
 def parallel_sizes(
     tensor: Iterable[int], pipeline: Iterable[int], context: Iterable[int]
 ) -> list[tuple[int, int, int]]:
-    """All combinations of (TP, PP, CP), sorted by GPUs per model replica, then by pipeline stages."""
+    """Return all combinations (TP, PP, CP), sorted by GPUs per model replica, then by PP and CP."""
     return sorted(product(tensor, pipeline, context), key=lambda size: (size[0] * size[1] * size[2], size[1], size[2]))
 
 
 def expert_sizes(blocks: Iterable[Block], ranks: int, most: int) -> list[int]:
-    """EP sizes up to `most` that divide `ranks` and the experts of every MoE block; [1] without MoE blocks."""
+    """Return the EP sizes up to `most` that divide `ranks` and every MoE block's experts; [1] without MoE blocks."""
     counts = [block.size("experts") for block in blocks if block.kind == "E" and not block.is_linear]
     if not counts:
         return [1]

@@ -1,11 +1,10 @@
-"""Analytic cost of a model: parameters, FLOPs, and the bytes of weights, training state, caches and
-activations, for the whole model, a block, a pipeline stage or a GPU.
+"""Analytic cost of a model, a block, a pipeline stage or a GPU: parameters, FLOPs and memory.
 
 Parameter counts are exact for Megatron-Core's modules. FLOPs include matrix multiplications (two per
 multiply-add), convolutions and the state-space scan; norms, activations and embedding look-ups are excluded.
-A causal query is counted with the tokens it attends to, (S + 1) / 2 of S on average, which is the usual
-"half". Activations are an estimate: the tensors each block keeps for its backward pass, without dropout,
-with the tokens spread evenly over experts, and without communication buffers or allocator slack.
+A causal query is counted with the tokens that it attends to, on average (S + 1) / 2 of S (the usual "half").
+Activation memory is an estimate: the tensors that each block keeps for its backward pass, without dropout, with
+tokens spread evenly over experts, and without communication buffers or allocator slack.
 """
 
 import math
@@ -28,29 +27,30 @@ from nemo_ext.architecture.widths import (
 )
 
 SCAN_CHUNK = 128
-"""Tokens in one chunk of Mamba-2's SSD algorithm (`chunk_size` of Megatron's MambaMixer)."""
+"""Number of tokens in a chunk of Mamba-2's SSD algorithm (`chunk_size` of Megatron's MambaMixer)."""
 
 A100_UNITS_AND_HZ = 108 * 1.41e9
-"""Number of SMs times clock of the A100 in the data sheet."""
+"""The A100's number of SMs times its clock in Hz, according to the data sheet."""
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
-"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first key contained in the name applies."""
+"""Mapping from device names to dense BF16 FLOP/s (NVIDIA data sheets); the first key that a name contains applies."""
 
 TRAINING_FLOPS_FACTOR = 3
-"""FLOPs of forward and backward pass relative to forward: backward has one product for the gradient of the inputs and
-one for the gradient of the weights."""
+"""FLOPs of both passes relative to the forward pass: the backward pass has one product for the inputs' gradient and one
+for the weights'."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts by how Megatron distributes them.
+    """Parameter counts, by how Megatron distributes the parameters.
 
     Attributes:
-        sharded: Parameters split over tensor parallel ranks.
-        replicated: Parameters copied on every tensor parallel rank (norms, routers, replaced linears,
-            biases after row-parallel linears).
-        experts: Parameters split over expert parallel and expert tensor parallel ranks.
-        experts_replicated: Parameters split over expert parallel ranks only (biases of experts' second linears).
-        inactive: Number of all these parameters that a token does not use (experts it is not routed to).
+        sharded: Number of parameters split over tensor-parallel ranks.
+        replicated: Number of parameters copied to every tensor-parallel rank (norms, routers, linear replacements,
+            biases after row-parallel layers).
+        experts: Number of parameters split over expert-parallel and expert-tensor-parallel ranks.
+        experts_replicated: Number of parameters split over expert-parallel ranks only (biases of experts' second
+            layers).
+        inactive: Number among all of these that a token does not use (experts to which it is not routed).
     """
 
     sharded: int = 0
@@ -84,7 +84,7 @@ class Parameters:
 
 
 def block_parameters(architecture: Architecture, layer: int) -> Parameters:
-    """Parameters of the block with this 1-based number, its norm included.
+    """Count the parameters of the block with this 1-based number, including its norm.
 
     Raises:
         ValueError: The block's kind has no cost model (gated delta net, sparse attention, MLA).
@@ -147,36 +147,36 @@ def _moe_parameters(architecture: Architecture, block: Block) -> Parameters:
 
 
 def embedding_parameters(architecture: Architecture) -> Parameters:
-    """Parameters of the token embedding, and of the learned position embedding if there is one."""
+    """Count the parameters of the token embedding, and of the learned position embedding if there is one."""
     hidden = architecture.hidden_size
     return Parameters(sharded=architecture.vocab_size * hidden, replicated=architecture.learned_positions * hidden)
 
 
 def head_parameters(architecture: Architecture) -> Parameters:
-    """Parameters of the final norm and the output layer; a tied output layer adds no parameters."""
+    """Count the parameters of the final norm and the output layer; a tied output layer adds none."""
     hidden = architecture.hidden_size
     output = 0 if architecture.tied_embeddings else architecture.vocab_size * hidden
     return Parameters(sharded=output, replicated=norm_parameters(architecture, hidden))
 
 
 def parameters(architecture: Architecture) -> Parameters:
-    """All parameters of the model, each counted once."""
+    """Count all parameters of the model, each once."""
     counted = embedding_parameters(architecture) + head_parameters(architecture)
     return sum((block_parameters(architecture, layer) for layer in layers(architecture)), counted)
 
 
 def total_params(architecture: Architecture) -> int:
-    """Number of parameters of the model."""
+    """Return the number of parameters of the model."""
     return parameters(architecture).total
 
 
 def active_params(architecture: Architecture, *, with_embedding: bool = False) -> int:
-    """Number of parameters that one token uses: routed top-k and shared experts, routers, everything dense.
+    """Count the parameters that one token uses: its routed experts, shared experts, routers and all dense parameters.
 
     Args:
         architecture: The model.
-        with_embedding: Whether the input embedding counts. A tied embedding always does: it is the output
-            layer.
+        with_embedding: Whether to count the input embedding. A tied embedding always counts, as it is also the
+            output layer.
     """
     active = parameters(architecture).active
     if with_embedding:
@@ -186,18 +186,18 @@ def active_params(architecture: Architecture, *, with_embedding: bool = False) -
 
 
 def attended_tokens(seq_length: int, window: int = 0) -> float:
-    """Mean number of tokens a causal query attends to, itself included; `window` 0 is full attention."""
+    """Return the mean number of tokens that a causal query attends to, including itself; `window` 0 means no window."""
     width = min(window or seq_length, seq_length)
     return width - width * (width - 1) / (2 * seq_length)
 
 
 def block_forward_flops_per_token(architecture: Architecture, layer: int, *, seq_length: int | None = None) -> float:
-    """Forward FLOPs of one block per token, averaged over a sequence.
+    """Compute one block's forward FLOPs per token, averaged over a sequence.
 
     Args:
         architecture: The model.
         layer: 1-based block number.
-        seq_length: Tokens in a sequence; the model's own by default.
+        seq_length: Sequence length; the model's own by default.
     """
     block, hidden = block_at(architecture, layer), architecture.hidden_size
     length = architecture.sequence_length(seq_length)
@@ -223,10 +223,10 @@ def _mlp_flops(architecture: Architecture, width: int, ffn: int) -> float:
 
 
 def _scan_flops(block: Block, seq_length: int) -> float:
-    """FLOPs of the SSD scan per token (Mamba-2, arXiv 2405.21060, section 6).
+    """Compute the FLOPs of the SSD scan per token (Mamba-2, arXiv 2405.21060, section 6).
 
-    Within a chunk it is causal attention with keys B and queries C; each chunk's state is computed from B and x,
-    passed to the next chunk, and read out by C.
+    Within a chunk, the scan is causal attention with keys B and queries C. Each chunk's state is computed from B and x,
+    passed to the next chunk, and read with C.
     """
     whole, rest = divmod(seq_length, SCAN_CHUNK)
     pairs = whole * SCAN_CHUNK * attended_tokens(SCAN_CHUNK) + rest * attended_tokens(max(rest, 1))
@@ -237,31 +237,31 @@ def _scan_flops(block: Block, seq_length: int) -> float:
 
 
 def head_forward_flops_per_token(architecture: Architecture) -> float:
-    """Forward FLOPs of the output layer per token."""
+    """Compute the output layer's forward FLOPs per token."""
     return 2 * architecture.hidden_size * architecture.vocab_size
 
 
 def forward_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
-    """Forward FLOPs of the whole model per token, output layer included, at a sequence length."""
+    """Compute the whole model's forward FLOPs per token at a sequence length, including the output layer."""
     blocks = (block_forward_flops_per_token(architecture, n, seq_length=seq_length) for n in layers(architecture))
     return sum(blocks, head_forward_flops_per_token(architecture))
 
 
 def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False) -> float:
-    """Forward and backward FLOPs per token: three times the forward pass, recomputation not counted.
+    """Compute training FLOPs per token: three times the forward pass, without recomputation.
 
-    A run without trained weights (`frozen`) has only the forward pass.
+    A run that trains no weights (`frozen`) has only the forward pass.
     """
     return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward_flops_per_token(architecture, seq_length=seq_length)
 
 
 def peak_of(device: str, units: int | None = None, clock: float | None = None) -> float | None:
-    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for an unknown GPU.
+    """Return the peak dense BF16 FLOP/s of a GPU, such as `NVIDIA A100-SXM-64GB`; None if the GPU is unknown.
 
     Args:
         device: device name.
-        units: number of SMs reported by the driver: Leonardo's A100 has 124, the data sheet's 108.
-        clock: maximum SM clock in Hz.
+        units: number of SMs that the driver reports, used for A100s: Leonardo's has 124, the data sheet's 108.
+        clock: maximum SM clock in Hz, also used for A100s.
     """
     flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
     if flops is None or units is None or clock is None or "A100" not in device:
@@ -270,31 +270,31 @@ def peak_of(device: str, units: int | None = None, clock: float | None = None) -
 
 
 def six_n(architecture: Architecture, *, frozen: bool = False) -> int:
-    """Training FLOPs per token as papers count them: 6 per active parameter, the embedding included.
+    """Compute training FLOPs per token as papers do: 6 per active parameter, including the embedding.
 
-    It has no term for attention scores, so at long sequences it is far below `train_flops_per_token`. A run without
-    trained weights (`frozen`) has 2 per active parameter.
+    Without a term for attention scores, the count is far below `train_flops_per_token` for long sequences. A run that
+    trains no weights (`frozen`) has 2 FLOPs per active parameter.
     """
     return (2 if frozen else 6) * active_params(architecture, with_embedding=True)
 
 
 def weight_bytes(architecture: Architecture, precision: str = "bf16") -> int:
-    """Bytes of all weights held in one precision (real FP8 checkpoints keep some weights wider)."""
+    """Compute the bytes of all weights in one precision (real FP8 checkpoints keep some weights in a wider one)."""
     return total_params(architecture) * bytes_per_number(precision)
 
 
 def training_state_bytes(architecture: Architecture, *, precision: str = "bf16") -> int:
-    """Bytes of weights, gradients and Adam state on one GPU that holds the whole model."""
+    """Compute the bytes of weights, gradients and Adam state on a single GPU that holds the whole model."""
     return sum(bytes_per_parameter(precision)) * total_params(architecture)
 
 
 def kv_bytes_per_token(architecture: Architecture, *, precision: str = "bf16") -> int:
-    """Bytes that each token adds to the key-value cache while no attention window is full."""
+    """Compute the bytes that each token adds to the key-value cache as long as no attention window is full."""
     return kv_cache_bytes(architecture, 1, precision=precision)
 
 
 def kv_cache_bytes(architecture: Architecture, tokens: int, *, precision: str = "bf16") -> int:
-    """Bytes of one sequence's key-value cache; a windowed block keeps only the tokens in its window."""
+    """Compute the bytes of one sequence's key-value cache; a windowed block keeps only the tokens in its window."""
     numbers = 0
     for layer in layers(architecture):
         block = block_at(architecture, layer)
@@ -307,9 +307,9 @@ def kv_cache_bytes(architecture: Architecture, tokens: int, *, precision: str = 
 def state_bytes_per_sequence(
     architecture: Architecture, *, conv_precision: str = "bf16", ssm_precision: str = "fp32"
 ) -> int:
-    """Bytes of the Mamba blocks' recurrent state for one sequence, independent of its length.
+    """Compute the bytes of the Mamba blocks' recurrent state for one sequence, which its length does not affect.
 
-    The convolution keeps kernel - 1 columns (Megatron's inference allocates `kernel`), the scan keeps heads x
+    The convolution keeps kernel - 1 columns (Megatron's inference allocates `kernel`), and the scan keeps heads x
     head_dim x state numbers.
     """
     total = 0
@@ -324,7 +324,7 @@ def state_bytes_per_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Cost of one pipeline stage; `layers` holds 1-based block numbers, `parameters` counts the whole stage."""
+    """Cost of one pipeline stage, before tensor parallelism divides it; `layers` holds 1-based block numbers."""
 
     stage: int
     rank: int
@@ -335,7 +335,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCost:
-    """Cost of one GPU of a pipeline rank, equal for all of its GPUs; TP x CP GPUs share the rank's FLOPs."""
+    """Cost of each GPU of a pipeline rank; TP x CP GPUs share the rank's FLOPs."""
 
     rank: int
     parameters: int
@@ -347,14 +347,14 @@ class GpuCost:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights, gradients, optimizer state and activations together."""
+        """Total bytes of weights, gradients, optimizer state and activations."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[StageCost, ...]:
-    """Cost of each pipeline stage, the embedding with the first and the output layer with the last.
+    """Compute the cost of each pipeline stage; the first includes the embedding and the last the output layer.
 
-    A tied output layer with pipeline parallelism is a second copy of the embedding, and counted as one.
+    With pipeline parallelism, a tied output layer is a second copy of the embedding, and is counted as such.
     """
     stages = []
     ranges = stage_ranges(architecture.pattern, layout)
@@ -375,10 +375,10 @@ def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | N
 
 
 def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[GpuCost, ...]:
-    """Cost of one GPU on each pipeline rank.
+    """Compute the cost of one GPU on each pipeline rank.
 
     Raises:
-        ValueError: The layout does not divide a block; the message has its number.
+        ValueError: A parallel size does not divide a block's size; the message gives the block's number.
     """
     check_layout(architecture, layout)
     stages = per_stage(architecture, layout, seq_length=seq_length)

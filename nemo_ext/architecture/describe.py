@@ -1,4 +1,4 @@
-"""Cost figures of a model, as a dictionary (for JSON and code) and as printed tables."""
+"""Cost figures of a model, as a dictionary (for JSON and code) and as tables to print."""
 
 import json
 from collections import Counter
@@ -28,17 +28,17 @@ def describe(
 
     Args:
         architecture: The model.
-        seq_length: Sequence length of FLOPs, caches and activations; the model's own by default.
-        layout: Parallel layout; adds `layout`, `stages` and `gpus`.
-        plan: Precision plan; adds `precision`: bytes of the matrices by precision, and the bytes saved.
+        seq_length: Sequence length for FLOPs, caches and activations; the model's own by default.
+        layout: Parallel layout, which adds `layout`, `stages` and `gpus`.
+        plan: Precision plan, which adds `precision`: the matrices' bytes in each precision, and the bytes saved.
 
     Returns:
         Dictionary with total_params, active_params (per token, without the input embedding),
         active_params_with_embedding, forward_flops_per_token, train_flops_per_token (exact) and
-        train_flops_per_token_6n (6 per active parameter), weight_bytes and training_bytes by precision,
+        train_flops_per_token_6n (6 per active parameter), weight_bytes and training_bytes (each keyed by precision),
         kv_bytes_per_token and kv_cache_bytes (bf16, the latter for one full sequence), state_bytes_per_sequence,
-        kinds (by symbol), blocks (a list with 1-based layer, kind, name, values, resolved sizes, params and
-        forward_flops_per_token of each), and the fields that identify the model. FLOPs are integers.
+        kinds (keyed by symbol), blocks (a list with each block's 1-based layer, kind, name, values, resolved sizes,
+        params and forward_flops_per_token), and the fields that identify the model. FLOPs are integers.
     """
     length = architecture.sequence_length(seq_length)
     blocks = [_block(architecture, layer, length) for layer in layers(architecture)]
@@ -138,14 +138,14 @@ def _spread(architecture: Architecture, layout: Layout, length: int) -> Descript
 
 
 def to_json(description: Description) -> str:
-    """Figures as JSON text."""
+    """Write the figures as JSON."""
     return json.dumps(description, indent=2)
 
 
 def render_table(description: Description) -> "Group":
-    """Figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
+    """Render the figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
 
-    Equal blocks share a line. Print the result with `rich.print`.
+    Equal blocks share a row. Print the result with `rich.print`.
     """
     from rich.console import Group
     from rich.text import Text
@@ -206,7 +206,7 @@ def _summary(figures: Description) -> "Table":
 
 
 def _block_table(figures: Description) -> "Table":
-    """Table with one row for each group of equal blocks, in order of first appearance."""
+    """Build a table with one row for each group of equal blocks, in order of first appearance."""
     groups: dict[Block, list[Mapping[str, Any]]] = {}
     for block in figures["blocks"]:
         groups.setdefault(Block.from_values(block["kind"], **block["values"]), []).append(block)
@@ -233,7 +233,7 @@ def _block_table(figures: Description) -> "Table":
 
 
 def _sizes(block: Mapping[str, Any]) -> str:
-    """Resolved sizes of a block as text, except sizes of zero and flags that are off."""
+    """Write a block's name and resolved sizes, omitting sizes of zero and flags that are off."""
     if block["sizes"].get("linear"):
         return f"{block['name']} as a linear"
     values = [(name, block["sizes"].get(name)) for name in VALUES[block["kind"]]]
@@ -274,19 +274,19 @@ def _gpu_table(figures: Description) -> "Table":
 
 
 def number(value: float) -> str:
-    """Count with a decimal unit, such as `31.58 B`."""
+    """Write a count with a decimal unit, such as `31.58 B`."""
     return _scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1))).rstrip()
 
 
 def flop(value: float) -> str:
-    """Floating point operations with a unit, such as `20.76 GFLOP`."""
+    """Write a number of floating-point operations with a unit, such as `20.76 GFLOP`."""
     return _scaled(
         value, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("KFLOP", 1e3), ("FLOP", 1))
     )
 
 
 def size(value: float) -> str:
-    """Bytes with a binary unit."""
+    """Write a number of bytes with a binary unit, such as `1.5 GiB`."""
     return _scaled(value, (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)))
 
 
@@ -296,7 +296,7 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as ranges, with a step where there is one: `1-4, 7-15/2, 20`."""
+    """Write ascending numbers as ranges, `/2` marking every second number: `1-4, 7-15/2, 20`."""
     words: list[str] = []
     rest = list(numbers)
     while rest:

@@ -1,8 +1,8 @@
 """Drawing of a model: its blocks in reading order, with widths proportional to their cost.
 
-A tile's width is the block's share of the forward FLOPs, its colour the block's kind. Values that override the
-model's are written into the tile where there is room, and into a tooltip in SVG. matplotlib is imported only when
-something is drawn.
+A tile's width is the block's share of the forward FLOPs, and its colour shows the block's kind. Values that override
+the model's are written into the tile where there is room, and in SVG also into a tooltip. matplotlib is imported only
+when something is drawn.
 """
 
 import os
@@ -34,7 +34,7 @@ COLOURS: dict[str, str] = {
     "D": "#5f97c9",
     "+": "#8c9fb5",
 }
-"""Colour of each block kind, distinguishable with common colour vision deficiencies too."""
+"""Colour of each block kind; the colours can also be told apart with common colour vision deficiencies."""
 
 _ENDS = "#5b6470"
 _INK, _FAINT = "#22262b", "#8a929c"
@@ -43,7 +43,7 @@ _WIDTH, _MARGIN, _TILE, _ROW = 13.0, 0.45, 0.62, 0.98
 """Lengths in inches: figure width, side margin, tile height, and distance from one row to the next."""
 
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
-"""Vertically centred characters drawn in place of the symbols of the notation."""
+"""Vertically centred characters that are drawn in place of the notation's symbols."""
 
 _LINEAR = "replaced by a linear"
 _TILES_PER_ROW = 27
@@ -53,7 +53,7 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """Tile of a block, the embedding or the output layer; `width` is in FLOPs."""
+    """Tile that stands for a block, the embedding or the output layer; `width` is in FLOPs."""
 
     width: float
     colour: str
@@ -70,16 +70,16 @@ class _Tile:
 def draw_blocks(
     architecture: Architecture, path: str | Path, *, seq_length: int | None = None, plan: Plan | None = None
 ) -> Path:
-    """Draw the model into a file.
+    """Draw the model to a file.
 
     Args:
         architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
-        path: File to write, a .svg, .png or .pdf; written under a temporary name and renamed.
-        seq_length: Sequence length of the FLOPs; the model's own by default.
-        plan: Precision plan, drawn as a bar below each block: its length is the share of its parameters in FP8.
+        path: File to write (.svg, .png or .pdf), first under a temporary name.
+        seq_length: Sequence length for the FLOPs; the model's own by default.
+        plan: Precision plan, drawn as a bar below each block whose coloured part is the share of parameters in FP8.
 
     Returns:
-        The path written.
+        Path of the file.
 
     Raises:
         ValueError: The suffix is not supported, or a block kind has no cost model.
@@ -167,7 +167,7 @@ def _written(name: str, value: object) -> str:
 
 
 def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
-    """Tiles in rows of nearly equal width, and the scale in inches per FLOP."""
+    """Arrange the tiles in rows of nearly equal width, and return them with the scale in inches per FLOP."""
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
     rows = max(1, -(-len(body) // _TILES_PER_ROW))
@@ -229,7 +229,7 @@ def _draw_row(axes: "Axes", row: list[_Tile], bottom: float, scale: float, cuts:
 
 
 def _text(axes: "Axes", x: float, y: float, text: str, *, size: float, colour: str = _INK, **looks: Any) -> None:
-    """Write text, centred unless `looks` (keywords of matplotlib's `text`) override it."""
+    """Draw text, centred unless `looks` (keyword arguments of matplotlib's `text`) say otherwise."""
     axes.text(
         x, y, text, **{"size": size, "color": colour, "ha": "center", "va": "center", "linespacing": 1.05, **looks}
     )
@@ -277,7 +277,7 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
 
 
 def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: float) -> None:
-    """Write the symbol, and the note below it or rotated, where they fit."""
+    """Write a tile's symbol where it fits, and its note below it or rotated."""
     ink = _INK if tile.light or tile.hatched or tile.symbol == "E" else "white"
     if len(tile.symbol) > 1 and width < 0.6:
         _text(axes, centre, middle, tile.symbol, size=6.8, colour=ink, rotation=90)
@@ -350,7 +350,7 @@ def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: flo
 
 
 def _lighter(colour: str, share: float) -> str:
-    """Mix of the colour with white; `share` is the fraction of white."""
+    """Mix a colour with white; `share` is the fraction of white."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -360,7 +360,7 @@ def _gid(tile: _Tile) -> str:
 
 
 def _add_tooltips(path: Path, tiles: list[_Tile]) -> None:
-    """Add tooltips: SVG shows a group's <title> on hover; matplotlib can name groups but not title them."""
+    """Add a <title> to each tile's SVG group, shown as a tooltip on hover; matplotlib itself cannot write one."""
     namespace = "http://www.w3.org/2000/svg"
     ElementTree.register_namespace("", namespace)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")

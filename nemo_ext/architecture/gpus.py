@@ -1,4 +1,4 @@
-"""Peak rates of GPUs and their interconnects, for `roofline.py`."""
+"""Peak rates of GPUs and their interconnects, used by `roofline.py`."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ class Gpu:
         memory_gib: memory in GiB.
         capability: compute capability.
         flops: dense BF16 FLOP/s.
-        bandwidth: bytes/s of its memory.
-        nvlink: bytes/s to the other GPUs of its node, one way.
-        network: bytes/s to other nodes, one way: the node's adapters divided by its GPUs.
-        host: bytes/s from the host's memory.
+        bandwidth: memory bandwidth in bytes/s.
+        nvlink: bandwidth to the other GPUs in its node, in bytes/s one way.
+        network: its share of the node's network bandwidth, in bytes/s one way.
+        host: bandwidth from host memory in bytes/s.
     """
 
     memory_gib: float
@@ -40,10 +40,10 @@ GPUS = {
         memory_gib=141, capability=(9, 0), flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9
     ),
 }
-"""GPUs by their `node.gpu` name in `hydra_conf/cluster`, sorted by memory.
+"""GPUs, keyed by their `node.gpu` names in `hydra_conf/cluster` and sorted by memory.
 
-Sources: NVIDIA's data sheets of the SXM modules and of DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s).
-A100-64GB is Leonardo's: four GPUs share 400 Gb/s per node (leonardo-supercomputer.cineca.eu/hpc-system), with four
-stacks of HBM2e at 3.2 Gb/s; its FLOP/s are the data sheet's for the A100, although this chip has more SMs. The host
-is connected by PCIe 4 or 5 with 16 lanes.
+Sources: NVIDIA's data sheets for the SXM modules and for DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s).
+A100-64GB is Leonardo's GPU: four of them share 400 Gb/s per node (leonardo-supercomputer.cineca.eu/hpc-system), and
+each has four stacks of HBM2e at 3.2 Gb/s. Its FLOP/s are the data sheet's for the A100, although this chip has more
+SMs. The host is connected by PCIe 4 or 5 with 16 lanes.
 """

@@ -10,7 +10,7 @@ from nemo_ext.architecture.pattern import Pattern, parse
 RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
 )
-"""Megatron's names of the modules that `selective` recomputation can recompute."""
+"""Megatron's names for the modules that `selective` recomputation can recompute."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 
@@ -22,25 +22,26 @@ class Layout:
     Attributes:
         tensor_parallel: Tensor parallel size (TP).
         pipeline_parallel: Pipeline parallel size (PP).
-        virtual_stages: Model chunks on each pipeline rank; stage s is on rank s % PP.
+        virtual_stages: Number of model chunks on each pipeline rank; stage s is on rank s % PP.
         context_parallel: Context parallel size (CP).
         expert_parallel: Expert parallel size (EP).
         expert_tensor_parallel: Expert tensor parallel size (ETP); None means TP, Megatron's default.
-        data_parallel: Data parallel size (DP): copies of the model that see different batches.
-        micro_batch_size: Sequences in one micro-batch.
-        micro_batches: Micro-batches per step, an upper bound of those in flight; None for no bound.
-        sequence_parallel: Whether norms and residuals are split over TP as well.
-        distributed_optimizer: Whether optimizer state is split over data parallel ranks.
+        data_parallel: Data parallel size (DP): number of model replicas that process different batches.
+        micro_batch_size: Number of sequences in a micro-batch.
+        micro_batches: Number of micro-batches per step, an upper bound on those in flight; None for no bound.
+        sequence_parallel: Whether norms and residuals are also split over TP.
+        distributed_optimizer: Whether optimizer state is split over data-parallel ranks.
         precision: Training precision: `bf16` or `fp16` (fp32 gradients, master weights and Adam moments), or `fp32`.
-        recompute: Recomputation: `none`, `selective` (the modules named) or `full` (whole blocks).
-        recompute_modules: Megatron's names of the modules, for `selective`.
-        recompute_num_layers: Blocks recomputed together, for `full`.
+        recompute: Recomputation: `none`, `selective` (of `recompute_modules`) or `full` (of whole blocks).
+        recompute_modules: Megatron's names of the modules to recompute, for `selective`.
+        recompute_num_layers: Number of blocks recomputed together, for `full`.
         frozen: Whether no weight is trained (forward passes only), as when a teacher saves its log-probabilities.
-        fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
-        z_loss: Whether the loss has a z-loss, which keeps its gradient with respect to the logits.
+        fused_attention: Whether attention never stores its score matrix (flash attention, torch SDPA).
+        z_loss: Whether training uses a z-loss, which keeps its gradient with respect to the logits.
 
     Raises:
-        ValueError: A size is not positive, or expert parallelism does not divide the number of ranks.
+        ValueError: A size is not positive, a name is unknown, or expert parallelism does not divide the number of
+            ranks.
     """
 
     tensor_parallel: int = 1
@@ -84,23 +85,23 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor parallel size; TP by default, as in Megatron."""
+        """Expert tensor parallel size, which is TP by default, as in Megatron."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
     def describe(self) -> str:
-        """Parallel sizes as text, without sizes of 1 except DP: `TP2 PP4 DP8`."""
+        """Write the parallel sizes, omitting sizes of 1 except DP: `TP2 PP4 DP8`."""
         sizes = {"TP": self.tensor_parallel, "PP": self.pipeline_parallel, "CP": self.context_parallel}
         sizes |= {"EP": self.expert_parallel, "DP": self.data_parallel}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP")
 
     @property
     def world_size(self) -> int:
-        """Number of GPUs."""
+        """Total number of GPUs."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def optimizer_shards(self) -> tuple[int, int]:
-        """Number of ranks that share the optimizer state of dense and of expert parameters."""
+        """Numbers of ranks that share the optimizer state of dense parameters and of expert parameters."""
         if not self.distributed_optimizer:
             return 1, 1
         dense = self.data_parallel * self.context_parallel
@@ -111,8 +112,8 @@ class Layout:
         """Read Megatron's parallel, batch and recompute flags; virtual stages come from the pattern's cuts.
 
         Args:
-            config: Sections `model` and `megatron`, as for `Architecture.from_config`.
-            world_size: Number of GPUs, from which DP is computed; without it, the smallest DP that expert
+            config: Config with the sections `model` and `megatron`, as for `Architecture.from_config`.
+            world_size: Number of GPUs, from which DP is computed; if None, DP is the smallest that expert
                 parallelism allows.
 
         Raises:
@@ -162,10 +163,10 @@ class Layout:
 
 
 def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
-    """1-based block numbers of each stage: by the pattern's cuts, or split evenly as Megatron does without cuts.
+    """Return the 1-based block numbers of each stage, by the pattern's cuts, or without cuts in equal parts.
 
     Raises:
-        ValueError: The number of stages is not PP x virtual stages, or the blocks do not divide evenly.
+        ValueError: The number of stages is not PP x virtual stages, or the blocks cannot be split evenly.
     """
     count, blocks = layout.pipeline_parallel * layout.virtual_stages, len(pattern.blocks)
     if pattern.cuts or count == 1:
@@ -186,10 +187,11 @@ def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
 
 
 def check_layout(architecture: Architecture, layout: Layout) -> None:
-    """Refuse a layout that Megatron does not support for these blocks.
+    """Reject a layout that Megatron does not support for a model's blocks.
 
     Raises:
-        ValueError: A parallel size does not divide a block's size; the message has the block's 1-based number.
+        ValueError: A parallel size does not divide a size of the model or of a block; the message gives the block's
+            1-based number.
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:

@@ -1,8 +1,7 @@
-"""Architecture of a model: its blocks and every size that its cost depends on, read from a run's configuration.
+"""Architecture of a model: its blocks and every size that its cost depends on, read from a run's config.
 
-The `megatron` part of a configuration holds Megatron's own command line flags in snake_case; a missing
-flag has Megatron's default (`megatron/training/arguments.py`,
-`megatron/core/transformer/transformer_config.py`, 0.19).
+The `megatron` section of a config holds Megatron's own command-line flags in snake_case; a missing flag has
+Megatron's default (`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`, 0.19).
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from nemo_ext.architecture.blocks import FLAGS, VALUES, Block
 from nemo_ext.architecture.pattern import Pattern, parse
 
 CONV_KERNEL = 4
-"""Width of Mamba-2's causal convolution (`d_conv` of Megatron's MambaMixer, not a flag)."""
+"""Width of Mamba-2's causal convolution (`d_conv` of Megatron's MambaMixer, for which there is no flag)."""
 
 # TransformerConfig fields whose command line flag has another name.
 _FLAG = {"num_moe_experts": "num_experts"}
@@ -24,21 +23,21 @@ _FLAG = {"num_moe_experts": "num_experts"}
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model: its blocks, the sizes they inherit, and the layers around them.
+    """Architecture of a model: its blocks, the sizes that they inherit, and the layers around them.
 
     Attributes:
         pattern: Blocks and pipeline cuts.
         hidden_size: Width of the residual stream.
-        vocab_size: Rows of the embedding, padding included.
-        defaults: One block per kind with the model-wide values that the model sets.
+        vocab_size: Number of embedding rows, including padding.
+        defaults: One block per kind, with the model-wide values.
         name: Display name of the model.
         family: Model family, used for display and by converters, such as `nemotron3` or `olmo3`.
         seq_length: Training sequence length, the default for all costs that depend on it.
         tied_embeddings: Whether the output layer shares the embedding's weight.
-        learned_positions: Rows of a learned position embedding, 0 if there is none.
+        learned_positions: Number of rows of the learned position embedding, 0 if there is none.
         normalization: Kind of norm, `RMSNorm` or `LayerNorm`.
         norm_affine: Whether norms have weights.
-        norm_placement: Place of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
+        norm_placement: Position of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
         qk_layernorm: Whether queries and keys are normalized.
         qk_norm_scope: Scope of QK norm, `head` (a weight of head_dim, shared by all heads) or `width` (one weight
             over all heads together).
@@ -52,7 +51,7 @@ class Architecture:
             number.
 
     Raises:
-        ValueError: The sizes of a block are inconsistent; the message has its 1-based number.
+        ValueError: The sizes of a block are inconsistent (the message gives its 1-based number), or a name is unknown.
     """
 
     pattern: Pattern
@@ -85,7 +84,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "Architecture":
-        """Read the sections `model` (name, family, pattern, ...) and `megatron` (Megatron's flags).
+        """Read an architecture from a config's sections `model` (name, family, pattern, ...) and `megatron` (flags).
 
         Keys that do not affect the cost are ignored; other modules check them.
 
@@ -130,13 +129,13 @@ class Architecture:
         )
 
     def with_pattern(self, pattern: Pattern | str) -> "Architecture":
-        """Copy of the model with another pattern."""
+        """Return a copy of the model with another pattern."""
         return replace(self, pattern=parse(pattern) if isinstance(pattern, str) else pattern)
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
-        """Copy of a block with all values of its kind set; values that it does not set are the model's.
+        """Return a copy of a block with all values of its kind set, taking missing ones from the model.
 
-        `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block is returned unchanged.
+        `window` 0 means full attention, `shared` 0 no shared expert. A linear-replaced block is returned unchanged.
 
         Args:
             block: Block to resolve.
@@ -180,7 +179,7 @@ class Architecture:
 
     @cached_property
     def sizes(self) -> tuple[Block, ...]:
-        """Every block of the pattern resolved, in order."""
+        """All blocks of the pattern, resolved, in order."""
         sizes = []
         for number, block in enumerate(self.pattern.blocks, start=1):
             try:
@@ -190,10 +189,10 @@ class Architecture:
         return tuple(sizes)
 
     def sequence_length(self, seq_length: int | None = None) -> int:
-        """`seq_length`, or the model's sequence length without it.
+        """Return `seq_length`, or the model's own sequence length if it is None.
 
         Raises:
-            ValueError: Neither is known, or it is not positive.
+            ValueError: Neither is known, or the length is not positive.
         """
         length = self.seq_length if seq_length is None else seq_length
         if length is None or length < 1:
@@ -204,7 +203,7 @@ class Architecture:
 
 
 def _check(block: Block) -> None:
-    """Refuse sizes that Megatron does not support, with messages in terms of the notation."""
+    """Reject sizes that Megatron does not support, with messages in terms of the pattern notation."""
     if block.kind == "*" and block.size("heads") % block.size("kv"):
         raise ValueError(f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor")
     if block.kind == "M" and block.size("heads") % block.size("groups"):
@@ -218,12 +217,12 @@ def _check(block: Block) -> None:
 
 @dataclass(frozen=True)
 class Flags:
-    """Megatron's flags, with values from a command line or YAML."""
+    """Megatron's flags, with values read from a command line or YAML."""
 
     values: Mapping[str, object]
 
     def integer(self, key: str) -> int | None:
-        """Value of a flag as a positive integer, or None if the flag is absent."""
+        """Return a flag's value as a positive integer, or None if the flag is absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -234,7 +233,7 @@ class Flags:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Value of a flag as a finite number, or `default` if the flag is absent."""
+        """Return a flag's value as a finite number, or `default` if the flag is absent."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -244,27 +243,27 @@ class Flags:
         raise ValueError(f"megatron.{key}: expected a number, got {value!r}")
 
     def required(self, key: str, what: str) -> int:
-        """Value of a required flag as a positive integer; `what` describes it in the error message."""
+        """Return a required flag's value as a positive integer; `what` describes it in the error message."""
         value = self.integer(key)
         if value is None:
             raise ValueError(f"megatron.{key} is missing: set it to {what}")
         return value
 
     def flag(self, key: str) -> bool:
-        """True if a switch is on; an absent switch is off."""
+        """Return whether a switch is on; an absent switch is off."""
         return _boolean(f"megatron.{key}", self.values.get(key, False))
 
     def text(self, key: str, default: str) -> str:
-        """Value of a flag as text, or `default` if the flag is absent."""
+        """Return a flag's value as a string, or `default` if the flag is absent."""
         value = self.values.get(key)
         return default if value is None else str(value)
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Section of a configuration.
+    """Return a section of a config.
 
     Raises:
-        ValueError: It is missing or not a mapping.
+        ValueError: The section is missing or not a mapping.
     """
     value = config.get(name)
     if not isinstance(value, Mapping):
@@ -273,9 +272,9 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def padded_vocab_size(flags: Flags) -> int:
-    """Number of embedding rows: `padded_vocab_size`, or `vocab_size` with Megatron's padding.
+    """Return the number of embedding rows: `padded_vocab_size`, or `vocab_size` with Megatron's padding.
 
-    Megatron pads to a multiple of make_vocab_size_divisible_by (128) times the tensor parallel size
+    Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor parallel size
     (`megatron/training/vocab_utils.py`).
     """
     padded = flags.integer("padded_vocab_size")
@@ -289,7 +288,7 @@ def padded_vocab_size(flags: Flags) -> int:
 
 
 def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
-    """Model-wide values of each kind, with Megatron's defaults."""
+    """Return one block per kind with the model-wide values, using Megatron's defaults for missing flags."""
     ffn = flags.integer("ffn_hidden_size")
     if ffn is None:
         ffn = int((4 * hidden_size * 2 / 3) / 64) * 64 if flags.flag("swiglu") else 4 * hidden_size
@@ -337,7 +336,7 @@ def _learned_positions(flags: Flags) -> int:
 
 
 def _window(value: object) -> int | None:
-    """Number of tokens that a query attends to, from Megatron's window_size (left, right); None for full attention."""
+    """Convert Megatron's window_size (left, right) to the number of tokens that a query attends to; None if all."""
     if value is None:
         return None
     numbers: list[str] = []
@@ -357,7 +356,7 @@ def _window(value: object) -> int | None:
 
 
 def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
-    """Parse Megatron's window_attn_skip_freq: N, or a list with 1 for windowed layers; expressions are refused."""
+    """Parse Megatron's window_attn_skip_freq: N, or a list with 1 for each windowed layer; reject expressions."""
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, str) and re.fullmatch(r"\s*\[[\s01,]*\]\s*", value):

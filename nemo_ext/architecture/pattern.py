@@ -1,15 +1,15 @@
-"""Pattern notation for a whole model in one line: parser, formatter and compiler to `hybrid_layer_pattern`.
+"""Notation for a whole model in one line: parser, formatter, and compiler to Megatron's `hybrid_layer_pattern`.
 
     pattern := item+                 item  := '|' | block [repeat] | '(' item+ ')' [repeat]
     block   := SYMBOL [ '{' value (',' value)* '}' ]
     value   := NAME '=' (INTEGER | 'none') | FLAG
     repeat  := 'x' INTEGER
 
-Symbols are Megatron's: `M` Mamba-2, `*` attention, `E` MoE, `-` MLP, `|` pipeline cut; `G D +` pass through.
-This package adds the repeats, `(*-)x40`, and the per-block values, `*{kv=4}`, `-{ffn=5376}`, `*{linear}`,
-`*{window=4096}`: a query of a windowed block attends to itself and the window - 1 tokens before it (Hugging
-Face's `sliding_window`), and `*{window=none}` is full attention in a windowed model. White space is ignored.
-A no-op is an absent symbol.
+Symbols are Megatron's: `M` Mamba-2, `*` attention, `E` MoE, `-` MLP, `|` pipeline cut; `G`, `D` and `+` are passed
+through. This package adds repeats, as in `(*-)x40`, and per-block values, as in `*{kv=4}`, `-{ffn=5376}`, `*{linear}`
+or `*{window=4096}`. A query in a windowed block attends to itself and the window - 1 tokens before it (Hugging Face's
+`sliding_window`), and `*{window=none}` is full attention in a windowed model. Whitespace is ignored. A no-op is written
+by omitting the symbol.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ from nemo_ext.architecture.blocks import FLAGS, LINEAR, MAX_VALUE, NAMES, NONE_A
 
 CUT = "|"
 MAX_BLOCKS = 2048
-"""Maximum number of blocks, so that a mistyped repeat raises an error instead of exhausting memory."""
+"""Maximum number of blocks, so that a mistyped repeat count raises an error instead of exhausting memory."""
 MAX_DEPTH = 32
-"""Maximum depth of nested groups: deeper nesting is a mistake, and would hit Python's recursion limit."""
+"""Maximum depth of nested groups; deeper nesting is a mistake and would exceed Python's recursion limit."""
 _SHOWN = 100
 
 
@@ -32,8 +32,8 @@ class PatternError(ValueError):
 
     Attributes:
         problem: Description of the error and of what was expected.
-        pattern: The pattern's text.
-        position: 0-based index of the offending character (`len(pattern)` at the end).
+        pattern: The pattern as a string.
+        position: 0-based index of the offending character (`len(pattern)` if the end was unexpected).
     """
 
     def __init__(self, problem: str, pattern: str, position: int) -> None:
@@ -56,7 +56,7 @@ class Pattern:
 
     Attributes:
         blocks: The residual blocks in order.
-        cuts: Sorted 0-based indices of the blocks right after a `|`. An index may repeat (an empty stage, which
+        cuts: Sorted 0-based indices of the blocks right after each `|`. An index may repeat (an empty stage, which
             Megatron allows) and may be 0 or `len(blocks)`.
     """
 
@@ -70,7 +70,7 @@ class Pattern:
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """Half-open range of 0-based block numbers of each stage."""
+        """Each stage's half-open range (first, last) of 0-based block numbers."""
         edges = (0, *self.cuts, len(self.blocks))
         return tuple(pairwise(edges))
 
@@ -84,7 +84,7 @@ class CompiledPattern:
 
     Attributes:
         hybrid_layer_pattern: Plain symbols and `|`.
-        overrides: `TransformerConfig` fields by 1-based global layer number, for the blocks that have values;
+        overrides: Mapping from the 1-based global layer numbers of blocks with values to `TransformerConfig` fields;
             a linear-replaced block has `{"linear": True}`.
     """
 
@@ -93,10 +93,10 @@ class CompiledPattern:
 
 
 def parse(text: str) -> Pattern:
-    """Read a pattern.
+    """Parse a pattern.
 
     Raises:
-        PatternError: The text is not a pattern; the message has the position and the expected symbols.
+        PatternError: The string is not a pattern; the message gives the position and the expected symbols.
     """
     items = _Reader(text).pattern()
     blocks: list[Block] = []
@@ -110,7 +110,7 @@ def parse(text: str) -> Pattern:
 
 
 class _Reader:
-    """Recursive descent parser of one text; a cut is read as the string `|`."""
+    """Recursive descent parser for one string; a cut is represented by the string `|`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -218,7 +218,7 @@ class _Reader:
         return int(word)
 
     def peek(self) -> str:
-        """Skip white space and return the next character, or "" at the end."""
+        """Skip whitespace and return the next character, or "" at the end."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -253,7 +253,7 @@ def _unexpected(character: str) -> str:
 
 
 def format(pattern: Pattern, *, compress: bool = True) -> str:
-    """Write a pattern in its canonical form: `parse(format(p)) == p`, and equal patterns give equal text.
+    """Write a pattern in canonical form: `parse(format(p)) == p`, and equal patterns give equal strings.
 
     Args:
         pattern: The blocks and cuts.
@@ -278,7 +278,7 @@ _LITERAL, _RUN_BONUS, _GROUP_PENALTY = 2, 1, 5
 
 
 def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, str]]) -> tuple[int, str]:
-    """Cost and text of the cheapest way to write `tokens`, by dynamic programming from the right."""
+    """Find the cheapest way to write `tokens` by dynamic programming from the right; return its cost and the string."""
     if tokens in known:
         return known[tokens]
     length = len(tokens)
@@ -324,7 +324,7 @@ def compile(pattern: Pattern) -> CompiledPattern:
 
     Raises:
         ValueError: Attention (`*`) is mixed with MLA (`+`) or DeepSeek sparse attention (`D`), which
-            Megatron refuses.
+            Megatron rejects.
     """
     kinds = {block.kind for block in pattern.blocks}
     if "*" in kinds and kinds & {"D", "+"}:

@@ -1,13 +1,13 @@
-"""Cuts of a sequence of blocks into pipeline stages of nearly equal cost.
+"""Cuts of a block sequence into pipeline stages of nearly equal cost.
 
 Blocks differ in cost (Puzzle's most of all), and the embedding and the output layer add to the ends, so stages
 with equal numbers of blocks are not balanced. `balance` minimizes the cost of the most costly stage over all
 contiguous cuts, exactly, by dynamic programming. Among the optimal cuts it returns the most even one (minimum sum
 of squared stage costs).
 
-With several virtual stages a rank runs stages rank, rank + PP, ...; cuts are then moved one block at a time,
-without exceeding the optimal stage cost, while that lowers the cost of the most costly rank. This is a local
-search; the rank's cost is not proven optimal.
+With several virtual stages, a rank runs stages rank, rank + PP, ... In this case, cuts are then moved one block at a
+time, without exceeding the optimal stage cost, as long as that lowers the cost of the most costly rank. This is a local
+search, so the resulting rank cost need not be optimal.
 """
 
 from collections import deque
@@ -24,12 +24,12 @@ from nemo_ext.architecture.widths import layers
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Cost of each part of a model, in one unit (FLOPs, bytes, measured milliseconds).
+    """Costs of a model's parts, all in the same unit (FLOPs, bytes or measured milliseconds).
 
     Attributes:
         blocks: Non-negative cost of each block.
         embedding: Cost of the embedding, added to the first stage.
-        head: Cost of output layer and loss, added to the last stage.
+        head: Cost of the output layer and the loss, added to the last stage.
     """
 
     blocks: tuple[float, ...]
@@ -41,7 +41,7 @@ class BlockCosts:
             raise ValueError("block costs must not be negative: check blocks, embedding and head")
 
     def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
-        """Cost of each stage between the cuts."""
+        """Compute the cost of each stage between the cuts."""
         sums = [0.0, *accumulate(self.blocks)]
         edges = (0, *cuts, len(self.blocks))
         stages = [sums[last] - sums[first] for first, last in pairwise(edges)]
@@ -51,13 +51,13 @@ class BlockCosts:
 
 
 def forward_flops(architecture: Architecture) -> BlockCosts:
-    """Forward FLOPs per token at the model's sequence length (the embedding look-up is free)."""
+    """Compute forward FLOPs per token at the model's sequence length (the embedding look-up is free)."""
     blocks = tuple(costs.block_forward_flops_per_token(architecture, n) for n in layers(architecture))
     return BlockCosts(blocks, head=costs.head_forward_flops_per_token(architecture))
 
 
 def parameter_counts(architecture: Architecture) -> BlockCosts:
-    """Parameter counts, for pipelines limited by memory rather than time; a tied output layer counts as a copy."""
+    """Count parameters, for pipelines limited by memory rather than time; a tied output layer counts as a copy."""
     blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
     embedding = costs.embedding_parameters(architecture)
     head = costs.head_parameters(architecture).total
@@ -76,7 +76,7 @@ def balance(
     Args:
         architecture: The model; existing cuts are replaced.
         pipeline_parallel: Number of pipeline ranks.
-        virtual_stages: Model chunks on each rank; stage s is on rank s % pipeline_parallel, as in Megatron.
+        virtual_stages: Number of model chunks on each rank; stage s is on rank s % pipeline_parallel, as in Megatron.
         cost: Costs to balance: `forward_flops`, `parameter_counts`, or measured `BlockCosts`.
 
     Returns:
@@ -102,28 +102,29 @@ def balance(
 
 
 def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
-    """Cuts of `balance` for one stage per rank: minimum of the maximum cost, then the most even."""
+    """Compute the cuts with the smallest maximum stage cost, and among these the most even, as in `balance`."""
     return _most_even(known, stages, _smallest_maximum(known, stages))
 
 
 def rank_costs(stage_costs: tuple[float, ...], pipeline_parallel: int) -> tuple[float, ...]:
-    """Cost of each pipeline rank: the sum of its stages."""
+    """Compute the cost of each pipeline rank, which is the sum of its stages' costs."""
     return tuple(sum(stage_costs[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
 
 
 def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
-    """Share of a step in which pipeline ranks are idle, by simulating Megatron's 1F1B schedule, interleaved or not.
+    """Compute the share of a step in which ranks are idle, by simulating Megatron's 1F1B schedule, interleaved or not.
 
     A micro-batch has 2 x stages tasks in a row: forward through all stages, then backward, which takes twice as long.
-    A task starts when its rank is free and the previous task has ended; sending takes no time. With equal stages the
+    A task starts when its rank is free and the previous task has ended; sending takes no time. With equal stages, the
     share is (PP - 1) / (virtual stages x micro-batches + PP - 1) (arXiv 2104.04473, section 2.2).
 
     Args:
         stage_costs: Cost of each stage's forward pass for a micro-batch.
-        layout: PP, virtual stages and micro-batches.
+        layout: Layout with PP, virtual stages and micro-batches.
 
     Returns:
-        None without `micro_batches`, or with an interleaved schedule whose micro-batches are not a multiple of PP.
+        Share from 0 to 1; None without `micro_batches`, or if an interleaved schedule's micro-batches are not a
+        multiple of PP.
     """
     ranks, batches = layout.pipeline_parallel, layout.micro_batches
     if batches is None or (layout.virtual_stages > 1 and batches % ranks):
@@ -140,7 +141,7 @@ def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
 
 
 def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
-    """(task, micro-batch) pairs of a rank in the order of Megatron's schedule."""
+    """Return a rank's (task, micro-batch) pairs in the order of Megatron's schedule."""
     ranks, chunks = layout.pipeline_parallel, layout.virtual_stages
     table = [
         (chunk * ranks, batch)
@@ -157,17 +158,17 @@ def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
 
 
 def _ends(known: BlockCosts) -> list[float]:
-    """Running cost of the first i blocks, with the embedding before them and the head after the last."""
+    """Return the cumulative cost of the first i blocks, including the embedding, and the head after the last block."""
     sums = [0.0, *(known.embedding + total for total in accumulate(known.blocks))]
     sums[-1] += known.head
     return sums
 
 
 def _smallest_maximum(known: BlockCosts, stages: int) -> float:
-    """Cost of the most costly stage of the optimal cut.
+    """Compute the cost of the most costly stage under optimal cuts, in O(stages x blocks x log blocks).
 
     best[j] is this cost for the first j blocks in `stage` stages. It grows with j, while the last stage gets cheaper
-    the later it starts, so bisection finds the start where the two are equal. O(stages x blocks x log blocks).
+    the later it starts, so bisection finds the start at which the two are equal.
     """
     sums, blocks = _ends(known), len(known.blocks)
     best = list(sums)
@@ -187,7 +188,7 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """Cuts with the minimum sum of squared stage costs, subject to every stage costing at most `limit`."""
+    """Find the cuts with the smallest sum of squared stage costs such that every stage costs at most `limit`."""
     sums, blocks = _ends(known), len(known.blocks)
     best = [float("inf")] * (blocks + 1)
     best[0] = 0.0

@@ -1,14 +1,14 @@
 """Bytes per number, and per parameter including its training state."""
 
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of one number in each precision."""
+"""Mapping from precisions to the bytes of one number."""
 
 
 def bytes_per_number(precision: str) -> int:
-    """Bytes of one number.
+    """Return the bytes of one number.
 
     Raises:
-        ValueError: Unknown precision.
+        ValueError: The precision is unknown.
     """
     if precision not in BYTES:
         raise ValueError(f"precision: expected one of {', '.join(BYTES)}, got {precision!r}")
@@ -16,10 +16,10 @@ def bytes_per_number(precision: str) -> int:
 
 
 def bytes_per_parameter(precision: str) -> tuple[int, int, int]:
-    """Bytes of weight, gradient and optimizer state of one parameter in Megatron with Adam.
+    """Return the bytes per parameter of weight, gradient and optimizer state, in Megatron with Adam.
 
-    In fp32 the optimizer state is two moments. In lower precisions the gradient is in fp32, and the optimizer state is
-    an fp32 master weight and the two moments. A weight that Transformer Engine multiplies in FP8 is also kept in BF16;
-    its two FP8 copies, 2 more bytes, are counted only by `nemo-ext rehearse`.
+    In fp32 the optimizer state consists of two moments. In lower precisions the gradient is in fp32, and the optimizer
+    state is an fp32 master weight and the two moments. A weight that Transformer Engine multiplies in FP8 is also kept
+    in BF16; its two FP8 copies, 2 more bytes, are counted only by `nemo-ext rehearse`.
     """
     return (4, 4, 8) if bytes_per_number(precision) == 4 else (2, 4, 12)

@@ -1,4 +1,4 @@
-"""Precision of each weight of a model: a default, and rules over blocks, of which the first match applies.
+"""Precision of each weight in a model: a default, and rules for blocks, of which the first that matches applies.
 
 A rule is a selector and a precision, such as `M>* bf16`. Selectors:
 
@@ -8,7 +8,7 @@ A rule is a selector and a precision, such as `M>* bf16`. Selectors:
     .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; any selector may name a part
     embedding   the embedding                     head       the output layer
 
-FP8 applies to linear layers: other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets FP32.
+FP8 applies only to linear layers; other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets FP32.
 """
 
 import re
@@ -28,25 +28,26 @@ PARTS: dict[str, tuple[str, ...]] = {
     "-": ("fc1", "fc2"),
     "E": ("router", "fc1", "fc2", "shared_fc1", "shared_fc2", "latent_fc1", "latent_fc2"),
 }
-"""Parts with a weight, by block kind; a linear-replaced block has only `linear`."""
+"""Mapping from block kinds to their parts with weights; a linear-replaced block has only the part `linear`."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
-"""Parts that are not Transformer Engine linears: convolutions, routers, Puzzle's linear replacements, the embedding."""
+"""Parts that are not Transformer Engine's linear layers, and thus cannot be in FP8."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Transformer Engine's FP8 recipes by Megatron's names, each with the required divisor of matrix sizes:
-16 for cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
+"""Mapping from Megatron's names of Transformer Engine's FP8 recipes to the required divisor of matrix sizes: 16 for
+cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
 NANO_IN_BF16 = ("*", "M>*")
-"""Blocks that Nemotron 3 Nano keeps in BF16: attention, and the Mamba blocks that feed it (paper, section on FP8)."""
+"""Selectors of the blocks that Nemotron 3 Nano keeps in BF16: attention, and Mamba blocks right before it (its paper's
+section on FP8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Matrix of a model, or several of the same size.
+    """Matrix in a model, or several matrices of the same size.
 
     Attributes:
         block: 0-based number of its block; None for the embedding and the output layer.
-        part: part of the block, or `embedding`, `head`.
+        part: part of the block, or `embedding` or `head`.
         rows: output size.
         columns: input size.
         count: number of matrices of this size, more than 1 for experts.
@@ -68,7 +69,7 @@ class Weight:
 
 
 def weights(architecture: Architecture) -> list[Weight]:
-    """All matrices in model order; norms, biases and Mamba's per-head parameters, which are never in FP8, are omitted.
+    """Return all matrices in model order, without norms, biases and Mamba's per-head parameters (never in FP8).
 
     Raises:
         ValueError: a block's kind has no cost model.
@@ -117,15 +118,15 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selector of blocks or parts of blocks.
+    """Selector of blocks, or of a part of blocks.
 
     Attributes:
         kind: kind of the blocks; "" for all.
-        before: kind of the next block; "" for any.
-        after: kind of the previous block; "" for any.
+        before: kind of the block that must follow; "" for any.
+        after: kind of the block that must precede; "" for any.
         numbers: 0-based block numbers; empty for all.
-        first: number of blocks from the start of the model; 0 for all.
-        last: number of blocks from the end of the model; 0 for all.
+        first: number of blocks counted from the start of the model; 0 for all.
+        last: number of blocks counted from the end of the model; 0 for all.
         part: part of the blocks, "" for all; or `embedding` or `head`, which belong to no block.
     """
 
@@ -142,7 +143,7 @@ class Selector:
         """Parse a selector in the module's notation.
 
         Raises:
-            ValueError: the text is not a selector; the message lists the valid forms.
+            ValueError: the string is not a selector; the message lists the valid forms.
         """
         if text in (EMBEDDING, HEAD):
             return cls(part=text)
@@ -170,7 +171,7 @@ class Selector:
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
 
     def selects(self, weight: Weight, kinds: Sequence[str]) -> bool:
-        """True if the selector matches a weight.
+        """Return whether the selector matches a weight.
 
         Args:
             weight: weight of the model.
@@ -193,7 +194,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Selector, and the precision of the weights it selects."""
+    """Selector, the precision of the weights that it selects, and the rule's original text."""
 
     selector: Selector
     precision: str
@@ -201,7 +202,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> "Rule":
-        """Parse `SELECTOR PRECISION`.
+        """Parse a rule of the form `SELECTOR PRECISION`.
 
         Raises:
             ValueError: the selector is invalid, or the precision is missing, unknown or not available for the part.
@@ -222,11 +223,11 @@ class Plan:
     """Precisions of all weights of a model.
 
     Attributes:
-        default: precision of weights that no rule selects; with FP8, parts that do not support it are in BF16.
+        default: precision of weights that no rule selects; if it is FP8, parts that do not support it are in BF16.
         recipe: FP8 scaling recipe, one of RECIPES.
         format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
         rules: rules in order; the first that selects a weight applies.
-        kv_cache: precision of the KV cache in generation.
+        kv_cache: precision of the KV cache during generation.
     """
 
     default: str = "bf16"
@@ -247,10 +248,10 @@ class Plan:
 
     @classmethod
     def from_config(cls, section: Mapping[str, object]) -> "Plan":
-        """Read a run's `precision_plan`.
+        """Read a run's `precision_plan` section.
 
         Raises:
-            ValueError: unknown key or invalid value.
+            ValueError: a key is unknown or a value is invalid.
         """
         if not isinstance(section, Mapping):
             raise ValueError(f"precision_plan={section!r}: expected a section: set its keys, or precision=NAME")
@@ -263,13 +264,13 @@ class Plan:
 
     @property
     def uses_fp8(self) -> bool:
-        """True if any weight may be in FP8."""
+        """Whether any weight may be in FP8."""
         return "fp8" in (self.default, *(rule.precision for rule in self.rules))
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Precision of a weight, and the rule that set it; None for the default."""
+    """Weight with its precision, and the rule that set the precision (None if it is the default)."""
 
     weight: Weight
     precision: str
@@ -277,15 +278,15 @@ class Assigned:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weight as stored for generation."""
+        """Size of the weight in bytes, as stored for generation."""
         return self.weight.parameters * BYTES[self.precision]
 
 
 def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
-    """Precision of every weight.
+    """Determine the precision of every weight, in model order.
 
     Raises:
-        ValueError: a rule names a block that does not exist, or a part that none of its blocks has.
+        ValueError: a rule names a block that does not exist, or a part that none of its numbered blocks has.
     """
     kinds = [block.kind for block in architecture.sizes]
     for rule in plan.rules:
@@ -306,7 +307,7 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
 
 
 def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
-    """Share of parameters in FP8, by 0-based block number; the key None is the output layer."""
+    """Return a mapping from 0-based block numbers (None for the output layer) to the share of parameters in FP8."""
     whole: dict[int | None, int] = {}
     low: dict[int | None, int] = {}
     for entry in assigned(plan, architecture):
@@ -319,7 +320,7 @@ def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float
 
 
 def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
-    """Bytes of the matrices by precision, as stored for generation."""
+    """Return a mapping from precisions to the matrices' bytes, as stored for generation."""
     stored = dict.fromkeys(PRECISIONS, 0)
     for entry in assigned(plan, architecture):
         stored[entry.precision] += entry.bytes
@@ -327,7 +328,7 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
 
 
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
-    """Messages about FP8 weights whose sizes the recipe does not support, with the nearest supported sizes."""
+    """Return a message for each FP8 weight whose size the recipe does not support, with the nearest supported sizes."""
     step, lines = RECIPES[plan.recipe], []
     for entry in assigned(plan, architecture):
         weight = entry.weight

@@ -1,7 +1,7 @@
 """Roofline estimate of a training step's time, to rank layouts before any of them runs.
 
-The estimate is not calibrated on GPUs: it compares layouts, and does not predict absolute times. Terms per pipeline
-rank and micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), h the hidden size:
+The estimate is not calibrated on GPUs: it serves to compare layouts, not to predict absolute times. Its terms, per
+pipeline rank and micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), with hidden size h, are:
 
 - compute: FLOPs (three times the forward pass's, plus recomputation, also within the backward passes of flash attention
   and the Mamba-2 scan) at `COMPUTE` of the peak; or the memory traffic of the weights (read twice, their FP32 gradient
@@ -41,19 +41,19 @@ from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, layers, mamba_widths
 
 COMPUTE, BANDWIDTH, LINKS = 0.6, 0.7, 0.7
-"""Achieved fractions of the peak rates: matrix products, memory-bound kernels, communication (choice)."""
+"""Achieved fractions of peak rates for matrix products, memory-bound kernels and communication (choice)."""
 MOVES = 4
-"""Number of reads and writes of each byte kept for the backward pass, outside of matrix products (choice): the byte is
-written and read, and so is its gradient."""
+"""Number of reads and writes, outside matrix products, of each byte kept for the backward pass (choice): it is written
+and read, and so is its gradient."""
 LATENCY = 20e-6
-"""Seconds to start a message (choice)."""
+"""Latency of a message in seconds (choice)."""
 NUMBER = 2
-"""Bytes of each number sent, in BF16."""
+"""Bytes of each number sent, which is in BF16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by cause, of the slowest pipeline rank."""
+    """Time of a step in seconds, broken down by cause, on the slowest pipeline rank."""
 
     compute: float
     memory: float
@@ -67,16 +67,17 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Total time of the step in seconds."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
 class _Work(NamedTuple):
     """Work of a set of blocks per token, before a layout divides it.
 
-    FLOPs of the forward pass: `flops` in total, `core` of attention scores, `mlp` and `moe` of blocks of these kinds,
-    `experts` of routed experts, and `again` of kernels that recompute in their backward pass. `pairs` is the number of
-    pairs of linears, `routed` the numbers sent to experts, and `keys` and `exchanged` the numbers sent by CP.
+    Forward FLOPs: `flops` in total, `core` for attention scores, `mlp` and `moe` for blocks of these kinds, `experts`
+    for routed experts; `again` is what kernels recompute in their backward pass. `pairs` counts pairs of linear layers,
+    `routers` MoE blocks and `rings` attention blocks. `routed` counts numbers sent to experts, `keys` and `exchanged`
+    those sent by CP. The other fields are parameter counts.
     """
 
     flops: float = 0
@@ -98,13 +99,13 @@ class _Work(NamedTuple):
 
 
 class Roofline:
-    """Times of one model's steps on one kind of GPU.
+    """Estimator of one model's step times on one kind of GPU.
 
     Args:
         architecture: the model; its cuts are ignored.
-        gpu: peak rates.
-        gpus_per_node: GPUs per node.
-        seq_length: tokens of a sequence; the model's own by default.
+        gpu: peak rates of the GPU.
+        gpus_per_node: number of GPUs per node.
+        seq_length: sequence length; the model's own by default.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class Roofline:
         overlap_gather: bool = False,
         gathers_experts: bool = False,
     ) -> StepTime:
-        """Time of a step.
+        """Estimate the time of a step.
 
         Args:
-            layout: parallel layout; its `micro_batches` are ignored.
+            layout: parallel layout; its `micro_batches` is ignored.
             pattern: the model's blocks with pipeline cuts.
-            batch: sequences of the global batch.
+            batch: number of sequences in the global batch.
             overlap_reduce: whether gradients are reduced during the backward pass.
             overlap_gather: whether weights are gathered during the forward pass.
             gathers_experts: whether every rank of an expert-parallel group gets all tokens (dispatcher `allgather`).
@@ -210,7 +211,7 @@ class Roofline:
     def _micro_batch(
         self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool
     ) -> tuple[float, float, float, float, float, float]:
-        """Seconds of one micro-batch, forward and backward: compute, memory, TP, EP, CP, PP."""
+        """Estimate a micro-batch's forward and backward time in seconds: compute, memory, TP, EP, CP and PP."""
         model, gpu = self.architecture, self.gpu
         tensor, context, expert = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         tokens = self.length * layout.micro_batch_size / context
@@ -264,7 +265,7 @@ class Roofline:
         return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
 
     def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
-        """Seconds of data-parallel communication without overlap, and of the optimizer."""
+        """Estimate the seconds of data-parallel communication that does not overlap, and of the optimizer."""
         weight, gradient, state = bytes_per_parameter(layout.precision)
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
@@ -283,16 +284,16 @@ class Roofline:
         return exposed, updated / (BANDWIDTH * self.gpu.bandwidth)
 
     def _near(self, ranks: int, stride: int) -> int:
-        """Number of a group's GPUs in one node; its members are `stride` GPUs apart."""
+        """Return how many of a group's GPUs share a node, if its members are `stride` GPUs apart."""
         return max(1, min(ranks, self.per_node // stride))
 
     def _ring(self, ranks: int, stride: int) -> float:
-        """Bandwidth of a ring, in bytes/s."""
+        """Return the bandwidth in bytes/s of a ring of `ranks` GPUs that are `stride` apart."""
         near = self._near(ranks, stride)
         return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
 
     def _all_to_all(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-to-all in which each of `ranks` ranks sends `sent` bytes in total, evenly to all."""
+        """Estimate the seconds of an all-to-all in which each of `ranks` ranks sends `sent` bytes, evenly to all."""
         near = self._near(ranks, stride)
         far = sent * (ranks - near) / ranks / (LINKS * self.gpu.network)
         return max(far, sent * (near - 1) / ranks / (LINKS * self.gpu.nvlink))
@@ -300,7 +301,7 @@ class Roofline:
     def _kept_bytes(
         self, stages: Sequence[range], sequence_parallel: bool, tensor: int, expert_tensor: int, precision: str
     ) -> float:
-        """Bytes per token kept for the backward pass on one GPU, without recomputation."""
+        """Compute the bytes per token that one GPU keeps for the backward pass, without recomputation."""
         layout = Layout(
             tensor_parallel=tensor,
             expert_tensor_parallel=expert_tensor,

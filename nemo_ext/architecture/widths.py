@@ -5,12 +5,12 @@ from nemo_ext.architecture.model import Architecture
 
 
 def layers(architecture: Architecture) -> range:
-    """1-based numbers of all blocks."""
+    """Return the 1-based numbers of all blocks."""
     return range(1, len(architecture.pattern.blocks) + 1)
 
 
 def block_at(architecture: Architecture, layer: int) -> Block:
-    """Resolved block with a 1-based number.
+    """Return the resolved block with a 1-based number.
 
     Raises:
         ValueError: The block does not exist, or its kind has no cost model (gated delta net, sparse attention,
@@ -25,31 +25,31 @@ def block_at(architecture: Architecture, layer: int) -> Block:
 
 
 def norm_parameters(architecture: Architecture, width: int) -> int:
-    """Parameters of one norm: LayerNorm has a weight and a bias, a norm without affine part has none."""
+    """Count the parameters of one norm: LayerNorm has a weight and a bias, RMSNorm a weight, a non-affine norm none."""
     if not architecture.norm_affine:
         return 0
     return width * (2 if architecture.normalization == "LayerNorm" else 1)
 
 
 def attention_widths(architecture: Architecture, block: Block) -> tuple[int, int, int]:
-    """Widths of the queries, of the keys, and of the projection to queries, keys, values and gate."""
+    """Return the widths of queries, of keys, and of the joint projection to queries, keys, values and gate."""
     query = block.size("heads") * block.size("head_dim")
     key = block.size("kv") * block.size("head_dim")
     return query, key, query + 2 * key + (query if architecture.attention_output_gate else 0)
 
 
 def mamba_widths(block: Block) -> tuple[int, int, int]:
-    """Widths of the inner stream x, the convolution (x, B, C) and in_proj's output (z, x, B, C, dt)."""
+    """Return the widths of the inner stream x, the convolution (x, B, C) and in_proj's output (z, x, B, C, dt)."""
     inner = block.size("heads") * block.size("head_dim")
     channels = inner + 2 * block.size("groups") * block.size("state")
     return inner, channels, inner + channels + block.size("heads")
 
 
 def first_width(architecture: Architecture, ffn: int) -> int:
-    """Output width of an MLP's first linear, which is gate and up together in a gated MLP."""
+    """Return the output width of an MLP's first linear layer; in a gated MLP, gate and up together."""
     return 2 * ffn if architecture.gated else ffn
 
 
 def has_bias(architecture: Architecture, block: Block) -> bool:
-    """True if the linears of an MLP block have biases."""
+    """Return whether an MLP block's linear layers have biases."""
     return architecture.bias or bool(block.get(BIAS))

@@ -1,1 +1,1 @@
-"""Block-by-block access to a model, on data-parallel ranks."""
+"""Block-by-block access to a model on data-parallel ranks."""

@@ -1,4 +1,4 @@
-"""Cached inputs of one block for all batches, so that a measurement runs only that block and the blocks after it."""
+"""Cache of one block's inputs for all batches, so that a measurement runs only from that block on."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +8,11 @@ from nemo_ext.blockwise.parent import Parent
 
 
 class CachedInputs:
-    """Inputs of one block at a time, and the hidden states before the output layer, for every batch.
+    """Inputs of the current block, and the hidden states before the output layer, for every batch.
 
     Args:
         parent: the model.
-        batches: this rank's tokens, each `[batch, seq]`.
+        batches: this rank's batches of tokens, each `[batch, seq]`.
     """
 
     def __init__(self, parent: Parent, batches: Sequence[Tensor]) -> None:
@@ -22,7 +22,7 @@ class CachedInputs:
         self.last: list[Tensor] = []
 
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens `[batch, seq]`, the input of a block and the output layer's input, both `[seq, batch, hidden]`.
+        """Yield each batch's tokens `[batch, seq]`, the block's input and the output layer's `[seq, batch, hidden]`.
 
         Moving to a later block runs the blocks in between; moving to an earlier block runs the whole model.
 

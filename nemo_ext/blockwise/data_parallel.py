@@ -1,6 +1,6 @@
-"""Helpers for data-parallel ranks: shards of the data, sums over all ranks, writes by rank 0.
+"""Helpers for data-parallel ranks: sharding data, summing over ranks, writing on rank 0.
 
-Without a process group there is one rank, and these functions do no communication.
+Without a process group there is one rank, and these functions do not communicate.
 """
 
 import os
@@ -16,22 +16,22 @@ from nemo_ext.job.progress import notice, progress_of
 
 
 def number() -> int:
-    """This rank's number."""
+    """Return this rank's number."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def share[T](items: Sequence[T]) -> Sequence[T]:
-    """Every `count()`-th item, starting at this rank's number."""
+    """Return every `count()`-th item, starting at this rank's number."""
     return items[number() :: count()]
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Sum over all ranks."""
+    """Sum a tensor over all ranks, possibly in place. Collective."""
     if count() > 1:
         device = tensor.device
         if dist.get_backend() == "nccl":
@@ -42,7 +42,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def joined(local: Tensor) -> Tensor:
-    """Concatenation of the `[n]` tensors of all ranks, whose lengths may differ. Collective."""
+    """Concatenate all ranks' `[n]` tensors, whose lengths may differ. Collective."""
     sizes = torch.zeros(count(), dtype=torch.long)
     sizes[number()] = len(local)
     before, everything = int(summed(sizes)[: number()].sum()), local.new_zeros(int(sizes.sum()))
@@ -51,7 +51,7 @@ def joined(local: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """Copy of this rank's shard of the flattened tensor, padded with zeros to the same length on all ranks."""
+    """Copy this rank's shard of the flattened tensor, padded with zeros to the same length on all ranks."""
     numbers = tensor.reshape(-1)
     size = _part_size(tensor)
     local = numbers[size * number() : size * (number() + 1)]
@@ -61,7 +61,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """Tensor with the shape of `like`, gathered from the shards of all ranks. Collective."""
+    """Gather all ranks' shards into a tensor with the shape of `like`. Collective."""
     whole = part
     if count() > 1:
         whole = part.new_empty(len(part) * count())
@@ -70,7 +70,7 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
 
 
 def mean_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of the mean of a tensor over all ranks, in FP32. Collective."""
+    """Average a tensor over all ranks in FP32, and return this rank's shard of the mean, flattened. Collective."""
     whole = tensor.new_zeros(_part_size(tensor) * count(), dtype=torch.float32)
     whole[: tensor.numel()] = tensor.reshape(-1)
     if count() == 1:
@@ -85,7 +85,7 @@ def _part_size(tensor: Tensor) -> int:
 
 
 def agreed[T](decide: Callable[[], T]) -> T:
-    """Result of `decide` on rank 0, broadcast to all ranks; for disk checks, which may differ between ranks."""
+    """Call `decide` on rank 0 and broadcast its result; for checks of the disk, which ranks may see differently."""
     answer: list[Any] = [decide() if number() == 0 else None]
     if count() > 1:
         dist.broadcast_object_list(answer, src=0)
@@ -93,7 +93,7 @@ def agreed[T](decide: Callable[[], T]) -> T:
 
 
 def written(write: Callable[[], object], *, on_every_node: bool = False) -> None:
-    """Let rank 0, or the first rank of every node, write while the others wait."""
+    """Call `write` on rank 0, or with `on_every_node` on each node's first rank, while the other ranks wait."""
     if number() == 0 or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
         write()
     wait()
@@ -106,11 +106,11 @@ def wait() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line for the user on rank 0."""
+    """Print a message for the user on rank 0."""
     if number() == 0:
         notice(text)
 
 
 def progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Show progress on rank 0 (`progress_of`)."""
+    """Show a progress bar on rank 0; its context yields the function that advances it (see `progress_of`)."""
     return progress_of(label, total, unit=unit, enabled=number() == 0)

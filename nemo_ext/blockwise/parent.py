@@ -1,6 +1,6 @@
-"""Block-by-block access to a parent model: inputs of blocks, replaced blocks, partial forward passes.
+"""Block-by-block access to a parent model: recording block inputs, replacing blocks, partial forward passes.
 
-All passes use Megatron's layers and HybridModel's forward pass; only the list of layers is changed.
+All passes use Megatron's layers and HybridModel's forward method; only the list of layers changes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,21 +17,21 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
 Replaced = Mapping[int, torch.nn.Module | None]
-"""Layers that replace blocks, by the block's 0-based number; None to skip the block."""
+"""Mapping from 0-based block numbers to the layers that replace these blocks; None skips the block."""
 
 
 class Parent:
-    """Model without pipeline stages, replicated on every rank or with sharded blocks (`blockwise.sharded`).
+    """Parent model without pipeline stages, replicated on every rank or with sharded blocks (`blockwise.sharded`).
 
-    With sharded blocks, all methods that run or read a block are collective.
+    If the blocks are sharded, all methods that run or read a block are collective.
 
     Args:
         model: Megatron's HybridModel.
         model_config: the `BlockModelConfig` that it was built from.
 
     Attributes:
-        share: function that shards a layer as the model's layers are sharded; None if they are replicated.
-        shared: sharded blocks, as context managers that gather them; empty if they are replicated.
+        share: function that shards a layer in the same way as the model's; None if blocks are replicated.
+        shared: one context manager per block that gathers its weights; empty if blocks are replicated.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -42,20 +42,20 @@ class Parent:
         self.shared: list[Any] = []
 
     def gathered(self, number: int) -> AbstractContextManager[object]:
-        """Context in which a block's weights are gathered."""
+        """Return a context in which the weights of a block (0-based number) are gathered."""
         return self.shared[number] if self.shared else nullcontext()
 
     @property
     def device(self) -> torch.device:
-        """Device of the model, where tokens must be."""
+        """Device of the model, on which tokens must be."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int, *, wanted: bool = True) -> dict[str, Tensor]:
-        """Weights of a block, by their names in Megatron's checkpoint after `decoder.layers.N.`.
+        """Copy a block's weights, keyed by their names in Megatron's checkpoint after `decoder.layers.N.`.
 
         Args:
             number: 0-based number of the block.
-            wanted: False on a rank that only takes part in gathering the block, and needs no weights.
+            wanted: False on a rank that only takes part in gathering the block; it gets an empty dictionary.
         """
         prefix = f"decoder.layers.{number}."
         with self.gathered(number):
@@ -64,12 +64,12 @@ class Parent:
             return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
 
     def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
-        """Megatron's layer for a block that replaces block `number`, with given weights.
+        """Build Megatron's layer for a block that replaces block `number`, with given weights.
 
         Args:
-            number: 0-based number of the block; determines RoPE and other settings that depend on the position.
-            block: the block with all of its values.
-            tensors: weights by their names after `decoder.layers.N.`.
+            number: 0-based number of the replaced block, which determines settings that depend on the position.
+            block: the replacement with all of its values.
+            tensors: weights, keyed by their names after `decoder.layers.N.`.
         """
         layer = self.fresh(number, block)
         prefix = f"decoder.layers.{number}."
@@ -77,7 +77,7 @@ class Parent:
         return layer
 
     def fresh(self, number: int, block: Block) -> torch.nn.Module:
-        """Megatron's layer as in `layer`, with newly initialized weights."""
+        """Build the same layer as `layer` does, with newly initialised weights."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 
@@ -100,7 +100,7 @@ class Parent:
 
     @contextmanager
     def recorded(self, numbers: Collection[int] | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record blocks' inputs and outputs `[seq, batch, hidden]` of all forward passes in the context.
+        """Record blocks' (input, output) pairs `[seq, batch, hidden]` in all forward passes in the context.
 
         Args:
             numbers: 0-based numbers of the blocks; None for all. Recorded tensors stay in memory.
@@ -119,37 +119,37 @@ class Parent:
                 hook.remove()
 
     def hidden(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Hidden states `[seq, batch, hidden]` before the output layer for tokens `[batch, seq]`, blocks replaced."""
+        """Compute the hidden states `[seq, batch, hidden]` before the output layer from tokens `[batch, seq]`."""
         with self._layers(0, replaced or {}):
             return self._run(tokens)
 
     def run_to(self, last: int, tokens: Tensor, first: int = 0, hidden: Tensor | None = None) -> None:
-        """Run the blocks up to number `last` on tokens `[batch, seq]`, to be `recorded`.
+        """Run tokens `[batch, seq]` through the blocks up to number `last`, to be `recorded`.
 
-        With `hidden` `[seq, batch, hidden]`, the input of block `first`, the pass starts there.
+        If `hidden` `[seq, batch, hidden]`, the input of block `first`, is given, the pass starts at that block.
         """
         with self._layers(first, {}, last):
             self._run(tokens if hidden is None else None, hidden)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Hidden states before the output layer from the input of block `first`; both `[seq, batch, hidden]`."""
+        """Compute the hidden states before the output layer from block `first`'s input; both `[seq, batch, hidden]`."""
         with self._layers(first, replaced or {}):
             return self._run(None, hidden)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits `[batch, seq, vocabulary]` from the hidden states before the output layer."""
+        """Compute logits `[batch, seq, vocabulary]` from the hidden states before the output layer."""
         model = self.model
         tied = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         return model.output_layer(hidden, weight=tied)[0].transpose(0, 1)
 
     def logits(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Logits `[batch, seq, vocabulary]` of tokens `[batch, seq]`, with replaced blocks."""
+        """Compute logits `[batch, seq, vocabulary]` from tokens `[batch, seq]`, with blocks `replaced`."""
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
-        """Output of a layer for the input of block `number`, both `[seq, batch, hidden]`; the input if `layer` is None.
+        """Run `layer` on the input of block `number`, both `[seq, batch, hidden]`; None returns the input unchanged.
 
-        The layer is run as a stack of one layer, without the final norm, because the stack provides RoPE and masks.
+        The layer runs in a stack of one layer, without the final norm, because the stack provides RoPE and masks.
         """
         if layer is None:
             return hidden
@@ -163,7 +163,7 @@ class Parent:
                 decoder.post_layer_norm = saved
 
     def _run(self, tokens: Tensor | None, hidden: Tensor | None = None) -> Tensor:
-        """HybridModel's forward pass without its output layer, from tokens or from the first layer's input."""
+        """Run HybridModel's forward pass without its output layer, on tokens or on the first layer's input."""
         from nemo_ext.megatron.transformer_engine import explained
 
         if tokens is None:
@@ -180,7 +180,7 @@ class Parent:
 
     @contextmanager
     def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
-        """Context in which the decoder has only blocks `first` to `last`, with replacements."""
+        """Restrict the decoder to blocks `first` to `last` (None for the end), with replacements, in the context."""
         end = len(self.layers) if last is None else last + 1
         chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
         decoder = self.model.decoder

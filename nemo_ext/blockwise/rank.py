@@ -1,4 +1,4 @@
-"""Process of one rank of a block-by-block job, started alone or under `torchrun`."""
+"""Process of one rank in a block-by-block job, started alone or by `torchrun`."""
 
 import contextlib
 import logging
@@ -16,10 +16,10 @@ from nemo_ext.job.ranks import ON_NODES, rank_log, run_ranks
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse a config without a run directory, or with several nodes outside a Slurm job on several nodes.
+    """Check that a config has a run directory, and asks for several nodes only within a Slurm job on several nodes.
 
     Raises:
-        ValueError: the config is refused; the message starts with the key.
+        ValueError: the check failed; the message starts with the key.
     """
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: set it to a directory")
@@ -31,7 +31,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def start(module: str, config: Path, *words: str, ranks: int) -> None:
-    """Run a module on several ranks, with the config's path and further arguments, until it ends.
+    """Run a module on `ranks` ranks, with the config's path and `words` as arguments, and wait for it to end.
 
     Raises:
         KeyboardInterrupt: the user interrupted the run.
@@ -45,12 +45,12 @@ def start(module: str, config: Path, *words: str, ranks: int) -> None:
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
-    """Run a rank's work, and return the exit code of the process.
+    """Run a rank's work, and return the exit code for the process.
 
     Args:
         config_path: path of the composed config.
-        log_name: name of the log file in the same directory, for messages of Megatron and torch.
-        work: function called with the config's path.
+        log_name: name of the log file in the same directory, for messages from Megatron and torch.
+        work: function that does the work, called with the config's path.
     """
     end_with_parent(signal.SIGTERM)
     log = Path(config_path).with_name(log_name)
@@ -74,7 +74,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process immediately, because gloo's threads may abort a regular shutdown."""
+    """End the process at once with an exit code, because gloo's threads may abort during a regular shutdown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

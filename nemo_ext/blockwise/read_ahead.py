@@ -1,11 +1,11 @@
-"""Reading ahead in a background thread."""
+"""Iterator that reads ahead in a background thread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 def read_ahead[T](read: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
-    """Yield `read(number)` for all numbers, reading one item ahead in a thread; the first read starts immediately."""
+    """Yield `read(number)` for each number, reading one item ahead in a thread; the first read starts immediately."""
     pool = ThreadPoolExecutor(1)
     first = [pool.submit(read, number) for number in numbers[:1]]
 

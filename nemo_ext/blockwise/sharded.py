@@ -1,10 +1,10 @@
-"""Parent model with sharded blocks: each rank has a shard of a block, which is gathered while the block runs.
+"""Parent model with sharded blocks: each rank holds a shard of every block, which is gathered while the block runs.
 
 Embedding, final norm and output layer are replicated. Data are split among the ranks as for a replicated parent, so
 scores and variants are the same; ranks only have to call the same blocks in the same order.
 
 torch's FSDP is not used because it is made for training: each separately called block gets its own streams and memory
-pools, parameters are replaced, and every forward pass prepares a backward pass that never happens.
+pools, parameters are replaced, and every forward pass prepares for a backward pass that never happens.
 """
 
 from collections import defaultdict
@@ -26,17 +26,17 @@ from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.megatron.session import build_model, load_weights, put_tensors
 
 SHARD, OFFLOAD = "shard", "offload"
-"""Places of a rank's shards: on its device, or in host memory."""
+"""Where a rank keeps its shards: on its device, or in host memory."""
 _ALIGNED = 128
-"""Alignment of parameters in the flat tensor, in numbers: kernels need addresses aligned to at least 16 bytes."""
+"""Alignment of parameters in the flat tensor, in elements; kernels need addresses aligned to at least 16 bytes."""
 
 
 class SharedOut:
-    """Sharded weights of a block, gathered while the block runs or the context is open.
+    """Sharded weights of a block, gathered while the block runs or this context is open.
 
     Args:
-        layer: the block, identical on every rank. Its parameters become empty except while it runs.
-        host: True to hold the shard in host memory.
+        layer: the block, identical on every rank; its parameters are empty unless gathered.
+        host: True to keep the shard in host memory.
     """
 
     def __init__(self, layer: torch.nn.Module, *, host: bool) -> None:
@@ -81,19 +81,19 @@ class SharedOut:
 
 
 def _places(shapes: Sequence[torch.Size]) -> list[int]:
-    """Offsets of parameters with these shapes in their flat tensor, and its length."""
+    """Return the offsets of parameters with these shapes in their flat tensor, followed by its length."""
     return [0, *accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes)]
 
 
 def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = None) -> Parent:
     """Load a checkpoint's model, replicated on every rank or with sharded blocks.
 
-    Each block is read by one rank, in parallel with the blocks of other ranks, so that no rank ever holds the whole
-    model on its device or in host memory.
+    If the blocks are sharded, each is read by one rank, in parallel with other ranks' blocks, so that no rank ever
+    holds the whole model on its device or in host memory.
 
     Args:
         config: training config of a stage (`stage_config`), with the checkpoint's model.
-        checkpoint: run, checkpoints directory or checkpoint of any parallel layout.
+        checkpoint: run directory, checkpoints directory or single checkpoint, saved in any parallel layout.
         fsdp: `SHARD` or `OFFLOAD`; None for a replicated model.
     """
     folder = checkpoint_folder(checkpoint)
@@ -125,7 +125,7 @@ def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = 
 
 
 def _reader(number: int) -> int:
-    """Rank that reads a block. Each reads two consecutive blocks, as in many models every second block is large."""
+    """Return the rank that reads a block: ranks take two consecutive blocks, as often every second one is large."""
     return number // 2 % data_parallel.count()
 
 
@@ -135,13 +135,14 @@ def share_out(
     fill: Callable[[torch.nn.Module, str, int], None] = lambda layer, prefix, number: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Create the blocks of a model without blocks, fill them and shard them, one after the other.
+    """Create, fill and shard the blocks of a model built without blocks, one after the other.
 
     Args:
         parent: the model (`build_model(config, blocks=False)`).
         fsdp: `SHARD` or `OFFLOAD`.
-        fill: called with a block, the prefix of its names in Megatron's checkpoint and its 0-based number.
-        advance: called with 1 for every block.
+        fill: sets a block's weights, called with the block, its name prefix in Megatron's checkpoint and its 0-based
+            number.
+        advance: called with 1 after each block.
     """
     parent.share = partial(SharedOut, host=fsdp == OFFLOAD)
     for number, block in enumerate(parse(parent.model_config.pattern).blocks):

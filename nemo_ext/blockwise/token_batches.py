@@ -1,4 +1,4 @@
-"""Reproducible batches of tokens from a config's blend, for calibration, distillation and evaluation."""
+"""Reproducible token batches from a config's data blend, for calibration, distillation and evaluation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -10,13 +10,13 @@ from nemo_ext.blockwise import data_parallel
 
 
 class TokenBatches:
-    """Sequences of one split of the blend, cut into batches.
+    """Batches of sequences from one split of a config's blend.
 
     Args:
-        config: config of a training run with data arguments (`nemo_ext.data.training.with_data`).
+        config: training config with data arguments (`nemo_ext.data.training.with_data`).
         split: name of the split, `train` or `valid`.
         sequences: number of sequences; a smaller data set is repeated.
-        device: device of the tokens.
+        device: device on which tokens are returned.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class TokenBatches:
         self.sequences, self.device = sequences, device
 
     def batch(self, first: int, size: int) -> Tensor:
-        """Tokens `[size, seq]` starting at sequence `first`; wraps around at the end of the data."""
+        """Return tokens `[size, seq]` from sequence `first` on, starting over at the end of the data."""
         rows = [torch.as_tensor(self.dataset[(first + n) % len(self.dataset)]["tokens"]) for n in range(size)]
         return torch.stack(rows).long().to(self.device)
 
     def batches(self, size: int) -> list[Tensor]:
-        """This rank's share of all batches; the last one may be smaller.
+        """Return this rank's share of all batches of `size` sequences; the last batch overall may be smaller.
 
         Raises:
             ValueError: there are fewer batches than ranks.
@@ -51,10 +51,10 @@ class TokenBatches:
         return [self.batch(first, min(size, self.sequences - first)) for first in data_parallel.share(starts)]
 
     def stream(self, step: int, size: int) -> Iterator[Tensor]:
-        """Yield this rank's rows of consecutive batches of `size` sequences, starting with a step.
+        """Yield this rank's rows of consecutive batches of `size` sequences, starting with the batch of step `step`.
 
         Raises:
-            ValueError: the number of ranks does not divide the batch.
+            ValueError: `size` is not a multiple of the number of ranks.
         """
         ranks = data_parallel.count()
         if size % ranks:

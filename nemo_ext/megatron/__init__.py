@@ -1,1 +1,1 @@
-"""The block sequence as Megatron-Core modules, and its integration with Megatron's own trainer."""
+"""Block sequences as Megatron-Core modules, and their integration with Megatron's own trainer."""

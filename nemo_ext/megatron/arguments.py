@@ -1,7 +1,7 @@
 """Conversion of the composed config to Megatron's own, validated arguments.
 
-The config's `megatron:` section has Megatron's own command line flags, with dashes written as underscores
-(`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed
+The config's `megatron:` section holds Megatron's own command-line flags, with dashes written as underscores
+(`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is redeclared: the installed
 parser defines which flags exist, their types and their meaning, so every option of every version is available.
 """
 
@@ -39,7 +39,7 @@ MANAGED = {
     "load": "a run resumes from run_dir/checkpoints; to start from other weights set megatron.pretrained_checkpoint",
     "tensorboard_dir": "set run_dir: TensorBoard files are kept in run_dir/tensorboard",
 }
-"""Megatron flags that the trainer sets itself, and what to set instead."""
+"""Mapping from Megatron flags that the trainer sets itself to advice on what to set instead."""
 
 WITHOUT_EFFECT = {
     "reset_attention_mask": "attention across documents is not masked by this trainer yet",
@@ -48,7 +48,7 @@ WITHOUT_EFFECT = {
     "full_validation": "set megatron.eval_iters",
     "inprocess_restart": "Megatron-Core 0.19 loses its arguments at the first restart in a process (docs/upstream.md)",
 }
-"""Megatron flags that would be accepted without effect, and why."""
+"""Mapping from Megatron flags that would be accepted but have no effect to the reason."""
 
 LOCAL_BACKEND = {
     "transformer_impl": "local",
@@ -60,14 +60,14 @@ LOCAL_BACKEND = {
     "no_rope_fusion": True,
     "no_gradient_accumulation_fusion": True,
 }
-"""Flags for runs without Transformer Engine and Apex (their fused kernels are off)."""
+"""Flags for runs without Transformer Engine and Apex, which turn off the kernels that need them."""
 
 CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_jit_fuser": True}
-"""Flags for runs without CUDA; compiling Megatron's small fused functions there costs time."""
+"""Flags for runs without CUDA, where compiling Megatron's small fused functions costs more time than it saves."""
 
 
 def backend_of(config: Mapping[str, Any]) -> str:
-    """The config's `model.backend`; `auto` is `transformer_engine` where it is installed with CUDA, else `local`.
+    """Return the config's `model.backend`; `auto` becomes `transformer_engine` if that is usable, otherwise `local`.
 
     Raises:
         ValueError: the name is unknown.
@@ -84,7 +84,7 @@ def backend_of(config: Mapping[str, Any]) -> str:
 
 
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
-    """`model.pattern`, cut into pipeline stages by cost if the config asks for stages and the pattern has no `|`.
+    """Return `model.pattern`, cut into stages of balanced cost if the config asks for stages and it has no `|`.
 
     Raises:
         PatternError: the pattern does not parse.
@@ -100,10 +100,10 @@ def pattern_with_cuts(config: Mapping[str, Any]) -> str:
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """Number of ranks that the config's launcher starts.
+    """Return the number of ranks that the config's launcher starts.
 
     Raises:
-        ValueError: it is not a positive whole number.
+        ValueError: the number of nodes, or of ranks per node, is not a positive whole number.
     """
     nodes, ranks = (_positive(f"launcher.{name}", config["launcher"].get(name)) for name in ("nodes", "nproc_per_node"))
     return nodes * ranks
@@ -116,14 +116,14 @@ def _positive(key: str, value: object) -> int:
 
 
 def command_line(config: Mapping[str, Any]) -> list[str]:
-    """Megatron's command line for a composed config, on this machine.
+    """Build Megatron's command line for a composed config on this machine.
 
     Args:
         config: the resolved config as plain containers, with `model`, `megatron`, `run_dir` and, for real data, `data`.
 
     Raises:
-        ValueError: the installed Megatron does not have a key (names the nearest), or the trainer sets it itself (names
-            the key to set instead).
+        ValueError: the installed Megatron does not have a flag (the message suggests the nearest), the trainer sets it
+            itself (the message says what to set instead), or its value is invalid.
     """
     megatron: Mapping[str, Any] = config["megatron"]
     for name, advice in MANAGED.items():
@@ -176,7 +176,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
 
 
 def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags derived from this machine and from settings outside `megatron:`; the user's own flags override them."""
+    """Derive flags from this machine and from settings outside `megatron:`; the user's own flags override them."""
     import torch
 
     megatron, run_dir = config["megatron"], Path(config["run_dir"])
@@ -198,10 +198,10 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
-    """Parse and validate a command line with Megatron, for a world of `world_size` ranks, as rank 0.
+    """Parse and validate a command line with Megatron, as rank 0 of `world_size` ranks.
 
     Raises:
-        ValueError: Megatron refuses it; gives Megatron's reason.
+        ValueError: Megatron rejects the command line; the message gives its reason.
     """
     from megatron.training.arguments import parse_args, validate_args
 
@@ -222,7 +222,7 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
 
 @functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """Argument parser of the installed Megatron; an invalid value raises ValueError instead of ending the process."""
+    """Return the installed Megatron's argument parser; errors raise ValueError instead of ending the process."""
     from megatron.training.arguments import add_megatron_arguments
 
     class Parser(argparse.ArgumentParser):
@@ -234,7 +234,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def one_parser() -> Iterator[None]:
-    """Makes Megatron parse with `megatron_parser` while open: building another parser takes a tenth of a second."""
+    """Make Megatron reuse `megatron_parser` in the context, because building a parser takes a tenth of a second."""
     from megatron.training import arguments
 
     parser = megatron_parser()
@@ -255,7 +255,7 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Suppresses Megatron's warnings about optional kernels, which do not matter for a check."""
+    """Suppress warnings about optional kernels in the context, as they do not matter for a check."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -267,7 +267,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Message of a failed check, or the check itself if upstream wrote none."""
+    """Return a failed check's message, or the source line of the check if it has no message."""
     if str(error):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

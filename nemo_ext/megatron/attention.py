@@ -1,4 +1,4 @@
-"""Self-attention of the block stack: a core attention over torch SDPA, and rotary embeddings chosen per block."""
+"""Self-attention of the block stack: core attention based on torch's SDPA, and per-block rotary embeddings."""
 
 import math
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from nemo_ext.megatron.norms import HeadsRMSNorm
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal attention over `torch.nn.functional.scaled_dot_product_attention`: full, sliding window and packed.
+    """Causal attention (full, sliding-window or packed) based on torch's `scaled_dot_product_attention`.
 
     Megatron's local `DotProductAttention` materialises the score matrix and does not support packed sequences. Here
-    memory is linear in the sequence length: a window is computed in query blocks, a pack sequence by sequence.
+    memory is linear in the sequence length: windows are computed in query blocks, packs sequence by sequence.
 
     Shapes: query `[seq, batch, heads / tp, head_dim]`, key and value `[seq, batch, groups / tp, head_dim]`; packed
     (`qkv_format == "thd"`): `[tokens, heads / tp, head_dim]`. Output `[seq, batch, heads / tp * head_dim]`
     (packed: `[tokens, heads / tp * head_dim]`).
 
     Raises:
-        ValueError: context parallelism, a learned softmax offset, an attention bias or a non-causal mask type, all of
-            which need Transformer Engine.
+        ValueError: context parallelism, a learned softmax offset, an attention bias or a non-causal mask type is
+            requested, all of which need Transformer Engine.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention output, heads flattened into the last dimension (shapes: see the class)."""
+        """Compute attention, with the heads flattened into the last dimension (see the class for shapes)."""
         if attention_bias is not None:
             raise ValueError("attention_bias needs model.backend=transformer_engine")
         mask_type = attn_mask_type or self.attn_mask_type
@@ -106,7 +106,7 @@ class SDPACoreAttention(MegatronModule):
         return self._attend(query, key, value, causal=causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        """Attention of one batch of unpacked sequences `[seq, batch, heads, head_dim]`."""
+        """Compute attention for a batch of unpacked sequences `[seq, batch, heads, head_dim]`."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         length, context = q.shape[2], k.shape[2]
         if causal and self.window is not None and self.window < context:
@@ -120,7 +120,7 @@ class SDPACoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_window(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Windowed attention: query i sees keys i - window + 1 .. i, so a query block of a window needs two of keys."""
+        """Compute windowed attention in query blocks of `window` tokens: query i sees keys i - window + 1 to i."""
         assert self.window is not None
         length, offset = q.shape[2], k.shape[2] - q.shape[2]
         outputs = []
@@ -145,7 +145,7 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _band(rows: int, columns: int, offset: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean mask `[rows, columns]`: row r sees columns `r + offset - window + 1 .. r + offset`."""
+    """Build a boolean mask `[rows, columns]`: row r sees the `window` columns (None for all) up to `r + offset`."""
     row = torch.arange(rows, device=device)[:, None] + offset
     column = torch.arange(columns, device=device)[None, :]
     visible = column <= row
@@ -154,14 +154,14 @@ def _band(rows: int, columns: int, offset: int, window: int | None, device: torc
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary embedding of a single block, in place of the model's.
+    """Settings of a single block's rotary embedding, which replaces the model's.
 
     Attributes:
         base: RoPE base (theta).
-        percent: share of each head that is rotated.
-        llama3_factor: Llama 3's frequency scaling by this factor (low 1, high 4, 8192 original positions), or None.
+        percent: share of each head that is rotated, from 0 to 1.
+        llama3_factor: factor of Llama 3's frequency scaling (low 1, high 4, 8192 original positions), or None.
         interpolation_factor: divisor of positions (linear interpolation), or None.
-        yarn: True for YaRN with the model's settings, on the rotated share of the head: upstream's own YaRN embedding
+        yarn: True for YaRN with the model's settings, on the rotated share of the head; upstream's own YaRN embedding
             rotates the whole head whatever `percent` says.
     """
 
@@ -173,11 +173,11 @@ class Rotary:
 
 
 class BlockSelfAttention(SelfAttention):
-    """Megatron's SelfAttention, with a separate rotary embedding for blocks that `rotary` lists.
+    """Megatron's SelfAttention, with a separate rotary embedding for each block that `rotary` lists.
 
-    HybridModel builds one embedding for all attention blocks: it supports neither Llama 3's frequency scaling (GPTModel
-    does) nor OLMo 3's YaRN on the full-attention blocks alone. `rotary` maps 1-based layer numbers to the embeddings of
-    those blocks.
+    HybridModel builds one embedding for all attention blocks. It supports neither Llama 3's frequency scaling (GPTModel
+    does) nor YaRN on the full-attention blocks only, as in OLMo 3. `rotary` maps 1-based layer numbers to the settings
+    of these blocks' embeddings.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class BlockSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """See `SelfAttention.forward`; hidden states are `[seq, batch, hidden]`."""
+        """Run `SelfAttention.forward` on hidden states `[seq, batch, hidden]`, with this block's embedding if set."""
         if self.rotary is not None:
             packed = kwargs.get("packed_seq_params")
             length = self.rotary.get_rotary_seq_len(

@@ -1,8 +1,8 @@
-"""Bridges of Megatron-Bridge for our models: `AutoBridge` reads and writes them as block sequences.
+"""Bridges for Megatron-Bridge, with which `AutoBridge` reads and writes our models as block sequences.
 
 Names come from the formats (`nemo_ext.checkpoint.formats`) and sizes from the description of a config.json, so nothing
 is specific to a family. This module maps checkpoint keys to names in the live model (`parameter_names`), parameters to
-tensor-parallel layouts (`weights`), and Megatron flags to fields of a provider (`provider_fields`), all without
+tensor-parallel layouts (`weights`), and Megatron flags to provider fields (`provider_fields`), all without
 Megatron-Bridge. The classes at the end exist only if it can be imported.
 
 Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
@@ -56,7 +56,7 @@ else:
 """Reason why Megatron-Bridge cannot be used; None if it can."""
 
 _CONVOLUTION = "." if versions.installed() < (0, 19) else "_"
-"""Separator between the Mamba convolution's name and its tensors': a submodule before Megatron-Core 0.19."""
+"""Separator between the names of Mamba's convolution, a submodule before Megatron-Core 0.19, and its tensors."""
 
 SPELLINGS = (
     # Transformer Engine fuses a norm into the following linear, and checkpoints use its name for either back end.
@@ -72,7 +72,7 @@ SPELLINGS = (
         (r"mlp.experts.local_experts.{expert}.\1.weight", r"mlp.experts.\1.weight{expert}"),
     ),
 )
-"""Keys of Megatron's checkpoint that differ from the names in the live model; the local back end's name is first."""
+"""Patterns of checkpoint keys, each with the live model's names where these differ; the local back end's is first."""
 
 KINDS = (
     ("in_proj", r"mixer\.in_proj\.weight$"),
@@ -80,19 +80,19 @@ KINDS = (
     ("column", r"(linear_qkv|linear_fc1)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
     ("row", r"(linear_proj|linear_fc2|out_proj)\.(weight|bias)\d*$"),
 )
-"""Tensor-parallel layout of a parameter by its name; all others are whole on every rank."""
+"""Tensor-parallel layouts, each with the pattern of its parameters' names; others are replicated on every rank."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of the live model and the Hugging Face tensors with the same values.
+    """Parameter of the live model, and the Hugging Face tensors that hold the same values.
 
     Attributes:
         names: names of the parameter, one per back end that spells it differently; the first is the local back end's.
-        hf: Hugging Face names; q, k, v for `qkv`; gate, up for `gated`.
-        kind: `qkv`, `gated`, `vocabulary`, `experts` (one expert of a Hugging Face tensor that holds them all),
+        hf: names of the Hugging Face tensors: q, k, v for `qkv`, and gate, up for `gated`.
+        kind: `qkv`, `gated`, `vocabulary`, `experts` (one expert in a Hugging Face tensor that holds all of them),
             `replicated`, or one of `KINDS`.
-        rows: for `vocabulary`, rows of the Hugging Face tensor; the parameter may have more.
+        rows: for `vocabulary`, number of rows of the Hugging Face tensor; the parameter may have more.
     """
 
     names: tuple[str, ...]
@@ -102,7 +102,7 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Names in the live model of a checkpoint piece, or of one expert in it; the local back end's is first."""
+    """Return the live model's names for a checkpoint piece, or for one expert in it; the local back end's is first."""
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
@@ -110,7 +110,7 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 
 def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
-    """Yields every parameter and saved buffer of a model once, in model order.
+    """Yield every parameter and saved buffer of a model once, in model order.
 
     Raises:
         ValueError: the format cannot express a block.
@@ -159,13 +159,13 @@ ELSEWHERE = {
     "use_rope_scaling": "the layer spec",
     "rope_scaling_factor": "the layer spec",
 }
-"""Flags that do not set one field of the same meaning, and the field or place that has their value instead."""
+"""Mapping from flags without a provider field of their own to the field or place that takes their value instead."""
 
 
 def provider_fields(description: Description) -> dict[str, Any]:
-    """Fields of a Megatron-Bridge provider (TransformerConfig and HybridModelProvider) that a description sets.
+    """Return the provider fields (of TransformerConfig and HybridModelProvider) that a description sets.
 
-    The vocabulary is the checkpoint's, without padding: the user's `should_pad_vocab` decides on padding.
+    The vocabulary is the checkpoint's, without padding; the user's `should_pad_vocab` decides whether to pad it.
     """
     flags = to_config(description)["megatron"]
     fields: dict[str, Any] = {
@@ -189,7 +189,7 @@ def provider_fields(description: Description) -> dict[str, Any]:
 
 
 def stack_spec(config: Any) -> ModuleSpec:
-    """Layer spec of a provider with `sections`; a module-level function, so that a saved config can refer to it."""
+    """Build the layer spec of a provider with `sections`. At module level, so that a saved config can refer to it."""
     model, megatron = config.sections["model"], config.sections["megatron"]
     return BlockModelConfig(
         # Not the provider itself, because HybridModelConfig would overwrite its fields with defaults.
@@ -205,28 +205,28 @@ def stack_spec(config: Any) -> ModuleSpec:
 
 
 def read_hf_config(config: Any) -> tuple[Format, Description]:
-    """Format and description of a transformers config object.
+    """Return the format and description of a transformers config object.
 
     Raises:
-        ValueError: an unknown architecture, or a setting that Megatron cannot express.
+        ValueError: the architecture is unknown, or Megatron cannot express a setting.
     """
     values: Mapping[str, Any] = config.to_dict()
     return read({key: _plain(value) for key, value in values.items()})
 
 
 def _plain(value: Any) -> Any:
-    """Converts dataclasses to dictionaries: published DeciLM configs keep `block_configs` as objects."""
+    """Convert dataclasses to dictionaries, because published DeciLM configs keep `block_configs` as objects."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Register a bridge for every format; returns the registered classes, and the skipped ones with reasons.
+    """Register a bridge for every format; return the registered classes, and a mapping from skipped ones to reasons.
 
     Raises:
         ImportError: Megatron-Bridge cannot be imported.
-        ValueError: `replace` names a class that has no format here.
+        ValueError: `replace` names a class that none of our formats covers.
     """
     for architecture in replace:
         named(architecture)
@@ -247,7 +247,7 @@ def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[st
 
 
 def _served_by(architecture: str) -> type | None:
-    """Bridge class that Megatron-Bridge has for a Hugging Face class, or None."""
+    """Return the class of the bridge registered for a Hugging Face class, or None if there is none."""
     try:
         return type(get_model_bridge(architecture))
     except NotImplementedError:
@@ -255,10 +255,10 @@ def _served_by(architecture: str) -> type | None:
 
 
 def _register(hf_format: Format) -> None:
-    """Registers a bridge for a format; a second registration of a source silently replaces the first.
+    """Register a bridge for a format, silently replacing an earlier one for the same source.
 
-    A source is a class of transformers or its name (Megatron-Bridge's decorators/dispatch.py). `AutoBridge` looks the
-    class up first, so ours is registered under both.
+    A source is a transformers class or its name (Megatron-Bridge's decorators/dispatch.py). `AutoBridge` looks up the
+    class first, so our bridge is registered under both.
     """
     architecture = hf_format.architecture
     bridge = type(f"{architecture.removesuffix('ForCausalLM')}BlocksBridge", (BlocksBridge,), {"FORMAT": hf_format})
@@ -270,9 +270,9 @@ def _register(hf_format: Format) -> None:
 
 
 def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
-    """Megatron's pattern, cut into pipeline stages of nearly equal parameter count if it has no cuts.
+    """Cut Megatron's pattern into stages with nearly equal parameter counts, unless it has cuts already.
 
-    Megatron would give every stage the same number of blocks, which fails for most children of Puzzle.
+    Megatron would give every stage the same number of blocks, which fails for most models that Puzzle produces.
     """
     if stages == 1 or "|" in pattern:
         return pattern
@@ -281,12 +281,14 @@ def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
 
 
 def _check_adapter(name: str, wrapped: Any) -> None:
-    """Refuses an adapter that Megatron-Bridge would merge into wrong weights.
+    """Reject an adapter that Megatron-Bridge would merge incorrectly.
 
-    `wrapped` is the linear layer under the adapter, None without one.
+    Args:
+        name: name of the module.
+        wrapped: linear layer that the module's adapter wraps; None if the module has no adapter.
 
     Raises:
-        ValueError: names the module, and what to change.
+        ValueError: the adapter cannot be merged; the message names the module and says what to change.
     """
     if hasattr(wrapped, "output_norm"):
         raise ValueError(
@@ -303,9 +305,9 @@ def _check_adapter(name: str, wrapped: Any) -> None:
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
-        """Mapping of embedding and output layer: adds padding rows on import and removes them on export.
+        """Mapping of the embedding or output layer, which adds padding rows on import and removes them on export.
 
-        Megatron-Bridge's mapping pads only under tensor parallelism, and exports the padding.
+        Megatron-Bridge's own mapping pads only under tensor parallelism, and exports the padding.
         """
 
         def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
@@ -313,11 +315,11 @@ if MISSING is None:
             self.rows = rows
 
         def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-            """Returns a copy: the names have no wildcards."""
+            """Return a copy; there is nothing to resolve, as the names have no wildcards."""
             return VocabularyMapping(self.megatron_param, self.hf_param, self.rows)
 
         def hf_to_megatron(self, hf_weights: torch.Tensor, megatron_module: Any) -> torch.Tensor:
-            """This rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
+            """Return this rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
             missing = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
             if missing > 0:
                 hf_weights = torch.cat([hf_weights, hf_weights.new_zeros(missing, hf_weights.shape[1])])
@@ -326,12 +328,12 @@ if MISSING is None:
         def megatron_to_hf(
             self, megatron_weights: torch.Tensor | None, megatron_module: torch.nn.Module | None
         ) -> dict[str, torch.Tensor]:
-            """Table `[vocabulary, hidden]` by its Hugging Face name."""
+            """Return the table `[vocabulary, hidden]` without padding, keyed by its Hugging Face name."""
             whole = super().megatron_to_hf(megatron_weights, megatron_module)
             return {name: table[: self.rows] for name, table in whole.items()}
 
     def mappings(weight: Weight) -> Iterator[MegatronParamMapping]:
-        """Megatron-Bridge mappings of a weight, one per name."""
+        """Yield a weight's Megatron-Bridge mappings, one for each of its names."""
         plain = {
             "column": ColumnParallelMapping,
             "row": RowParallelMapping,
@@ -353,9 +355,9 @@ if MISSING is None:
         """Provider of our block stack: a HybridModelProvider whose layer spec is built from `sections`.
 
         Attributes:
-            sections: the model as the sections `model` and `megatron` of our config (`description.to_config`).
-            yarn_rotary_scaling_factor: YaRN's settings (also the following fields), which HybridModel reads from the
-                config; the defaults have no effect.
+            sections: `model` and `megatron` sections of our config that describe the model (`description.to_config`).
+            yarn_rotary_scaling_factor: this and the following fields are YaRN's settings, which HybridModel reads from
+                the config; the defaults have no effect.
         """
 
         sections: dict[str, Any] = field(default_factory=dict)
@@ -370,10 +372,10 @@ if MISSING is None:
         yarn_correction_range_round_to_int: bool = True
 
         def finalize(self) -> None:
-            """See HybridModelProvider.
+            """Check the fields, and cut the pattern into pipeline stages before HybridModelProvider finalises them.
 
             Raises:
-                ValueError: a setting of HybridModelProvider that this stack does not have.
+                ValueError: the pattern is empty, or this stack does not support `mamba_chunk_size`.
             """
             if self.mamba_chunk_size != 128:
                 raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec supports only 128")
@@ -395,7 +397,7 @@ if MISSING is None:
             """Description of the Hugging Face config that Megatron-Bridge gave this bridge.
 
             Raises:
-                ValueError: there is no config, or it has another format.
+                ValueError: there is no config, or it belongs to another format.
             """
             if self._described is not None:
                 return self._described
@@ -410,7 +412,7 @@ if MISSING is None:
             return description
 
         def provider_bridge(self, hf_pretrained: Any) -> BlocksProvider:
-            """Provider of a Hugging Face model.
+            """Build the provider of a Hugging Face model.
 
             Raises:
                 ValueError: Megatron or Megatron-Bridge cannot express the model.
@@ -435,24 +437,24 @@ if MISSING is None:
 
         @classmethod
         def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
-            """config.json of the model of a provider that one of these bridges made.
+            """Return the config.json contents for the model of a provider that one of these bridges built.
 
             Raises:
-                ValueError: the provider's model does not fit this format (`CannotExpress`).
+                ValueError: this format cannot express the provider's model (`CannotExpress`).
             """
             dtype = "bfloat16" if provider.bf16 else "float16" if provider.fp16 else "float32"
             return cls.FORMAT.write(from_config(provider.sections)) | {"torch_dtype": dtype}
 
         def mapping_registry(self) -> MegatronMappingRegistry:
-            """Mappings of all parameters of the model, by full name."""
+            """Return the mappings of all of the model's parameters, with full names instead of wildcards."""
             parameters = weights(self.FORMAT, self.description)
             return MegatronMappingRegistry(*(mapping for weight in parameters for mapping in mappings(weight)))
 
         def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronModelBridge, which only warns about missing tensors.
+            """Build the conversion tasks, rejecting missing tensors, about which MegatronModelBridge only warns.
 
             Raises:
-                ValueError: the Hugging Face checkpoint misses a tensor, or a parameter of the model has no mapping.
+                ValueError: the Hugging Face checkpoint lacks a tensor, or a parameter of the model has no mapping.
             """
             tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
             if None in tasks:
@@ -471,7 +473,7 @@ if MISSING is None:
             return tasks
 
         def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronPeftBridge, which has no Hugging Face config: the model's provider describes the model."""
+            """Export adapters, with the model described by its provider, as there is no Hugging Face config here."""
             chunk = megatron_model[0] if isinstance(megatron_model, list) else megatron_model
             while hasattr(chunk, "module"):
                 chunk = chunk.module
@@ -479,10 +481,10 @@ if MISSING is None:
             return super().stream_adapter_weights_megatron_to_hf(megatron_model, *args, **kwargs)
 
         def build_adapter_conversion_tasks(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronPeftBridge.
+            """Check all adapters, then build their conversion tasks as MegatronPeftBridge does.
 
             Raises:
-                ValueError: an adapter cannot be merged into a weight, or would be merged wrongly.
+                ValueError: an adapter cannot be merged into a weight, or would be merged incorrectly.
             """
             for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
                 for name, module in chunk.named_modules():
@@ -502,7 +504,9 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """Stand-in for the model with the attention sizes of the block that has these QKV tensors.
+            """Return a stand-in for the model with the attention sizes of the block that has these QKV tensors.
+
+            For names of other tensors, return the model itself.
 
             Raises:
                 ValueError: no attention block has these tensors.

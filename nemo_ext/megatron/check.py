@@ -1,4 +1,4 @@
-"""Checks of a composed config before any rank starts: our own with readable messages, then Megatron's."""
+"""Checks of a composed config before any rank starts: first our own, with readable messages, then Megatron's."""
 
 import argparse
 import importlib.metadata
@@ -58,22 +58,22 @@ KEYS = {
     "guard": {"nan", "spike", "before", "after", "most", "minutes"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
-"""Known keys of the sections of a training config; Megatron's own parser checks the section `megatron`."""
+"""Known keys of each section of a training config; Megatron's own parser checks the `megatron` section."""
 
 RESILIENCY = "nvidia-resiliency-ext"
 OLDEST_RESILIENCY = Version("0.6.0")
-"""`NVRX_MIN_VERSION` of Megatron-Core 0.18 and 0.19, which assert it at import if the package is installed."""
+"""Oldest version with which Megatron-Core 0.18 and 0.19 can be imported (their `NVRX_MIN_VERSION`)."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start", "model_of_start")}
-"""Known keys that must be true or false."""
+"""Keys of each section that must be true or false."""
 
 
 def check(config: Mapping[str, Any]) -> argparse.Namespace:
-    """Validate a config; returns Megatron's arguments for it.
+    """Validate a config, and return Megatron's arguments for it.
 
     Raises:
-        ValueError: a layout that does not fit the model or the machine, an unknown or contradictory argument, or a
-            pattern that does not parse.
+        ValueError: the layout does not fit the model or the number of ranks, an argument is unknown or contradicts
+            another, or the pattern does not parse.
     """
     check_keys(config)
     check_layout(config)
@@ -89,10 +89,11 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse an unknown key, a switch that is neither true nor false, or values that exclude each other.
+    """Reject unknown keys, switches that are neither true nor false, and values that exclude each other.
 
     Raises:
-        ValueError: names the key, and the nearest known one if it is unknown; or see `Stability.from_config`.
+        ValueError: the message names the key, and the nearest known one if it is unknown; or see
+            `Stability.from_config`.
     """
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
@@ -118,10 +119,10 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_version(config: Mapping[str, Any]) -> None:
-    """Refuse a setting that needs a newer Megatron-Core than the installed one.
+    """Reject settings that need a newer Megatron-Core than the installed one.
 
     Raises:
-        ValueError: names the setting and the version.
+        TooOld: the message names the setting and the required version.
     """
     mixed = (config.get("data") or {}).get("mixed_lengths") or {}
     if mixed.get("document_boundaries") and (why := versions.lack(["dataloader_inter_document_masking"])):
@@ -132,10 +133,10 @@ def check_version(config: Mapping[str, Any]) -> None:
 
 
 def resiliency() -> str | None:
-    """Version of the installed nvidia-resiliency-ext, or None.
+    """Return the installed version of nvidia-resiliency-ext, or None if it is not installed.
 
     Raises:
-        ValueError: it is too old for Megatron-Core to be imported.
+        ValueError: the version is so old that importing Megatron-Core would fail.
     """
     try:
         version = importlib.metadata.version(RESILIENCY)
@@ -150,10 +151,10 @@ def resiliency() -> str | None:
 
 
 def check_resiliency(arguments: argparse.Namespace) -> None:
-    """Refuse Megatron's validated arguments if they need nvidia-resiliency-ext and it is not installed.
+    """Reject Megatron's validated arguments if they need nvidia-resiliency-ext, but it is not installed.
 
     Raises:
-        ValueError: names the setting, and what to set instead.
+        ValueError: the message names the setting, and what to set instead if there is an alternative.
     """
     if resiliency() is not None:
         return
@@ -167,10 +168,10 @@ def check_resiliency(arguments: argparse.Namespace) -> None:
 
 
 def check_launcher(config: Mapping[str, Any]) -> None:
-    """Refuse settings that work only with ranks that the user starts, not with ranks that nemo-ext starts.
+    """Reject settings that work only if the user starts the ranks, not if nemo-ext does.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: the message names the setting.
     """
     if config["megatron"].get("enable_ft_package"):
         raise ValueError(
@@ -180,14 +181,14 @@ def check_launcher(config: Mapping[str, Any]) -> None:
 
 
 def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuse a teacher, online or cached, that this run cannot use.
+    """Reject a teacher, online or cached, that this run cannot use.
 
     Args:
         config: the composed config.
         arguments: Megatron's validated arguments for it.
 
     Raises:
-        ValueError: names the key, and Megatron's reason if it refuses the teacher in this run's layout.
+        ValueError: the message names the key, and Megatron's reason if it rejects the teacher in this run's layout.
     """
     from nemo_ext.megatron import distillation
 
@@ -226,10 +227,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
 
 
 def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuse to save log-probabilities of a model that is being trained, or that Megatron cannot save.
+    """Reject saving a model's log-probabilities while it is trained, or if Megatron cannot save them.
 
     Raises:
-        ValueError: names the flag to set.
+        ValueError: the message says what to set instead.
     """
     from nemo_ext.megatron.distillation import CACHED_VOCABULARY
 
@@ -257,10 +258,10 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
 
 
 def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuse log-probabilities that are missing or were saved from a different data order.
+    """Reject saved log-probabilities that are missing or come from a different data order.
 
     Raises:
-        ValueError: names what differs.
+        ValueError: the message names what is missing, invalid or different.
     """
     from nemo_ext.megatron.distillation import saved_by
 
@@ -288,9 +289,9 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
 
 
 def check_objects(config: Mapping[str, Any]) -> None:
-    """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
+    """Reject checkpoints whose pickles hold objects other than data, before Megatron loads them.
 
-    Imports Megatron, which registers its data classes with torch.
+    This imports Megatron, which registers its data classes with torch.
     """
     from megatron.core.safe_globals import register_safe_globals
 
@@ -310,10 +311,10 @@ def check_objects(config: Mapping[str, Any]) -> None:
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse a config that this machine cannot train. `check` passes it, so that any machine can check any config.
+    """Reject a config that this machine cannot train; `check` accepts it, so that any machine can check any config.
 
     Raises:
-        ValueError: names the missing package or setting, and what to set instead.
+        ValueError: the message names the missing package or the setting, and the remedy.
     """
     from nemo_ext.megatron.cpu.runtime import check_gpu
     from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
@@ -348,7 +349,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def check_packs(config: Mapping[str, Any]) -> None:
-    """Refuse packs for which Transformer Engine has no attention kernel on this machine.
+    """Reject packs for which Transformer Engine has no attention kernel on this machine.
 
     Raises:
         ValueError: see `nemo_ext.megatron.packed_attention.lack`.
@@ -369,14 +370,14 @@ def check_packs(config: Mapping[str, Any]) -> None:
 
 
 def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
-    """Refuse a parallel layout or batch size that does not fit the model.
+    """Reject a parallel layout or batch size that does not fit the model.
 
     Args:
         config: composed config.
-        trained: False for a model that has no loss.
+        trained: False for a model without a loss, such as a teacher.
 
     Raises:
-        ValueError: names the sizes that do not divide.
+        ValueError: the message names the sizes that do not fit together.
     """
     megatron = config["megatron"]
     layout = Layout.from_config(config, world_size=world_size(config))
@@ -419,12 +420,13 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
 
 
 def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
-    """Refuse a sequence length that ranks cannot split, or attention that context parallelism does not support.
+    """Reject a sequence length that ranks cannot split, or attention that context parallelism does not support.
 
-    Transformer Engine reports the latter in the first forward pass (context_parallel.py: `attn_forward_func_with_cp`).
+    Transformer Engine reports the latter only in the first forward pass (`attn_forward_func_with_cp` in
+    context_parallel.py).
 
     Raises:
-        ValueError: names the sizes, and the block by its 1-based number.
+        ValueError: the message names the sizes, and the 1-based number of the block.
     """
     megatron, parts, tensor = config["megatron"], layout.context_parallel, layout.tensor_parallel
     length, pieces, names = int(megatron.get("seq_length") or 0), 1, []
@@ -460,13 +462,13 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
-    """Refuse cuts that give some pipeline ranks MoE blocks and others none.
+    """Reject cuts that leave a pipeline rank without MoE blocks while others have some.
 
     Megatron sums the MoE losses over the pipeline, and a rank without routers contributes a tensor of another length
-    (training/training.py, `training_log`): an abort on gloo, a hang on NCCL.
+    (training/training.py, `training_log`), so gloo aborts and NCCL hangs.
 
     Raises:
-        ValueError: names the rank.
+        ValueError: the message names the rank.
     """
     for rank in range(pipeline):
         stages = pattern.stages[rank::pipeline]

@@ -1,4 +1,4 @@
-"""`nemo-ext train`, and the parts that commands with a training run's config share."""
+"""The `nemo-ext train` command: trains a model; also defines what all commands with a training config share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ MEGATRON = {
     **dict.fromkeys(("nccl_communicator_config_path", "heterogeneous_layers_config_path"), Place),
     **dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path"), Places),
 }
-"""Types of Megatron's flags that name files."""
+"""Types of the Megatron flags that name files or folders."""
 TRAINING: Mapping[str, Any] = {
     "run_dir": Place,
     "data_root": Place,
@@ -33,11 +33,11 @@ TRAINING: Mapping[str, Any] = {
     "evaluate": ({"judge": "nemo_ext.rl.judge:JudgeSettings"}, "nemo_ext.evaluation.live:LiveSettings"),
     "cluster": "nemo_ext.slurm.cluster:Cluster",
 }
-"""Types of the keys of a training run's config."""
+"""Types of the keys in a training config."""
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Nodes of a job with a training run's config, and GPUs on each."""
+    """Return the number of nodes and of GPUs per node that a job with a training config uses."""
     return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
 
 

@@ -1,8 +1,8 @@
 """Knowledge distillation: a student learns a teacher's logits inside Megatron's own trainer.
 
 The teacher runs in the student's process (`distillation.teacher`), or its log-probabilities were saved beforehand
-(`megatron.logits_load_dir`). Either way the divergence is computed where the student computes its LM loss, before that
-loss overwrites the logits: Megatron's cross entropy in float32 and Transformer Engine's in any dtype work in place.
+(`megatron.logits_load_dir`). Either way, the divergence is computed where the student computes its LM loss, before that
+loss overwrites the logits: Megatron's cross entropy works in place in float32, Transformer Engine's in any dtype.
 """
 
 import json
@@ -30,19 +30,19 @@ from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arg
 from nemo_ext.megatron.divergence import kl_divergence
 
 KL = "kl to teacher"
-"""Name of the divergence in Megatron's log and in TensorBoard; `kl_to_teacher` in metrics.jsonl."""
+"""Name of the divergence in Megatron's log and in TensorBoard; metrics.jsonl calls it `kl_to_teacher`."""
 
 CACHED_VOCABULARY = 2**17
-"""Largest vocabulary whose log-probabilities Megatron can save (training/distillation/logits_saver.py)."""
+"""Largest vocabulary for which Megatron can save log-probabilities (training/distillation/logits_saver.py)."""
 
 MODEL_GROUPS = ("transformer configuration", "network size", "moe", "mla", "experimental_attention_variant")
-"""Groups of Megatron's parser whose flags define a model."""
+"""Argument groups of Megatron's parser whose flags define a model."""
 
 PRECISION = ("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_")
-"""Prefixes of model flags that the teacher takes from the student's run."""
+"""Prefixes of the model flags that the teacher takes from the student's run."""
 
 TRAINING_ONLY = ("recompute_", "moe_layer_recompute", "distribute_saved", "cpu_offloading", "offload_", "fine_grained_")
-"""Prefixes of model flags that a model without a backward pass does not need."""
+"""Prefixes of the model flags that a model without a backward pass does not need."""
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -50,12 +50,12 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """The `distillation` section of a training config; without a teacher every value is the default.
+    """The `distillation` section of a training config; without a teacher, all values must be the defaults.
 
     Attributes:
         teacher: path of a run directory or Megatron checkpoint.
         kl_weight: weight of the divergence in the loss.
-        lm_weight: weight of the language model loss.
+        lm_weight: weight of the language modelling loss.
         temperature: divisor of both models' logits; the divergence is multiplied by its square.
         top_k: number of the teacher's most probable tokens that are distinguished; None for all.
     """
@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
-        """Settings of a composed config; the defaults if it has none.
+        """Read the settings from a composed config; return the defaults if it has no such section.
 
         Raises:
             ValueError: a value is invalid, or has no effect because there is no teacher.
@@ -88,12 +88,12 @@ class Settings:
 
 
 def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
-    """Training config of the teacher in a student's run, and the folder of its checkpoint.
+    """Return the teacher's training config for a student's run, and the folder of its checkpoint.
 
-    The model is defined by the config next to its checkpoint; layout, precision and the rest come from the run.
+    The config next to the checkpoint defines the model; layout, precision and the rest come from the run.
 
     Raises:
-        ValueError: there is no such checkpoint, no config next to it, or its vocabulary differs from the student's.
+        ValueError: the checkpoint or its config does not exist, or its vocabulary size differs from the student's.
     """
     teacher = str(config["distillation"]["teacher"])
     source = Path(teacher)
@@ -114,10 +114,10 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
 
 
 def check_same_tokens(config: Mapping[str, Any]) -> None:
-    """Refuses a teacher whose tokenizer differs from the one of the run's data, if the files of both are available.
+    """Reject a teacher whose tokenizer differs from that of the run's data, if both tokenizers' files are available.
 
     Raises:
-        ValueError: names a token whose ids differ.
+        ValueError: the tokenizers differ; the message names a token whose ids differ.
     """
     source = Path(str(config["distillation"]["teacher"]))
     folder = checkpoint_folder(source)
@@ -141,7 +141,7 @@ def check_same_tokens(config: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_file(place: object) -> Path | None:
-    """File tokenizer.json of a tokenizer's folder, or the given file itself; None if it does not exist."""
+    """Return a tokenizer's JSON file, given its folder or the file itself; None if it does not exist."""
     if place is None:
         return None
     path = Path(str(place)).expanduser()
@@ -150,7 +150,7 @@ def _tokenizer_file(place: object) -> Path | None:
 
 
 def one_stage_a_rank(config: Mapping[str, Any]) -> None:
-    """Refuses interleaved pipeline stages in a run with a teacher.
+    """Reject interleaved pipeline stages, which a run with a teacher does not support.
 
     Raises:
         ValueError: a pipeline rank has several stages.
@@ -165,10 +165,10 @@ def one_stage_a_rank(config: Mapping[str, Any]) -> None:
 
 
 def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """Config that builds the teacher in a student's run: the student's training config with the teacher's model.
+    """Return the student's training config with the teacher's model, which builds the teacher in the student's run.
 
     Raises:
-        ValueError: their vocabularies differ.
+        ValueError: the two vocabularies differ in size.
     """
     rows, student_rows = (Architecture.from_config(model).vocab_size for model in (teacher, config))
     if rows != student_rows:
@@ -192,7 +192,7 @@ def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict
 
 @cache
 def model_flags() -> frozenset[str]:
-    """Flags of Megatron's command line that define a model, as `megatron:` spells them."""
+    """Return the names of Megatron's flags that define a model, spelled as in the `megatron` section."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     layout = {field.name for field in fields(ModelParallelConfig)}
@@ -209,14 +209,14 @@ def model_flags() -> frozenset[str]:
 
 
 class Distillation(ABC):
-    """Divergence of a student from its teacher, per micro-batch, and the weights of both losses."""
+    """Divergence of a student from its teacher in each micro-batch, and the weights of both losses."""
 
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
         self.kl_weight, self.lm_weight = kl_weight, lm_weight
         self._divergence: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Model hook: makes the last stage compute the divergence wherever it computes its LM loss."""
+        """Model hook that makes the last stage compute the divergence whenever it computes its LM loss."""
         from megatron.core.utils import unwrap_model
 
         student = unwrap_model(model)[-1]
@@ -232,40 +232,40 @@ class Distillation(ABC):
         return model
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
-        """Called before the student's forward pass, with a micro-batch and the keywords for its sequence bounds."""
+        """Prepare for the student's forward pass on a micro-batch; `bounds` has keyword arguments for packed ones."""
 
     def after_student(self, output: Tensor) -> Tensor:
-        """Output that this stage sends on, given the student's output."""
+        """Return the output that this stage sends on, given the student's output."""
         return output
 
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """KL(teacher || student) per token `[batch, seq]` in nats, None without the teacher's output.
+        """Compute KL(teacher || student) per token `[batch, seq]` in nats; None if the teacher's output is missing.
 
         Args:
-            logits: the student's logits, `[seq, batch, vocabulary / tensor parallel size]`; not changed.
-            training: False in an evaluation.
+            logits: the student's logits, `[seq, batch, vocabulary / tensor parallel size]`; not modified.
+            training: False during evaluation.
         """
 
     def take(self) -> Tensor | None:
-        """Returns the last forward pass's divergence `[batch, seq]` once; None on stages without an output layer."""
+        """Return and forget the last forward pass's divergence `[batch, seq]`; None on stages without output layer."""
         divergence, self._divergence = self._divergence, None
         return divergence
 
     def loss(self, lm: Tensor, kl: Tensor) -> Tensor:
-        """Training loss, from the sums (or means) of both losses over tokens."""
+        """Weight and add both losses, given as sums (or means) over tokens."""
         return self.kl_weight * kl + (self.lm_weight * lm if self.lm_weight else 0.0)
 
 
 class OnlineTeacher(Distillation):
-    """Teacher in the student's process and layout, without gradients and not part of checkpoints.
+    """Teacher in the student's process and layout, which has no gradients and is not saved in checkpoints.
 
-    In a pipeline both models run stage by stage, each with its own cuts, and stages send the activations of both as one
-    tensor `[seq, batch, hidden of the student + hidden of the teacher]`.
+    In a pipeline, both models run stage by stage, each with its own cuts, and stages send both models' activations as
+    one tensor `[seq, batch, student hidden + teacher hidden]`.
 
     Args:
         config: the student's composed config.
-        load: builds the teacher from it; `load_teacher` by default.
+        load: function that builds the teacher from it; `load_teacher` by default.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class OnlineTeacher(Distillation):
         self._output: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """See `Distillation.attach`; loads the teacher first."""
+        """Load the teacher, then attach the divergence to the student (see `Distillation.attach`)."""
         from megatron.core.utils import unwrap_model
 
         self.teacher = self.load(self.config)
@@ -288,7 +288,7 @@ class OnlineTeacher(Distillation):
         return super().attach(model)
 
     def _divide_input(self, student: Any) -> None:
-        """Makes a later stage of the student split its input and give the teacher its part."""
+        """Make a later stage of the student split its input and pass the teacher's part on to the teacher."""
         take, width = student.set_input_tensor, student.config.hidden_size
 
         def divided(inputs: Any) -> None:
@@ -299,7 +299,7 @@ class OnlineTeacher(Distillation):
         student.set_input_tensor = divided
 
     def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps one of Megatron's pipeline schedules, with room for the teacher's activations between stages."""
+        """Wrap one of Megatron's pipeline schedules so that tensors sent between stages also fit the teacher's part."""
 
         def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
             more = int(self.teacher.config.hidden_size)
@@ -311,19 +311,19 @@ class OnlineTeacher(Distillation):
         return scheduled
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
-        """Runs the teacher's stage on the micro-batch; stores its logits, or activations for the next stage."""
+        """Run the teacher's stage on the micro-batch, and store its logits, or its activations for the next stage."""
         with torch.no_grad():
             self._output = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds)
 
     def after_student(self, output: Tensor) -> Tensor:
-        """See `Distillation.after_student`; appends the teacher's activations, except on the last stage."""
+        """Append the teacher's activations to the student's output, except on the last stage."""
         if self._output is None:
             return output
         teacher, self._output = self._output, None
         return torch.cat([output, teacher.to(output.dtype)], dim=-1)
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor:
-        """See `Distillation.divergence`; also computed in evaluations."""
+        """Compute the divergence (see `Distillation.divergence`), also during evaluation."""
         from megatron.core import parallel_state
 
         assert self._output is not None
@@ -336,12 +336,12 @@ class OnlineTeacher(Distillation):
 
 
 class CachedTeacher(Distillation):
-    """Saved log-probabilities of a teacher, read by Megatron's own loader.
+    """A teacher's saved log-probabilities, read by Megatron's own loader.
 
     Args:
-        arguments: Megatron's arguments, with `logits_load_dir`, which is removed from them: Megatron would keep the
-            logits of the output layer, which the LM loss has overwritten in float32 by the time they are read, and
-            requires that layer on every pipeline stage.
+        arguments: Megatron's arguments; their `logits_load_dir` is set to None. Megatron would otherwise keep the
+            output layer's logits, which the LM loss has overwritten in float32 by the time they are read, and
+            require that layer on every pipeline stage.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -357,7 +357,7 @@ class CachedTeacher(Distillation):
         self._saved: Any = None
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """See `Distillation.divergence`; None in evaluations, for which nothing was saved."""
+        """Compute the divergence (see `Distillation.divergence`); None in evaluations, for which nothing is saved."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
         from megatron.training.distillation.cached_logits_loss import CachedLogitsKDLoss
 
@@ -371,11 +371,11 @@ class CachedTeacher(Distillation):
 
 
 def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | None:
-    """Distillation of a run, None without a teacher.
+    """Return a run's distillation, or None if it has no teacher.
 
     Args:
         config: the composed config.
-        arguments: Megatron's validated arguments for it; see `CachedTeacher`.
+        arguments: Megatron's validated arguments for it, which `CachedTeacher` changes.
     """
     if getattr(arguments, "logits_load_dir", None) is not None:  # not in every version
         return CachedTeacher(arguments)
@@ -383,7 +383,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 
 
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
-    """Build the teacher of a student's run and load its weights, for this rank's place in the run's process groups."""
+    """Build this rank's part of the teacher in a student's run, and load its weights."""
     from megatron.core import dist_checkpointing
     from megatron.training.utils import print_rank_0
 
@@ -396,7 +396,7 @@ def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def build_teacher(merged: Mapping[str, Any]) -> Any:
-    """Build a teacher from `with_model_of`'s config, without gradients, for this rank's place in the process groups."""
+    """Build this rank's part of a teacher, without gradients, from the config that `with_model_of` returns."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model
 
@@ -412,9 +412,9 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Model hook that applies Megatron's `freeze_all_layers`, which the model builders of 0.19 ignore.
+    """Model hook that applies Megatron's `freeze_all_layers`, which Megatron-Core 0.19's model builders ignore.
 
-    Weights get no gradient and routers keep their expert bias (training/training.py, `get_model`).
+    Weights get no gradients and routers keep their expert bias (training/training.py, `get_model`).
     """
     module: Any
     for module in (module for stage in model for module in stage.requires_grad_(False).modules()):
@@ -424,10 +424,10 @@ def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def saved_by(folder: Path) -> dict[str, Any]:
-    """Megatron's record of the run that saved log-probabilities: `seed`, `sequence_length`, `train_samples`, ...
+    """Read Megatron's record of the run that saved log-probabilities: `seed`, `sequence_length`, `train_samples`, ...
 
     Raises:
-        ValueError: the folder holds no saved log-probabilities.
+        ValueError: the folder holds no saved log-probabilities, or they cannot be read.
     """
     files = sorted(folder.glob("cp*_dp*__*.tar"))
     if not files:

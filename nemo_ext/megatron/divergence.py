@@ -1,4 +1,4 @@
-"""KL divergence of the next-token distributions of teacher and student, over a vocabulary split among ranks."""
+"""KL divergence between a teacher's and a student's next-token distributions, with the vocabulary split among ranks."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ def kl_divergence(
     top_k: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """KL(teacher || student) per token in nats at a temperature, times its square (Hinton et al., 2015).
+    """Compute KL(teacher || student) per token in nats, times the squared temperature (Hinton et al., 2015).
 
-    With `top_k`, all but the teacher's `top_k` most probable tokens count as one event: only their total probabilities
-    are compared.
+    With `top_k`, all but the teacher's `top_k` most probable tokens count as one event, so that only their total
+    probabilities are compared.
 
     Args:
         student: logits `[..., vocabulary / ranks]`; receives the gradient.
         teacher: logits of the same shape.
         temperature: divisor of both models' logits.
-        top_k: number of tokens kept apart, over the whole vocabulary; None for all.
-        group: ranks that the vocabulary is split among; None for one.
+        top_k: number of tokens in the whole vocabulary that are distinguished; None for all.
+        group: ranks that share the vocabulary; None if it is not split.
 
     Returns:
         Divergence `[...]` in float32, the same on every rank of the group.
@@ -33,7 +33,7 @@ def kl_divergence(
 
 
 class _KLDivergence(torch.autograd.Function):
-    """KL divergence with its closed-form gradient; the logits may be overwritten after the forward pass."""
+    """KL divergence with a closed-form gradient; the logits may be overwritten after the forward pass."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ def _log_softmax(logits: Tensor, group: torch.distributed.ProcessGroup | None) -
 
 
 def logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """Log-sum-exp `[..., 1]` over the last axis on all ranks of the group; -inf if all logits are -inf."""
+    """Compute the log-sum-exp `[..., 1]` over the last axis on all ranks of the group; -inf if all logits are -inf."""
     if group is None:
         return logits.logsumexp(-1, keepdim=True)
     largest = logits.amax(-1, keepdim=True)
@@ -82,7 +82,7 @@ def logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> T
 
 
 def _among_top(logits: Tensor, k: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """Mask of this rank's logits that are among the `k` largest of all ranks, in the logits' shape."""
+    """Return a mask, shaped like the logits, of this rank's logits that are among the `k` largest of all ranks."""
     ranks = 1 if group is None else group.size()
     k = min(k, logits.shape[-1] * ranks)
     values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)

@@ -1,8 +1,8 @@
-"""Sequences of a stream epoch by epoch, in an order that does not depend on how many a run reads.
+"""Sequences of a stream, epoch by epoch, in an order that does not depend on how many of them a run reads.
 
-Megatron's GPTDataset shuffles all epochs of a run together, so the order depends on the number of epochs. Here every
-epoch has its own order; the first is Megatron's for a run of one epoch. So a phase can begin with any sequence of a
-stream, and changing later phases does not change the sequences of earlier ones.
+Megatron's GPTDataset shuffles all epochs of a run together, so its order depends on the number of epochs. Here every
+epoch has its own order, and the first equals Megatron's for a run of one epoch. A phase can therefore begin at any
+sequence of a stream, and changes to later phases do not affect the sequences of earlier ones.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,20 @@ from nemo_ext.data.text.indexed_dataset import index_digest
 from nemo_ext.job.seeds import digest, generator
 
 ROUND = 100
-"""Minimum number of sequences per order; tokens after its last full sequence are dropped, less than one per cent."""
+"""Minimum number of sequences per round (the epochs that are shuffled together).
+
+Tokens after a round's last full sequence (less than one per cent) are dropped.
+"""
 
 
 @dataclass
 class StreamConfig(GPTDatasetConfig):
-    """Megatron's dataset config, and which part of each stream is read.
+    """Megatron's dataset config, extended by the part of each stream to read.
 
     Attributes:
-        drawn: number of sequences already read, by prefix; "" for synthetic data.
+        drawn: mapping from a stream's prefix ("" for synthetic data) to the number of sequences already read.
         documents: part of every stream's documents to read.
-        contents: digest of a stream's index file, in the config of that stream's dataset.
+        contents: digest of the index file, set only in the config of a single stream's dataset.
     """
 
     drawn: Mapping[str, int] = field(default_factory=dict)
@@ -42,10 +45,10 @@ class StreamConfig(GPTDatasetConfig):
 
 
 class StreamDataset(GPTDataset):
-    """Megatron's GPTDataset whose cached indices are named by the contents of the data too.
+    """Megatron's GPTDataset, with the data's contents as part of the names of its cached indices.
 
-    Megatron names the cache by the path of the data and the settings, so new data at the same path would be read with
-    the indices of the old data (gpt_dataset.py, `_build_document_sample_shuffle_indices`).
+    Megatron names them only by the data's path and the settings, so new data at the same path would be read with the
+    old data's indices (gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
 
     def __init__(
@@ -69,12 +72,12 @@ class StreamDataset(GPTDataset):
 
 
 class StreamEpochs(MegatronDataset):
-    """Sequences of one stream, starting after the `config.drawn` already read, in place of Megatron's GPTDataset.
+    """Sequences of one stream, without those already read (`config.drawn`); replaces Megatron's GPTDataset.
 
-    An order covers one epoch, or as many epochs as have `ROUND` sequences.
+    Sequences are shuffled in rounds of one epoch, or of as many epochs as are needed for `ROUND` sequences.
 
     Args:
-        dataset, dataset_path, indices, num_samples, index_split: see upstream; without `num_samples`, one order.
+        dataset, dataset_path, indices, num_samples, index_split: see GPTDataset; if `num_samples` is None, one round.
         config: config with `drawn` and `documents`.
     """
 
@@ -108,12 +111,12 @@ class StreamEpochs(MegatronDataset):
 
     @classmethod
     def numel_low_level_dataset(cls, low_level_dataset: Any) -> int:
-        """See upstream."""
+        """Return the number of elements in a low-level dataset (see `GPTDataset.numel_low_level_dataset`)."""
         return cls.kind.numel_low_level_dataset(low_level_dataset)
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """See upstream."""
+        """Open the files with a path prefix (see `GPTDataset.build_low_level_dataset`)."""
         return cls.kind.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:
@@ -125,13 +128,20 @@ class StreamEpochs(MegatronDataset):
 
 
 class MockEpochs(StreamEpochs):
-    """`StreamEpochs` for Megatron's synthetic data."""
+    """Variant of `StreamEpochs` for Megatron's synthetic data."""
 
     kind = MockGPTDataset
 
 
 def sequences_in_a_round(tokens: int, length: int) -> int:
-    """Number of sequences in the fewest epochs that have `ROUND` sequences; the last label needs one more token."""
+    """Return the number of sequences in the smallest number of epochs that yields at least `ROUND` sequences.
+
+    One token is reserved for the label at the last position.
+
+    Args:
+        tokens: number of tokens in one epoch.
+        length: sequence length.
+    """
     epochs = -(-(ROUND * length + 1) // tokens)
     return (epochs * tokens - 1) // length
 
@@ -139,9 +149,13 @@ def sequences_in_a_round(tokens: int, length: int) -> int:
 def part_of(
     documents: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], part: Documents, *, seed: int
 ) -> npt.NDArray[np.int32]:
-    """Documents in a part of their shuffled order; all of them if that part has no tokens.
+    """Return the documents in a part of their shuffled order; all of them if that part has no tokens.
 
-    `lengths` has the tokens of every document; `part` is start and end of the part, as shares of all tokens.
+    Args:
+        documents: numbers of the documents.
+        lengths: number of tokens of each document, indexed by document number.
+        part: start and end of the part, as shares of all tokens.
+        seed: random seed of the order.
     """
     if part == ALL:
         return documents

@@ -1,8 +1,8 @@
-"""Support for MoE blocks with different numbers of experts in one model, in Megatron's trainer.
+"""Support in Megatron's trainer for models whose MoE blocks differ in their number of experts.
 
-After each step Megatron-Core 0.19 stacks the token counts of all routers to update their expert biases
+After each step, Megatron-Core 0.19 stacks the token counts of all routers to update their expert biases
 (core/distributed/finalize_model_grads.py), which requires the same number of experts in every block. Here the update
-is called once per size, with the routers of that size.
+is called once for each number of experts, with the routers that have it.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import torch
 
 
 def update_by_size() -> None:
-    """Patches Megatron to update expert biases size by size, for the rest of this process."""
+    """Patch Megatron, for the rest of this process, to update expert biases separately for each number of experts."""
     # By its path: the package has a function of the same name.
     upstream = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     update = upstream._update_router_expert_bias

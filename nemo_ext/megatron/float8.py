@@ -1,8 +1,8 @@
-"""FP8 matrix products in torch: matrices rounded to float8 with a scale per tensor or block, forward and backward.
+"""FP8 matrix products in torch, forward and backward: matrices are rounded to float8 with a scale per tensor or block.
 
-With one scale per tensor the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`, with tensor cores
-on GPUs since Ada). Block scales, and older GPUs, are simulated: the same rounding, then a product of the rounded
-matrices in the precision of the activations.
+With one scale per tensor, the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`, on tensor cores
+from Ada on). Block scales are simulated, as are products on older GPUs: matrices are rounded in the same way, then
+multiplied in the precision of the activations.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,16 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 Block = tuple[int, int]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16
-"""Multiple that cuBLAS requires for the sizes of float8 matrices; others are padded with zeros."""
+"""Divisor that cuBLAS requires of float8 matrix sizes; other matrices are padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """FP8 scaling of a product's matrices, whose rows run along the summed dimension.
+    """FP8 scaling of the matrices in a product, whose rows run along the summed dimension.
 
     Attributes:
-        activation: rows and columns that share a scale, for inputs and gradients; None for the whole tensor.
+        activation: size (rows, columns) of the blocks of inputs and gradients that share a scale; None for the whole
+            tensor.
         weight: the same for weights.
         power_of_two: True to round scales to powers of two, as in MXFP8 and Transformer Engine's block scaling.
     """
@@ -40,17 +41,21 @@ SCALINGS: dict[str, Scaling] = {
     "blockwise": Scaling((1, 128), (128, 128), power_of_two=True),
     "mxfp8": Scaling((1, 32), (1, 32), power_of_two=True),
 }
-"""Scaling by name in `precision_plan.recipe`; delayed scaling (scales of earlier steps) needs Transformer Engine."""
+"""Mapping from names in `precision_plan.recipe` to scalings.
+
+Delayed scaling, which uses the scales of earlier steps, needs Transformer Engine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
-    """Matrix in float8 with its scales.
+    """Float8 matrix with its scales.
 
     Attributes:
         values: `[rows, columns]` in float8.
-        scale: factor of the values, float32: `[]`, or one per block `[block rows, block columns]`.
-        block: rows and columns of a block; None for the whole tensor.
+        scale: factor by which values are multiplied, in float32: `[]`, or `[block rows, block columns]` for one per
+            block.
+        block: size (rows, columns) of a block; None for the whole tensor.
     """
 
     values: Tensor
@@ -58,7 +63,7 @@ class Float8Matrix:
     block: Block | None
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The represented numbers in a dtype."""
+        """Return the numbers that the matrix represents, `[rows, columns]`, in the given dtype."""
         if self.block is None:
             return (self.values.float() * self.scale).to(dtype)
         rows, columns = self.values.shape
@@ -69,11 +74,12 @@ class Float8Matrix:
 def quantise(
     matrix: Tensor, block: Block | None = None, *, dtype: torch.dtype = E4M3, power_of_two: bool = False
 ) -> Float8Matrix:
-    """Round a matrix to float8, scaling the largest magnitude of each block to the largest float8 number.
+    """Round a matrix to float8, scaling each block's largest magnitude to the largest float8 number.
 
     Args:
         matrix: `[rows, columns]`, not empty.
-        block: rows and columns that share a scale; the last blocks may be smaller. None for the whole tensor.
+        block: size (rows, columns) of the blocks that share a scale; the last may be smaller. None for the whole
+            tensor.
         dtype: float8_e4m3fn or float8_e5m2.
         power_of_two: True to round scales up to powers of two.
     """
@@ -93,7 +99,7 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """True if a device multiplies float8 matrices: GPUs from compute capability 8.9 on, and CPUs in newer torch."""
+    """Return whether a device multiplies float8 matrices: GPUs from compute capability 8.9 on, CPUs in newer torch."""
     if device.type == "cpu":
         return _cpu_has_float8_products()
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -101,7 +107,7 @@ def has_float8_products(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_float8_products() -> bool:
-    """True if this torch multiplies float8 matrices on the CPU: 2.11 declares the function but has no kernel."""
+    """Return whether this torch multiplies float8 matrices on the CPU; 2.11 declares the function without a kernel."""
     matrix, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
     try:
         scaled_mm(matrix, matrix.t(), one, ScalingType.TensorWise, one, ScalingType.TensorWise)
@@ -111,7 +117,7 @@ def _cpu_has_float8_products() -> bool:
 
 
 def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tensor:
-    """`left @ right.T`: `[m, k]` and `[n, k]` to `[m, n]`, in the given dtype."""
+    """Compute `left @ right.T`, from `[m, k]` and `[n, k]` to `[m, n]`, in the given dtype."""
     if left.block is not None or right.block is not None or not has_float8_products(left.values.device):
         return linear(left.dequantised(dtype), right.dequantised(dtype))
     rows, columns = len(left.values), len(right.values)
@@ -133,7 +139,7 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients: torch.dtype = E4M3) -> Tensor:
-    """`inputs @ weight.T` in FP8, with both gradients in FP8.
+    """Compute `inputs @ weight.T` and both its gradients in FP8.
 
     Matrices are rounded along the summed dimension of each product, as in Transformer Engine (rowwise and columnwise).
 
@@ -141,7 +147,7 @@ def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients
         inputs: `[..., in]`, in float32, bfloat16 or float16.
         weight: `[out, in]`.
         scaling: one of SCALINGS.
-        gradients: float8 dtype of the output's gradients.
+        gradients: float8 dtype to which the output's gradients are rounded.
 
     Returns:
         `[..., out]`, in the inputs' dtype.

@@ -1,4 +1,4 @@
-"""Precision plan applied to Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
+"""Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
 Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
 replaced. Each rank scales its own shard of a matrix.
@@ -25,12 +25,12 @@ from nemo_ext.megatron.fp8 import Precision, module_patterns
 
 LINEAR = ColumnParallelLinear, RowParallelLinear
 _FORWARD = "_forward_impl"
-"""Method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
+"""Name of the method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
 
 
 @dataclass(frozen=True)
 class Float8Product:
-    """Replacement of a linear layer's `_forward_impl`; `gradients` is the float8 dtype of the output's gradients."""
+    """Replacement for a linear layer's `_forward_impl`; `gradients` is the float8 dtype for the output's gradients."""
 
     scaling: Scaling
     gradients: torch.dtype
@@ -46,7 +46,7 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Computes the layer's product, with the communication that it requires."""
+        """Compute the layer's product, with the communication that it requires."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -56,9 +56,12 @@ class Float8Product:
 
 
 def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
-    """Set the linear layers of a pipeline stage to FP8 according to the plan; returns these layers.
+    """Set a pipeline stage's linear layers to FP8 according to the plan, and return the layers that were changed.
 
-    `stage` has the 0-based numbers of the stage's blocks, in order; the model is not wrapped.
+    Args:
+        model: the stage, not wrapped.
+        precision: precision plan and architecture.
+        stage: 0-based numbers of the stage's blocks, in order.
 
     Raises:
         ValueError: the scaling needs Transformer Engine, or a weight is not in one of Megatron's linear layers.
@@ -81,7 +84,7 @@ def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int
 
 @contextmanager
 def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Runs a model without pipeline stages in the plan's precision while open; raises as `use_float8` does."""
+    """Set a model without pipeline stages to the plan's precision in the context; raises as `use_float8` does."""
     changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
     try:
         yield

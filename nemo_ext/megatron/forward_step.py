@@ -1,4 +1,4 @@
-"""Functions that Megatron's trainer requires from its caller: datasets, forward step and loss."""
+"""Functions that Megatron's trainer expects from its caller: datasets, forward step and loss."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +26,18 @@ from nemo_ext.megatron.stability import Z_LOSS, ZLoss
 LOSS = "lm loss"
 """Megatron's name for the loss, in its log and in TensorBoard."""
 _stragglers = StragglerDetector()
-"""Megatron's singleton, which times batches and forward passes with `megatron.log_straggler`."""
+"""Megatron's singleton, which times batches and forward passes if `megatron.log_straggler` is set."""
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
-    """Train and validation datasets with at least `samples` sequences each, from Megatron's data arguments.
+    """Build the training and validation datasets from Megatron's data arguments.
 
-    There is no test set: the trainer would evaluate it at the end under the validation set's name. Without evaluations
-    there is no validation set: the trainer refuses an empty blend.
+    There is no test set, because the trainer would evaluate it at the end under the validation set's name. Without
+    evaluations there is no validation set, because the trainer rejects an empty blend.
+
+    Args:
+        samples: minimum numbers of training, validation and test sequences.
+        vp_stage: not used.
     """
     arguments = get_args()
     train, valid, none = build_datasets(arguments, samples)
@@ -43,14 +47,14 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
 def build_datasets(
     arguments: argparse.Namespace, samples: list[int], *, drawn: Mapping[Reading, Mapping[str, int]] | None = None
 ) -> tuple[Any, Any, None]:
-    """Build datasets as `datasets` does, from the given arguments and without Megatron's trainer.
+    """Build datasets as `datasets` does, but from the given arguments and without Megatron's trainer.
 
-    In a run with phases or mixed lengths, every epoch of a stream has its own order (`nemo_ext.megatron.epochs`);
-    `drawn` has the number of sequences already read, by prefix, in a run with phases.
+    In a run with phases or mixed lengths, every epoch of a stream has its own order (`nemo_ext.megatron.epochs`). In a
+    run with phases, `drawn` maps each reading and stream prefix to the number of sequences already read.
 
-    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, for each split separately: a
-    phase of packs is validated on the run's text. If the trainer has set `arguments.mixed_lengths`
-    (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
+    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, separately for each split, so
+    that a phase of packs can be validated on the run's text. If the trainer has set `arguments.mixed_lengths` (the
+    config's `data.mixed_lengths`), the blend's sequences have two lengths.
     """
     lengths = getattr(arguments, "mixed_lengths", None)
     mixed = None if lengths is None else MixedLengths(**lengths)
@@ -122,21 +126,21 @@ def loss_function(
     divergence: Tensor | None = None,
     z_loss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the token losses and number of tokens, by which Megatron divides.
+    """Sum the token losses, and count the tokens by which Megatron divides the sum.
 
-    With `megatron.calculate_per_token_loss` Megatron sums both over the batch first. Otherwise each rank divides the
-    loss of each micro-batch by that micro-batch's tokens (core/pipeline_parallel/schedules.py).
+    With `megatron.calculate_per_token_loss`, Megatron first sums both over the batch. Otherwise each rank divides each
+    micro-batch's loss by that micro-batch's tokens (core/pipeline_parallel/schedules.py).
 
     Args:
         loss_mask: `[batch, seq]`, 0 for masked tokens.
         output: per-token LM losses `[batch, seq]`.
-        distillation: weighs the LM loss against the divergence, or None.
-        divergence: per-token divergence from a teacher `[batch, seq]`.
-        z_loss: per-token, weighted z-loss `[batch, seq]`.
+        distillation: weights of LM loss and divergence; None without a teacher.
+        divergence: per-token divergence from the teacher `[batch, seq]`, or None.
+        z_loss: per-token z-loss `[batch, seq]`, already weighted, or None.
 
     Returns:
-        Loss sum `[]`, number of tokens `[]`, and for the log pairs of sum and number of tokens `[2]`: the LM loss under
-        `LOSS`, the divergence under `KL`, the z-loss under `Z_LOSS`.
+        Loss sum `[]`, number of tokens `[]`, and a mapping for the log from `LOSS`, `KL` and `Z_LOSS` to the sum of
+        that loss and the number of tokens, `[2]`.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum().to(torch.int)
@@ -164,10 +168,10 @@ def forward_step(
     distillation: Distillation | None = None,
     z_loss: ZLoss | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """Run one micro-batch of Megatron's datasets through one pipeline stage.
+    """Run one micro-batch from Megatron's datasets through one pipeline stage.
 
     Returns:
-        The stage's output (per-token losses `[batch, seq]` on the last stage) and the loss function of that output.
+        The stage's output (per-token losses `[batch, seq]` on the last stage), and the loss function to apply to it.
     """
     with _stragglers(bdata=True):
         batch = dict(next(iterator))

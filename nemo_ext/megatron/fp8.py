@@ -1,4 +1,4 @@
-"""Precision plan for Megatron: RecipeConfig of the modules of a pipeline stage that deviate from the model's precision.
+"""Precision plans in Megatron: a RecipeConfig for the modules of a stage that deviate from the model's precision.
 
 Megatron runs every block in the context of `megatron.fp8_format`, and looks up each Transformer Engine module in
 `TransformerConfig.quant_recipe` when the model is built. It matches names within the stage, where `decoder.layers.0` is
@@ -32,16 +32,16 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "latent_fc2": ("mlp.fc2_latent_proj",),
     },
 }
-"""Modules of each part in Megatron's layers, below `decoder.layers.N.`."""
+"""Mapping from block kinds and their parts to the names of Megatron's modules below `decoder.layers.N.`."""
 _TYPE = "transformer_engine_config_type"
 
 
 def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple[str, ...]:
-    """Glob patterns of the modules that hold a weight, by their names in a pipeline stage.
+    """Return glob patterns for the names, within a pipeline stage, of the modules that hold a weight.
 
     Args:
         weight: weight of the model.
-        kind: kind of its block; "" for embedding and output layer.
+        kind: kind of its block; "" for the embedding and the output layer.
         first_block: 0-based number of the stage's first block.
     """
     if weight.block is None:
@@ -53,10 +53,10 @@ def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision plan together with its model.
+    """Precision plan, together with the model to which it applies.
 
     Attributes:
-        plan: precision plan of the weights.
+        plan: precisions of the weights.
         architecture: the model's architecture.
     """
 
@@ -65,7 +65,7 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Precision | None":
-        """Plan and architecture of a run's config; None without a plan.
+        """Read plan and architecture from a run's config; None if it has no plan.
 
         Raises:
             ValueError: see `Plan.from_config` and `Architecture.from_config`.
@@ -75,7 +75,7 @@ class Precision:
         return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
 
     def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
-        """Recipe of a pipeline stage.
+        """Build Megatron's recipe for a pipeline stage.
 
         Args:
             stage: 0-based numbers of the stage's blocks, in order.
@@ -110,10 +110,10 @@ class Precision:
 
 
 def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
-    """Megatron's flags for the default precision of a config's plan; none without a plan.
+    """Return Megatron's flags for a plan's default precision and its routers; empty if the config has no plan.
 
     Raises:
-        ValueError: the plan is invalid, flags set another precision, sizes do not fit the scaling, or the back end does
+        ValueError: the plan is invalid, flags also set a precision, sizes do not fit the scaling, or the back end does
             not support the plan.
     """
     precision = Precision.from_config(config)
@@ -144,7 +144,7 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
-    """Refuse a plan if sizes, recipe or back end do not support its FP8."""
+    """Reject a plan if sizes, recipe or back end do not support its use of FP8."""
     plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
     if problems := misfits(plan, precision.architecture):
@@ -161,10 +161,10 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
 
 
 def check_experts(precision: Precision) -> None:
-    """Refuse experts in FP8 whose tokens Megatron would not pad for Transformer Engine.
+    """Reject FP8 experts whose tokens Megatron would not pad for Transformer Engine.
 
     Raises:
-        ValueError: names the first expert weight.
+        ValueError: the message names the first such weight.
     """
     plan, sizes = precision.plan, precision.architecture.sizes
     weights = [each.weight for each in assigned(plan, precision.architecture) if each.precision == "fp8"]
@@ -181,14 +181,14 @@ def check_experts(precision: Precision) -> None:
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
-    """Refuse FP8 that needs Transformer Engine on another back end: Megatron would silently train without it.
+    """Reject FP8 that needs Transformer Engine if the back end is local: Megatron would silently train without FP8.
 
     Args:
-        config: config of a run, with the flags of `plan_flags`.
+        config: config of a run, including the flags from `plan_flags`.
         backend: `local` or `transformer_engine`.
 
     Raises:
-        ValueError: names the key that sets FP8.
+        ValueError: the message names the key that turns FP8 on.
     """
     from nemo_ext.megatron.float8 import SCALINGS
 
@@ -203,7 +203,7 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
 
 
 def remark(config: Mapping[str, Any]) -> str | None:
-    """Remark on a run's FP8 that is printed before it starts, or None."""
+    """Return a remark on a run's FP8 to print before it starts; None if there is nothing to say."""
     import torch
 
     from nemo_ext.megatron.float8 import has_float8_products

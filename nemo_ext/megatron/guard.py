@@ -1,8 +1,9 @@
 """Guard of a training run (config section `guard`): ends a start at a bad step, whose batches the next start skips.
 
-A loss or gradient norm that is not finite, or a loss far above the ones before it, ends the ranks and is recorded. The
-next start resumes from the last checkpoint before that step and skips its batches, with Megatron's own
-`iterations_to_skip`. A rank that takes no step for too long writes its stacks and ends too. No torch at module level.
+If a loss or gradient norm is not finite, or a loss is far above the preceding ones, the ranks end and the step is
+recorded. The next start resumes from the last checkpoint before it and skips its batches, with Megatron's own
+`iterations_to_skip`. A rank that takes no step for too long writes its stack traces and ends too. Does not import torch
+at module level.
 """
 
 import faulthandler
@@ -31,9 +32,9 @@ from nemo_ext.job.settings import STRICT, Count, Whole, checked
 EVENTS = "guard.json"
 STACKS = "stacks"
 TRIPPED = 3
-"""Exit code of the rank that recorded the event."""
+"""Exit code of a rank that ends at a bad step or because it stalled."""
 _GRACE = 30.0
-"""Extra seconds after which faulthandler ends a process whose watching thread could not."""
+"""Extra seconds after which faulthandler ends a process that the watching thread failed to end."""
 _BLOCK = re.compile(r"^(?:Current t|T)hread .*$", re.MULTILINE)
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
@@ -44,11 +45,11 @@ class Guard:
 
     Attributes:
         nan: whether a loss or gradient norm that is not finite ends the start.
-        spike: standard deviations above the mean loss of the last 128 steps (at least 64) from which a loss ends the
-            start; None for no bound.
-        before, after: further steps around the bad one whose batches are skipped too.
-        most: maximum number of returns to the same checkpoint; after that the run stops.
-        minutes: time without a step after which a rank writes its stacks and ends; None for no limit.
+        spike: number of standard deviations above the mean loss of the last 128 steps (at least 64) beyond which a
+            loss ends the start; None for no bound.
+        before, after: number of further steps before and after the bad one whose batches are skipped too.
+        most: maximum number of returns to the same checkpoint, after which the run stops.
+        minutes: minutes without a step after which a rank writes its stack traces and ends; None for no limit.
     """
 
     nan: bool = False
@@ -60,10 +61,10 @@ class Guard:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Guard":
-        """Settings of a composed config; the defaults, which guard nothing, if it has none.
+        """Read the settings from a composed config; without the section, return the defaults, which guard nothing.
 
         Raises:
-            ValueError: an unknown key or an invalid value.
+            ValueError: a key is unknown or a value is invalid.
         """
         return checked(cls, config.get("guard") or {}, "guard", strict=True)
 
@@ -77,7 +78,7 @@ class Event:
         what: description of the problem.
         skipped: first and last step whose batches later starts skip.
         at: time in Unix seconds.
-        checkpoint: step of the checkpoint that the next start resumed from, 0 for none; None before that start.
+        checkpoint: step of the checkpoint that the next start resumed from, 0 without a checkpoint; None until then.
     """
 
     step: int
@@ -88,7 +89,7 @@ class Event:
 
 
 def events(run_dir: Path) -> list[Event]:
-    """Events of a run, oldest first."""
+    """Read a run's events, oldest first."""
     path = run_dir / EVENTS
     return TypeAdapter(list[Event]).validate_json(path.read_bytes()) if path.is_file() else []
 
@@ -98,15 +99,15 @@ def _write(run_dir: Path, recorded: list[Event]) -> None:
 
 
 def pending(run_dir: Path) -> Event | None:
-    """Event that ended the last start, if no later start has handled it."""
+    """Return the event that ended the last start and that no later start has handled; None if there is none."""
     return next((event for event in events(run_dir) if event.checkpoint is None), None)
 
 
 def turn_back(run_dir: Path, guard: Guard) -> str | None:
-    """Returns to the last checkpoint before the bad step that ended the last start.
+    """Return to the last checkpoint before the bad step that ended the last start.
 
     Returns:
-        Lines for the user; None if no bad step ended it.
+        Message for the user; None if the last start did not end at a bad step.
 
     Raises:
         ValueError: see `check_events`.
@@ -128,10 +129,10 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
 
 
 def check_events(run_dir: Path, guard: Guard) -> None:
-    """Refuses to return to the same checkpoint more than `guard.most` times.
+    """Check that the run has not already returned `guard.most` times to the checkpoint to resume from.
 
     Raises:
-        ValueError: an event ended the last start, and earlier ones used up the returns to its checkpoint.
+        ValueError: a bad step ended the last start, and earlier ones have used up the returns to its checkpoint.
     """
     if (event := pending(run_dir)) is None:
         return
@@ -146,10 +147,10 @@ def check_events(run_dir: Path, guard: Guard) -> None:
 
 
 def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's flags for the steps that a run skips, and to turn off Megatron's own checks for NaN.
+    """Return Megatron's flags that skip a run's bad steps and turn off Megatron's own NaN checks.
 
     Raises:
-        ValueError: see `Guard.from_config`; or every step until `exit_interval` is skipped.
+        ValueError: see `Guard.from_config`; or every step up to `exit_interval` is skipped.
     """
     guard, megatron, flags = Guard.from_config(config), config["megatron"], dict[str, Any]()
     steps = _whole(megatron.get("iterations_to_skip"))
@@ -176,7 +177,7 @@ def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(steps: Any) -> set[int]:
-    """Steps of `megatron.iterations_to_skip`, a number or a list."""
+    """Read `megatron.iterations_to_skip`, a number, a list or None, as a set of steps."""
     try:
         return {int(step) for step in (steps if isinstance(steps, list | tuple) else [] if steps is None else [steps])}
     except (TypeError, ValueError):
@@ -184,9 +185,9 @@ def _whole(steps: Any) -> set[int]:
 
 
 def read_and_drop(data_iterator: Any) -> None:
-    """Reads a skipped step's batches, in place of Megatron's `dummy_train_step`, for data that every rank reads.
+    """Read and discard a skipped step's batches on every rank; replaces Megatron's `dummy_train_step`.
 
-    Megatron's own reads only on the first tensor-parallel rank, and does not support virtual pipeline stages.
+    Megatron's own function reads only on the first tensor-parallel rank, and does not support virtual pipeline stages.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -203,9 +204,9 @@ class Watch:
 
     Args:
         guard: settings.
-        run_dir: run directory; losses of its earlier steps count for the bound.
+        run_dir: run directory; the losses of its earlier steps count towards the bound.
         first_step: step after which this start begins.
-        begins: steps after which a phase begins; losses before it no longer count.
+        begins: steps after which a phase begins; from then on, earlier losses no longer count.
     """
 
     def __init__(self, guard: Guard, run_dir: Path, first_step: int, begins: Sequence[int] = ()) -> None:
@@ -227,7 +228,7 @@ class Watch:
         self._step = step
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Ends the process at a bad step.
+        """Check a line of metrics, and end the process if it belongs to a bad step.
 
         Raises:
             SystemExit: with code `TRIPPED`, after the event is recorded.
@@ -260,17 +261,17 @@ _alive: "Alive | None" = None
 
 
 def here() -> None:
-    """Reports progress of this rank to its `Alive`, if it has one."""
+    """Report this rank's progress to its `Alive` watchdog, if it has one."""
     if _alive is not None:
         _alive()
 
 
 class Alive:
-    """Watchdog of a rank: unless called again in time, writes the stacks of its threads and ends it and its children.
+    """Watchdog of a rank: unless called in time, it writes all threads' stack traces and ends the rank.
 
     Args:
-        minutes: maximum time between two calls, from the first call on.
-        folder: folder of stacks; this rank's file in it is overwritten.
+        minutes: maximum number of minutes between two calls; the time starts with the first call.
+        folder: folder for stack traces; this rank's file in it is overwritten.
         rank: number of this rank.
     """
 
@@ -285,13 +286,13 @@ class Alive:
         _alive = self
 
     def __call__(self) -> None:
-        """Restarts the time limit."""
+        """Restart the time limit."""
         self._called = time.monotonic()
         # In case the watching thread cannot run, because a library holds Python's lock.
         faulthandler.dump_traceback_later(self._seconds + _GRACE, exit=True, file=self._file)
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -305,7 +306,7 @@ class Alive:
 
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:
-    """Line with the places where ranks stalled, from their stacks; None if no rank wrote any."""
+    """Describe in one line where ranks stalled, from their stack traces; None if there is no limit or no trace."""
     if minutes is None:
         return None
     places = []
@@ -320,12 +321,12 @@ def stood(run_dir: Path, minutes: float | None) -> str | None:
 
 
 def forget_stacks(run_dir: Path) -> None:
-    """Removes the stacks of the previous start."""
+    """Remove the stack traces of the previous start."""
     shutil.rmtree(run_dir / STACKS, ignore_errors=True)
 
 
 def add_section(report: Report, run_dir: Path) -> None:
-    """Adds a table of a run's bad steps to its report, if there are any."""
+    """Add a table of a run's bad steps, if there are any, to its report."""
     rows = [
         (
             event.step,

@@ -1,9 +1,9 @@
-"""Block classes that a `HybridStack` builds: Megatron's own layers, each with the sizes of its block.
+"""Block classes that a `HybridStack` builds: Megatron's own layers, each with its block's own sizes.
 
 `HybridStack` passes every layer a config and the layer's global 1-based number. Each class here copies the config, sets
-the values that the notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. In versions
-of Megatron-Core with a config per layer, that config already has the values (`specs.BlockStack`), and only linear maps
-are chosen here.
+the values that the pattern notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. In
+Megatron-Core versions with a config per layer, that config already has the values (`specs.BlockStack`), and these
+classes only choose between Megatron's sub-layer and a linear map.
 """
 
 import copy
@@ -22,14 +22,14 @@ from torch import Tensor
 from nemo_ext.architecture.blocks import LINEAR
 
 Overrides = Mapping[int, Mapping[str, object]]
-"""TransformerConfig fields of a block, and `linear`, by 1-based global layer number; from `pattern.compile`."""
+"""Mapping from 1-based global layer numbers to TransformerConfig fields (and `linear`), from `pattern.compile`."""
 
 
 def block_config(config: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
-    """Config of one block: `config` itself, or a shallow copy with `values` set.
+    """Return one block's config: `config` itself if the block has no values, or a shallow copy with `values` set.
 
     Raises:
-        ValueError: a value names no field of the config.
+        ValueError: a name in `values` is not a field of the config.
     """
     fields = {name: value for name, value in values.items() if name != LINEAR}
     if not fields:
@@ -43,7 +43,7 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
 
 
 class _Block(MegatronModule):
-    """Base class of the blocks, whose constructor picks config and submodules for Megatron's layer."""
+    """Base class of the blocks, whose constructor chooses config and submodules for Megatron's layer."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class MoEBlock(_Block, MoETransformerLayer):
 class LinearReplacement(torch.nn.Module):
     """Linear map `hidden x hidden` in place of a mixer or FFN (Puzzle's linear-replaced blocks).
 
-    Every tensor-parallel rank has the whole weight. Under sequence parallelism each rank maps its slice of the
+    Every tensor-parallel rank holds the whole weight. Under sequence parallelism, each rank maps its slice of the
     sequence, and Megatron sums the weight's gradient over the group because it is marked `sequence_parallel`.
 
-    Can be built wherever Megatron builds a mixer, a self-attention or an MLP, and returns `(output, None)` as they do.
+    It can replace any mixer, self-attention or MLP that Megatron builds, and like these returns `(output, None)`.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -97,15 +97,15 @@ class LinearReplacement(torch.nn.Module):
             config.output_layer_init_method(self.weight)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Maps `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments are ignored."""
+        """Map `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments are ignored."""
         return torch.nn.functional.linear(hidden_states, self.weight), None
 
 
 def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:
-    """Row-parallel linear class whose output is normalised before the residual add (OLMo 2 and 3's reordered norm).
+    """Return a row-parallel linear class that normalises its output before the residual add, as in OLMo 2 and 3.
 
-    The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear must
-    have no bias: Megatron adds a row-parallel bias after the layer, which would come after the norm.
+    The norm is the submodule `output_norm`, so a checkpoint holds `linear_proj.output_norm.weight`. The linear layer
+    must have no bias, because Megatron would add it only after the layer, and thus after the norm.
     """
 
     class RowParallelLinearWithOutputNorm(linear):

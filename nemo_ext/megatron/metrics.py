@@ -1,7 +1,7 @@
-"""Writer of metrics.jsonl: one object per logged step, built from the scalars that Megatron passes to TensorBoard.
+"""Writer of metrics.jsonl: one JSON object per logged step, from the scalars that Megatron passes to TensorBoard.
 
 Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. Ours
-passes each scalar to TensorBoard and collects the scalars of a step in one line.
+passes each scalar on to TensorBoard and collects a step's scalars in one line.
 """
 
 import json
@@ -24,25 +24,25 @@ class ScalarWriter(Protocol):
     """The part of TensorBoard's SummaryWriter that Megatron's trainer uses."""
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Writes one value."""
+        """Write the value of the scalar `tag` at a step."""
 
     def flush(self) -> None:
-        """Writes pending values to disk."""
+        """Write pending values to disk."""
 
 
 NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm"}
-"""Names in metrics.jsonl by Megatron's tag; other tags keep their names, with underscores."""
+"""Mapping from Megatron's tags to names in metrics.jsonl; other tags keep their names, with underscores."""
 
 SECONDS_TO_FLUSH = 10.0
 
 VALIDATION = " validation"
-"""Suffix of the tags of an evaluation; their names get the prefix `val_`."""
+"""Suffix of evaluation tags, whose names get the prefix `val_` instead."""
 
 LAST_OF_A_STEP = "iteration_time"
-"""Tag that Megatron writes last in a step; throughput, which may follow, goes only to TensorBoard."""
+"""Last tag that Megatron writes in a step, except throughput, which may follow and goes only to TensorBoard."""
 
 ENERGY = "iter-energy/gpu"
-"""Tag of `megatron.log_energy`, which follows a step: joules per GPU by NVML, the mean of all ranks."""
+"""Tag of `megatron.log_energy`, written after a step: joules per GPU as measured by NVML, averaged over all ranks."""
 
 
 STEPS = "interval-time"
@@ -55,11 +55,11 @@ PHASES = {
     "save-checkpoint-non-persistent": "checkpoint",
     "load-checkpoint": "loading",
 }
-"""Phases of a run by the name of Megatron's timer."""
+"""Mapping from the names of Megatron's timers to the run's phases."""
 
 
 class CpuClock:
-    """Clock of the processor seconds that this process and its threads spend in steps; it can be paused."""
+    """Pausable clock of the processor seconds that this process and its threads spend in steps."""
 
     def __init__(self, now: Callable[[], float] = time.process_time) -> None:
         self._now = now
@@ -67,39 +67,39 @@ class CpuClock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Starts or resumes counting, when steps begin."""
+        """Start or resume counting, when steps begin."""
         self._since = self._now()
 
     def stop(self) -> None:
-        """Pauses counting, such as for a checkpoint."""
+        """Pause counting, for example during a checkpoint."""
         self._done, self._since = self.seconds(), None
 
     def seconds(self) -> float:
-        """Processor seconds spent in steps so far."""
+        """Return the processor seconds spent in steps so far."""
         return self._done if self._since is None else self._done + self._now() - self._since
 
 
 class PhaseTimers(Timers):
-    """Megatron's timers, which also record the phases of a run: its loop marks them nowhere else."""
+    """Megatron's timers, which also record a run's phases, as Megatron's loop marks them nowhere else."""
 
     phases: Phases
     cpu: CpuClock
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
-        """Converts Megatron's timers in place, because its functions already hold them."""
+        """Convert Megatron's timers in place, because its functions already hold references to them."""
         timers.__class__ = cls
         timers.phases = phases
         timers.cpu = CpuClock()
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
-        """See upstream."""
+        """Return a timer, which records a phase if its name is in `PHASES`."""
         timer = super().__call__(name, log_level)
         return _PhaseTimer(timer, name, self.phases, self.cpu) if name in PHASES else timer
 
 
 class _PhaseTimer:
-    """Timer that begins a phase when it starts and returns to the previous phase when it stops."""
+    """Wrapper of a timer that begins a phase when it starts and returns to the previous phase when it stops."""
 
     def __init__(self, timer: Any, name: str, phases: Phases, cpu: CpuClock) -> None:
         self._timer, self._name, self._phases, self._cpu = timer, name, phases, cpu
@@ -127,24 +127,24 @@ class _PhaseTimer:
 class MetricsWriter:
     """Writer of metrics.jsonl that passes scalars on to TensorBoard.
 
-    A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention scores (both null if the peak of the
-    device is unknown), without a GPU `cpu_seconds_per_step`, with `megatron.log_energy` `joules_per_gpu` of the
-    previous step, and whatever else Megatron logs. Each value of an evaluation has a separate line with `step`,
-    `tokens` and `val_loss` (or `val_kl_to_teacher`), or with `evaluate`, the accuracy by benchmark, and
-    `evaluate_bits`, bits per byte.
+    The line of a step has `step`, `tokens` (trained on so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`,
+    `seconds_per_step`, `mfu` from exact FLOPs, and `mfu_6n` from papers' 6N count, which excludes attention scores;
+    both are null if the device's peak is unknown. Without a GPU it also has `cpu_seconds_per_step`; with
+    `megatron.log_energy`, `joules_per_gpu` of the previous step; and whatever else Megatron logs. Each value of an
+    evaluation has a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`). Benchmark results
+    have a line with `evaluate`, a mapping from benchmarks to accuracies, and `evaluate_bits`, to bits per byte.
 
     Attributes:
-        path: path of the file; lines after `first_step`, from an earlier start that was killed, are removed first.
+        path: path of the file; lines after `first_step`, left by an earlier start that was killed, are removed first.
         first_step: step that training starts or resumes from.
         tokens_per_step: tokens per step over all ranks.
-        tokens_at: returns the number of tokens trained on after a step.
+        tokens_at: function that returns the number of tokens trained on up to a step.
         flops_per_token: training FLOPs per token (`architecture.cost.train_flops_per_token`).
-        flops_per_token_6n: the same by 6N (`architecture.cost.six_n`).
-        peak_flops: FLOP/s of all devices together, or None.
-        cpu_seconds: returns the processor seconds that this rank spent in steps; None with a GPU.
+        flops_per_token_6n: the same by the 6N count (`architecture.cost.six_n`).
+        peak_flops: peak FLOP/s of all devices together, or None if unknown.
+        cpu_seconds: function that returns the processor seconds that this rank spent in steps; None with a GPU.
         tensorboard: writer that also gets the scalars, or None.
-        on_line: called with each line.
+        on_line: function called with each line.
     """
 
     path: Path
@@ -166,7 +166,7 @@ class MetricsWriter:
         truncate_metrics(self.path, self.first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Records one scalar of a step; Megatron's "... vs samples" copies go only to TensorBoard."""
+        """Record one scalar of a step; Megatron's "... vs samples" duplicates go only to TensorBoard."""
         if self.tensorboard is not None:
             self.tensorboard.add_scalar(tag, value, step)
         if tag.endswith(" vs samples"):
@@ -191,7 +191,7 @@ class MetricsWriter:
             self.flush()  # now rather than with the next step: a checkpoint may follow, and a kill after it
 
     def add_evaluation(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
-        """Records the results of benchmarks after a step: values by name, under `evaluate` and `evaluate_bits`."""
+        """Record benchmark results after a step: values keyed by benchmark, under `evaluate` and `evaluate_bits`."""
         self.flush()
         line: dict[str, Any] = {"step": step, "tokens": self.tokens_at(step)}
         for key, values in measured.items():
@@ -202,7 +202,7 @@ class MetricsWriter:
         self._write(line)
 
     def flush(self) -> None:
-        """Writes the collected step if it is complete (has a loss)."""
+        """Write the collected step if it is complete (has a loss), and discard it otherwise."""
         line, self._step = self._step, {}
         if "loss" not in line:
             return
@@ -226,7 +226,7 @@ class MetricsWriter:
         return 0.0 if self.cpu_seconds is None else self.cpu_seconds()
 
     def close(self) -> None:
-        """Writes pending data to metrics.jsonl and flushes TensorBoard."""
+        """Write pending data to metrics.jsonl, and flush TensorBoard."""
         self.flush()
         if self.tensorboard is not None:
             # TensorBoard waits for its writer thread, forever if that has died, as on a full disk.
@@ -247,5 +247,5 @@ class MetricsWriter:
 
 
 def _finite(number: float) -> float | None:
-    """The number, or None (JSON null) if it is not finite."""
+    """Return the number, or None (JSON null) if it is not finite."""
     return number if math.isfinite(number) else None

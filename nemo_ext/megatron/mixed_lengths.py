@@ -1,4 +1,4 @@
-"""Rows of one length from Megatron's datasets of two sequence lengths over a blend (`data/packs/mixed_lengths.py`)."""
+"""Rows of one length, made from Megatron datasets with two sequence lengths (see `data/packs/mixed_lengths.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MixedRows(Dataset):
-    """Dataset of rows with one sequence of the long dataset, or `per_row` of the short one, of the same split.
+    """Dataset whose rows hold one sequence from the long dataset, or `per_row` from the short one.
 
-    A row has `tokens`, `labels`, `loss_mask`, `position_ids` `[seq]` and `cu_seqlens`, like a pack. Row n depends only
-    on n, so a run resumes on the same row.
+    Like a pack, a row has `tokens`, `labels`, `loss_mask` and `position_ids`, all `[seq]`, and `cu_seqlens`. Row n
+    depends only on n, so a resumed run continues with the same rows.
     """
 
     def __init__(self, long: Dataset, short: Dataset, *, schedule: RowSchedule, rows: int, per_row: int) -> None:
@@ -42,7 +42,7 @@ class MixedRows(Dataset):
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates sequences of Megatron's GPTDataset, with the bounds between and inside them."""
+    """Concatenate samples of Megatron's GPTDataset into a row, with the bounds between and within them."""
     bounds = [torch.zeros(1, dtype=torch.int32)]
     end = 0
     for part in parts:
@@ -61,9 +61,13 @@ def mixed_rows(
     seq_length: int,
     build: Callable[[Sequence[int], Reading], Sequence[Any]],
 ) -> list[MixedRows | None]:
-    """Build the mixed rows of each split, `samples` rows of `seq_length` tokens.
+    """Build a dataset of mixed rows for each split; None for a split without data.
 
-    `build` maps (sequences of each split, how they are read) to Megatron's datasets, None for a split without data.
+    Args:
+        settings: the two lengths and the schedule of the rows.
+        samples: number of rows of each split.
+        seq_length: tokens per row.
+        build: function from each split's number of sequences, and how they are read, to Megatron's datasets.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
     counts = [sequences_of(rows, seq_length, settings) for rows in samples]

@@ -1,4 +1,4 @@
-"""Megatron model config and builder of a block sequence, for `pretrain()` and for users' own Megatron code."""
+"""Megatron model config and builder for a block sequence, for `pretrain()` and for users' own Megatron code."""
 
 import argparse
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
 SECTION = {"norm_affine", "norm_placement", "qk_norm_scope", "yarn_on_windowed"}
-"""Fields of `BlockModelConfig` that the section `model` of a config may set."""
+"""Fields of `BlockModelConfig` that a config's `model` section may set."""
 
 
 @dataclass(kw_only=True)
 class BlockModelConfig(HybridModelConfig):
-    """Megatron's HybridModelConfig with the fields that define the layer spec.
+    """Megatron's HybridModelConfig, extended by the fields that define the layer spec.
 
     Attributes:
-        pattern: block notation with its per-block values.
-        norm_affine: see `nemo_ext.megatron.specs.StackOptions`, also for the next two.
+        pattern: pattern in block notation, including per-block values.
+        norm_affine: whether norms have weights (see `nemo_ext.megatron.specs.StackOptions`, also for the next two).
         norm_placement: position of the norm in each sub-layer.
-        qk_norm_scope: extent of a QK norm.
+        qk_norm_scope: extent of QK norms.
         llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
-        yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
-        precision: plan of the modules that deviate from the model's precision, or None.
+        yarn_on_windowed: whether windowed blocks of a YaRN model also use YaRN; if False, plain RoPE (OLMo 3).
+        precision: precision plan with the modules that deviate from the model's precision, or None.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
@@ -51,7 +51,7 @@ class BlockModelConfig(HybridModelConfig):
     precision: Precision | None = None
 
     def stack_spec(self) -> ModuleSpec:
-        """Layer spec described by these fields."""
+        """Build the layer spec that these fields describe."""
         pattern = parse(self.pattern)
         attention = {number: block for number, block in enumerate(pattern.blocks, start=1) if block.kind == "*"}
         spec = hybrid_stack(
@@ -70,7 +70,7 @@ class BlockModelConfig(HybridModelConfig):
         return spec
 
     def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
-        """Rotary embeddings of the blocks that do not use HybridModel's own."""
+        """Return rotary settings, keyed by layer number, for the blocks that do not use HybridModel's embedding."""
         plain = Rotary(
             base=self.rotary_base, percent=self.rotary_percent, interpolation_factor=self.seq_len_interpolation_factor
         )
@@ -94,7 +94,7 @@ class BlockModelConfig(HybridModelConfig):
 
 
 class BlockModelBuilder(HybridModelBuilder):
-    """Megatron's hybrid builder with the layer spec of `BlockModelConfig`."""
+    """Megatron's HybridModelBuilder, with the layer spec of a `BlockModelConfig`."""
 
     def build_model(
         self,
@@ -103,7 +103,7 @@ class BlockModelBuilder(HybridModelBuilder):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> HybridModel:
-        """Builds one pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
+        """Build one pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
         assert isinstance(self._model_config, BlockModelConfig)
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
         precision, transformer = self._model_config.precision, self._model_config.transformer
@@ -122,12 +122,19 @@ class BlockModelBuilder(HybridModelBuilder):
 
 
 def _on_device(model: HybridModel) -> HybridModel:
-    """Moves the model to the GPU if Megatron has left it on the CPU, as with `use_cpu_initialization`."""
+    """Move the model to the GPU if Megatron has left it on the CPU, as with `use_cpu_initialization`."""
     return model.cuda() if model.config.use_cpu_initialization and torch.cuda.is_available() else model
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
-    """0-based numbers of a pipeline stage's blocks; `vp_stage` is None if the rank has only one virtual stage."""
+    """Return the 0-based numbers of the blocks in a pipeline stage.
+
+    Args:
+        pattern: pattern with its cuts.
+        rank: pipeline rank.
+        size: number of pipeline ranks.
+        vp_stage: number of the virtual stage on the rank; None if the rank has only one stage.
+    """
     edges = (0, *pattern.cuts, len(pattern.blocks))
     stage = (vp_stage or 0) * size + rank
     return range(edges[stage], edges[stage + 1])
@@ -136,13 +143,13 @@ def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -
 def model_config(
     model: Mapping[str, Any], pattern: str, arguments: argparse.Namespace, precision: Precision | None = None
 ) -> BlockModelConfig:
-    """Model config of a run.
+    """Build a run's model config.
 
     Args:
-        model: the composed config's `model` block.
-        pattern: the notation with pipeline cuts (`arguments.pattern_with_cuts`).
+        model: the composed config's `model` section.
+        pattern: pattern with pipeline cuts (`arguments.pattern_with_cuts`).
         arguments: Megatron's validated arguments.
-        precision: see `BlockModelConfig`.
+        precision: precision plan, or None.
     """
     upstream = hybrid_config_from_args(arguments)  # its `model_config_cls` came with 0.19
     config = BlockModelConfig(**{f.name: getattr(upstream, f.name) for f in fields(upstream) if f.init})

@@ -1,8 +1,7 @@
 """Our block stack in NeMo 2's `SSMConfig`: `SSMConfig(mamba_stack_spec=mamba_stack_spec("(*{kv=4}-)x40"))`.
 
-NeMo is not imported: it calls the given callable without arguments (nemo/collections/llm/gpt/model/ssm.py, 2.7.3:
-`mamba_stack_spec()`) or, in later versions, with the config. docs/bridge.md lists the supported versions of
-Megatron-Core.
+This module does not import NeMo. NeMo calls the given callable without arguments (nemo/collections/llm/gpt/model/ssm.py
+in 2.7.3) or, in later versions, with the config. docs/bridge.md lists the supported versions of Megatron-Core.
 """
 
 from collections.abc import Callable
@@ -17,17 +16,17 @@ from nemo_ext.megatron.specs import hybrid_stack
 
 
 def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleSpec]:
-    """Value for `SSMConfig.mamba_stack_spec`: makes the stack spec of a pattern when the model is configured.
+    """Return the value for `SSMConfig.mamba_stack_spec`: a callable that builds a pattern's stack spec.
 
-    Set `SSMConfig.hybrid_override_pattern` to `override_pattern(pattern)`: the spec refuses any other.
+    Set `SSMConfig.hybrid_override_pattern` to `override_pattern(pattern)`; the spec rejects any other pattern.
 
     Args:
         pattern: block notation; empty if every block has the config's sizes.
         options: see `nemo_ext.megatron.specs.hybrid_stack`.
 
     Returns:
-        A `functools.partial` of a module-level function, so that NeMo can save it with a model; called with a config or
-        without arguments.
+        A `functools.partial` of a module-level function, so that NeMo can save it with a model. It can be called with a
+        config or without arguments.
 
     Raises:
         PatternError: the pattern does not parse.
@@ -40,7 +39,7 @@ def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleS
 
 
 def override_pattern(pattern: str) -> str:
-    """Value for `SSMConfig.hybrid_override_pattern`: the plain symbols of a pattern, without pipeline cuts.
+    """Return the value for `SSMConfig.hybrid_override_pattern`: a pattern's plain symbols, without pipeline cuts.
 
     Raises:
         PatternError: the pattern does not parse.
@@ -49,5 +48,5 @@ def override_pattern(pattern: str) -> str:
 
 
 def _spec(config: object = None, *, pattern: str, **options: Any) -> ModuleSpec:
-    """Stack spec; `config` is not used, because sub-layers are chosen from the config that Megatron passes in."""
+    """Build the stack spec. `config` is not used, as sub-layers are chosen from the config that Megatron passes in."""
     return hybrid_stack(pattern, **options)

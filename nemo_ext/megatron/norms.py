@@ -1,7 +1,7 @@
 """Normalisation layers of the local back end.
 
-Megatron's `WrappedTorchNorm` supports neither sequence parallelism nor zero-centred weights nor norms without weights;
-Transformer Engine supports all three. The classes here do so in plain torch, so that one spec serves both back ends.
+Megatron's `WrappedTorchNorm` supports neither sequence parallelism nor zero-centred weights nor norms without weights.
+The classes here support all three in plain torch, so that one spec serves both back ends.
 """
 
 import torch
@@ -20,11 +20,11 @@ class LocalNorm(torch.nn.Module):
     """LayerNorm or RMSNorm over the last dimension, chosen by `config.normalization`.
 
     Args:
-        config: reads `normalization`, `layernorm_zero_centered_gamma` (the stored weight is `weight - 1`) and
+        config: supplies `normalization`, `layernorm_zero_centered_gamma` (the stored weight is `weight - 1`) and
             `sequence_parallel` (marks the weights, so that Megatron sums their gradients over the tensor-parallel
             group).
         hidden_size: size of the last dimension.
-        eps: added to the variance.
+        eps: constant added to the variance.
         affine: False for OLMo 1's non-parametric norm, which has no weight.
 
     Raises:
@@ -50,7 +50,7 @@ class LocalNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` `[..., hidden_size]`; keeps shape and dtype."""
+        """Normalise `x` `[..., hidden_size]`, keeping its shape and dtype."""
         weight: Tensor | None = self.weight
         if weight is not None and self.zero_centred_weight:
             weight = weight + 1
@@ -71,10 +71,11 @@ class HeadsRMSNorm(torch.nn.Module):
     (core/distributed/finalize_model_grads.py), which combines the gradients of the slices.
 
     Args:
-        config: reads the field named by `heads`, `kv_channels` and `params_dtype`.
-        hidden_size: size of one head, which Megatron passes to a `q_layernorm`.
-        eps: added to the mean square.
-        heads: `num_attention_heads` for queries, `num_query_groups` for keys.
+        config: supplies the number of heads, `tensor_model_parallel_size` and `params_dtype`.
+        hidden_size: size of one head, as Megatron passes it to a `q_layernorm`.
+        eps: constant added to the mean square.
+        heads: field of `config` with the number of heads: `num_attention_heads` for queries, `num_query_groups` for
+            keys.
 
     Raises:
         ValueError: the number of heads is not divisible by the tensor-parallel size.
@@ -95,7 +96,7 @@ class HeadsRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(total * hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `x` `[seq, batch, local heads, head_dim]`; keeps shape and dtype."""
+        """Normalise `x` `[seq, batch, local heads, head_dim]`, keeping its shape and dtype."""
         flat = x.flatten(-2).float()
         square_sum = flat.square().sum(-1, keepdim=True)
         weight: Tensor = self.weight

@@ -1,7 +1,7 @@
-"""Packs in Megatron's trainer: their dataset, and the sequence bounds for attention, RoPE and Mamba.
+"""Packs (several samples in one row) in Megatron's trainer: their dataset, and sequence bounds for the layers.
 
-A micro-batch is one pack: `[1, seq]` tokens and `cu_seqlens`, the bounds of its sequences. Attention and RoPE use the
-bounds (Megatron's `thd` format); Mamba's convolution and scan use the sequence number of each token (`seq_idx`).
+A micro-batch is one pack: `[1, seq]` tokens, and `cu_seqlens`, the bounds of its sequences. Attention and RoPE use the
+bounds (Megatron's `thd` format); Mamba's convolution and scan use each token's sequence number (`seq_idx`).
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -24,11 +24,11 @@ from nemo_ext.job.seeds import generator
 from nemo_ext.megatron.epochs import StreamConfig
 
 BOUNDS = "cu_seqlens"
-"""Key of a batch's sequence bounds: all starts and the last end, `[1, sequences + 1]` int32."""
+"""Key of the sequence bounds in a batch: all starts and the last end, `[1, sequences + 1]` int32."""
 
 
 class PackedSamples:
-    """Samples in the files of a set of packs (`nemo_ext.data.packs.packed_files`), by their path prefix.
+    """Samples of a set of packs, read from the files with a path prefix (`nemo_ext.data.packs.packed_files`).
 
     Raises:
         ValueError: the files are not packs, or tokens and mask do not match.
@@ -47,21 +47,21 @@ class PackedSamples:
         return len(self.bounds) - 1
 
     def __getitem__(self, pack: int) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[np.uint8]]]:
-        """Tokens and mask of each sample of a pack."""
+        """Return the tokens and the loss mask of each sample in a pack, as two lists of arrays."""
         rows = slice(int(self.bounds[pack]), int(self.bounds[pack + 1]))
         return self.tokens[rows], self.loss[rows]
 
 
 class PackedDataset(MegatronDataset):
-    """Dataset of packs as training samples of one length, reshuffled every epoch.
+    """Dataset of packs as rows of one length, reshuffled every epoch.
 
-    The label of a token is the next token of its sample; it counts in the loss if the mask marks that next token. The
-    free space of a pack is filled with the pack's first samples again, masked in the loss: thousands of equal padding
-    tokens would all go to the same experts and distort their balance, and Megatron-Core 0.19's `padding_mask` fails
-    with an expert bias.
+    A token's label is the next token of its sample; it counts towards the loss if the mask marks that next token. A
+    pack's free space is filled by repeating its first samples, masked in the loss. Thousands of identical padding
+    tokens would instead all go to the same experts and distort their balance, and Megatron-Core 0.19's `padding_mask`
+    fails with an expert bias.
 
-    Each sample has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), all `[seq]`, and `cu_seqlens`
-    `[sequences + 1]` int32. Megatron's blended dataset builder builds it, so packs can be blended by weight.
+    Each row has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), all `[seq]`, and `cu_seqlens`
+    `[sequences + 1]` int32. Megatron's blended dataset builder builds the dataset, so packs can be blended by weight.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class PackedDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSamples) -> int:
-        """Number of packs."""
+        """Return the number of packs."""
         return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: StreamConfig) -> PackedSamples:
-        """Opens the files of a prefix."""
+        """Open the files with a path prefix."""
         return PackedSamples(dataset_path)
 
     def __len__(self) -> int:
@@ -112,13 +112,13 @@ def _order(seed: int, epoch: int, packs: int) -> npt.NDArray[np.int64]:
 def packed_row(
     samples: Sequence[npt.ArrayLike], marks: Sequence[npt.ArrayLike], *, seq_length: int, align: int = 1
 ) -> dict[str, Tensor]:
-    """Row of `seq_length` tokens with these samples (see `PackedDataset`).
+    """Build a row of `seq_length` tokens from samples (see `PackedDataset`).
 
     Args:
         samples: token ids of each sample.
-        marks: mask of each sample, 1 for tokens to learn.
-        seq_length: length of the row; the samples must fit into it.
-        align: multiple to which every sample is padded, by repeating its last token.
+        marks: loss mask of each sample, 1 for tokens to learn.
+        seq_length: length of the row, into which the samples must fit.
+        align: every sample is padded to a multiple of this length by repeating its last token.
     """
     tokens = np.empty(seq_length, dtype=np.int64)
     labels = np.empty(seq_length, dtype=np.int64)
@@ -148,10 +148,10 @@ def packed_row(
 
 
 def all_packed(prefixes: Sequence[str]) -> bool:
-    """True if a blend consists of packs.
+    """Return whether the files with these path prefixes are packs.
 
     Raises:
-        ValueError: only some of the prefixes are packs, or they have different tokenizers.
+        ValueError: only some of them are packs, or they have different tokenizers.
     """
     packed = [is_packed(prefix) for prefix in prefixes]
     if any(packed) and not all(packed):
@@ -163,11 +163,11 @@ def all_packed(prefixes: Sequence[str]) -> bool:
 
 
 def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
-    """Remove the sequence bounds from a batch and return them in Megatron's form; None if there are none.
+    """Remove the sequence bounds from a batch, and return them in Megatron's form; None if there are none.
 
     Raises:
-        ValueError: there are several rows. A micro-batch is one pack: Megatron's pipeline does not support flattened
-            ones, and a longer pack is equivalent to several.
+        ValueError: there are several rows. A micro-batch must be one pack, because Megatron's pipeline does not support
+            flattened rows; a longer pack is equivalent to several.
     """
     padded = batch.pop(BOUNDS, None)
     batch.pop("max_seqlen", None)
@@ -183,9 +183,9 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
 
 
 def packing_of(bounds: Tensor) -> PackedSeqParams:
-    """Megatron's parameters for sequences with these bounds `[sequences + 1]`, the last of which is the row's length.
+    """Return Megatron's parameters for sequences with bounds `[sequences + 1]`, the last of which is the row's length.
 
-    `max_seqlen` is exactly the length of the longest sequence: with the row's length, Megatron's rotary embedding would
+    `max_seqlen` is exactly the longest sequence's length. With the row's length, Megatron's rotary embedding would
     continue counting positions across bounds.
     """
     longest = int(bounds.diff().max())
@@ -201,10 +201,10 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
 
 
 def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -> dict[str, Tensor]:
-    """Part of a batch on this context-parallel rank: two chunks of the row, as in Megatron, or of each sequence.
+    """Return this context-parallel rank's part of a batch: two chunks of the row, or of each packed sequence.
 
     Raises:
-        ValueError: a sequence cannot be split into 2 x context_parallel_size equal parts.
+        ValueError: a packed sequence cannot be split into 2 x context_parallel_size equal parts.
     """
     group = parallel_state.get_context_parallel_group()
     batch = {name: tensor for name, tensor in batch.items() if tensor.dim() == 2}  # without a blend's dataset_id

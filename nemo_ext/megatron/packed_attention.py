@@ -1,8 +1,8 @@
-"""Packed-sequence (THD) attention that Transformer Engine does not support, by GPU and version. No torch.
+"""Limits of Transformer Engine's packed-sequence (THD) attention, by GPU and version. Does not import torch.
 
 Source: Transformer Engine 2.8 to 2.18. `fused_attn.cpp` supports packed sequences from compute capability 9.0 on,
 `utils.py` disables unfused attention under context parallelism, and `context_parallel.py` asserts the rest.
-FlashAttention 2 supports them from 8.0 on; later FlashAttentions are for Hopper and Blackwell, which do not need it.
+FlashAttention 2 supports them from 8.0 on; its successors are for Hopper and Blackwell, which do not need them.
 """
 
 import importlib.metadata
@@ -15,11 +15,11 @@ from nemo_ext.data.phases import sections_of
 from nemo_ext.megatron import versions
 
 SINCE = {"a2a": Version("2.10"), "all_gather": Version("2.18")}
-"""First Transformer Engine that supports packs with a `cp_comm_type`; p2p works in every version, a2a+p2p in none."""
+"""First Transformer Engine version that supports packs with each `cp_comm_type`; p2p always works, a2a+p2p never."""
 
 
 def installed(distribution: str) -> Version | None:
-    """Version of an installed distribution; None if it is not installed or has no valid version."""
+    """Return an installed distribution's version; None if it is not installed or has no valid version."""
     try:
         return Version(importlib.metadata.version(distribution))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
@@ -29,14 +29,14 @@ def installed(distribution: str) -> Version | None:
 def lack(
     config: Mapping[str, Any], gpu: str, *, capability: tuple[int, int] | None, flash: bool, version: Version | None
 ) -> str | None:
-    """Reason why ranks have no attention kernel for a config's packs, and what to do; None if they have one.
+    """Explain why ranks have no attention kernel for a config's packs, and the remedy; None if they have one.
 
     Args:
         config: composed training config.
         gpu: name of the GPU, for the message.
-        capability: its compute capability; None if unknown.
-        flash: True if FlashAttention 2 is installed for the ranks.
-        version: version of Transformer Engine on the ranks; None if unknown.
+        capability: compute capability of the GPU; None if unknown.
+        flash: whether FlashAttention 2 is installed where ranks run.
+        version: version of Transformer Engine where ranks run; None if unknown.
     """
     for megatron in _with_packs(config):
         parts = int(megatron.get("context_parallel_size") or 1)
@@ -70,7 +70,7 @@ def lack(
 
 
 def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields Megatron's flags of the run and of each phase that trains on packs."""
+    """Yield Megatron's flags for the run if it trains on packs, and for each phase that does."""
     megatron = config["megatron"]
     if (config.get("data") or {}).get("packed") is not None:
         yield megatron
@@ -80,7 +80,7 @@ def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def remark(config: Mapping[str, Any]) -> str | None:
-    """Remark on slow RoPE over packs that is printed before a run starts, or None."""
+    """Return a remark on slow RoPE over packs to print before a run starts; None if it does not apply."""
     yarn = any(megatron.get("position_embedding_type") == "yarn" for megatron in _with_packs(config))
     if not yarn or versions.installed() >= (0, 20):
         return None

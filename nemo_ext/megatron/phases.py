@@ -1,4 +1,4 @@
-"""Phases in Megatron's trainer: data of each phase, and learning rate by tokens (`nemo_ext.data.phases`)."""
+"""Phases (see `nemo_ext.data.phases`) in Megatron's trainer: each phase's data, and a learning rate by tokens."""
 
 import argparse
 import bisect
@@ -18,15 +18,15 @@ from nemo_ext.megatron.forward_step import build_datasets
 
 
 class TokenSchedule(OptimizerParamScheduler):
-    """Megatron's learning rate schedule by tokens, for runs whose sequence length and batch size change.
+    """Megatron's learning rate schedule, based on tokens, for runs whose sequence length and batch size change.
 
-    Megatron counts samples; its formulas get the equivalent number of samples of the run's own length.
+    Megatron counts samples, so its formulas get the equivalent number of samples of the run's own sequence length.
 
     Args:
-        optimizer: see upstream.
+        optimizer: see OptimizerParamScheduler.
         plan: plan of the phases.
         whole: flags of the whole run, including `nemo_ext.data.phases.SCHEDULE`.
-        others: see upstream; the lengths in samples are replaced.
+        others: see OptimizerParamScheduler; lengths in samples are replaced.
     """
 
     num_steps: Any
@@ -48,7 +48,7 @@ class TokenSchedule(OptimizerParamScheduler):
         super().__init__(optimizer, **{**others, **lengths})
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Learning rate of the next step for a parameter group."""
+        """Return a parameter group's learning rate for the next step."""
         samples: Any = self.num_steps
         phase, tokens = self.plan.at_sample(samples), self.plan.tokens_at_sample(samples)
         if phase.lr is not None:
@@ -65,15 +65,15 @@ class TokenSchedule(OptimizerParamScheduler):
 
 
 def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
-    """Makes Megatron's trainer build a `TokenSchedule` instead of its own schedule."""
+    """Make Megatron's trainer build a `TokenSchedule` instead of its own schedule."""
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 
 class PhasedDataset(Dataset):
-    """Dataset of a segment's samples, indexed by their number in the whole run.
+    """Dataset of a segment's samples, indexed by their numbers in the whole run.
 
     Args:
-        parts: phases of the segment, in order, each with a dataset that starts with its first sample.
+        parts: the segment's phases, in order, each with a dataset that starts with the phase's first sample.
     """
 
     def __init__(self, parts: Sequence[tuple[Phase, Dataset]]) -> None:
@@ -91,15 +91,15 @@ class PhasedDataset(Dataset):
 
 
 def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) -> tuple[Any, Any, None]:
-    """Build the train and validation datasets of one segment.
+    """Build the training and validation datasets of one segment.
 
     Every stream of a phase continues after the sequences that earlier phases of the same sequence length have read from
-    it, in whatever blend. All segments have the validation data of the whole run, so that losses are comparable.
+    it, whatever their blend. All segments use the whole run's validation data, so that losses are comparable.
 
     Args:
         plan: plan of all phases.
-        segment: names of the segment's `phases`, and the `train_data_path` of every phase of the run by its name.
-        samples: number of samples of each split, as Megatron passes it; only the one of validation is used.
+        segment: names of the segment's `phases`, and `train_data_path`, a mapping from every phase's name to its data.
+        samples: number of samples of each split, as Megatron passes them; only that of validation is used.
     """
     arguments = get_args()
     by_phase = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
@@ -114,7 +114,7 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
 
 
 def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.Namespace) -> argparse.Namespace:
-    """Megatron's arguments with the training data of a phase."""
+    """Copy Megatron's arguments, with a phase's training data."""
     changed, path = copy(arguments), segment["train_data_path"].get(phase.name)
     if path:
         changed.train_data_path = path
@@ -125,7 +125,7 @@ def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.
 
 
 def _shares(arguments: argparse.Namespace) -> dict[str, float]:
-    """Shares of the training blend by prefix; synthetic data count as one stream."""
+    """Return the training blend's shares, keyed by stream prefix; synthetic data count as one stream."""
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
     chosen = blend or (blend_per_split or [None])[0]
     if chosen is None:
@@ -137,7 +137,7 @@ def _shares(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def check_consumed(plan: Plan, step: int) -> None:
-    """Raises RuntimeError if the trainer's own count of samples after a step differs from the plan's."""
+    """Check that the trainer's own sample count after a step equals the plan's; raise RuntimeError otherwise."""
     consumed, expected = get_args().consumed_train_samples, plan.samples_at_step(step)
     if consumed != expected:
         raise RuntimeError(f"step {step}: the trainer has consumed {consumed} samples, the phases expect {expected}")

@@ -1,4 +1,4 @@
-"""Checks of a training run before it waits in a queue: memory, precision and packs on a site's GPUs. No torch."""
+"""Checks of a training run before it is queued: memory, precision and packs on a site's GPUs. Does not import torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,24 +16,24 @@ from nemo_ext.megatron.fp8 import Precision, check_experts
 
 GIB = 1 << 30
 TIGHT = 0.9
-"""Share of a GPU's memory above which fragments and buffers may not fit: a warning."""
+"""Share of a GPU's memory above which there is a warning, as fragmentation and buffers may take up the rest."""
 
 MEMORY = "memory: "
-"""First word of findings on the memory of GPUs."""
+"""Prefix of findings on GPU memory."""
 ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
 
 
 def findings(
     config: Mapping[str, Any], settings: Any, *, paths: bool, here: bool, **others: object
 ) -> Iterator[Finding]:
-    """Findings on a training run.
+    """Yield the findings on a training run.
 
     Args:
         config: composed config.
         settings: settings of site and queue.
-        paths: whether files and the container are checked.
+        paths: whether to check files and the container.
         here: True for a run that starts on this machine instead of in a queue.
-        others: facts that other jobs use.
+        others: facts for other jobs' checks; not used.
     """
     yield from _memory(config, settings.cluster)
     yield from precision(config, settings.cluster)
@@ -62,7 +62,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def fits(share: float) -> Literal["error", "warning", "note"]:
-    """Kind of a finding on a share of a GPU's memory."""
+    """Return the kind of finding for an estimated share of a GPU's memory."""
     return "error" if share > 1 else "warning" if share > TIGHT else "note"
 
 
@@ -79,7 +79,7 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
 
 
 def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    """Findings on FP8 or FP4 that a config uses and the site's GPUs do not support."""
+    """Yield findings on FP8 or FP4 settings of a config that the site's GPUs do not support."""
     node, flags, section = cluster.node, config["megatron"], config.get("precision_plan")
     plan = None if section is None else Plan.from_config(section)
     if node is None:
@@ -102,7 +102,7 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    """Finding on packs without an attention kernel for the site's GPUs; only a warning if ranks run in a container."""
+    """Yield a finding if the site's GPUs have no attention kernel for packs: in a container, only a warning."""
     if cluster.node is None or config["model"].get("backend") == "local":
         return
     inside = cluster.container.used

@@ -1,9 +1,9 @@
-"""Process of one rank, started by `torchrun` or `srun`.
+"""Process of one training rank, started by `torchrun` or `srun`.
 
     torchrun --nproc-per-node N -m nemo_ext.megatron.rank RUN_DIR/config.yaml
 
-It imports nothing heavy before it runs, because Megatron's checkpoint writer starts a helper process that imports this
-file again.
+The module imports nothing heavy at the top, because Megatron's checkpoint writer starts a helper process that imports
+it again.
 """
 
 import multiprocessing
@@ -19,11 +19,11 @@ from nemo_ext.job.parent import end_with_parent
 
 
 def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn:
-    """Trains from a config and ends the process with 0, the code of a SystemExit, or 1 and a traceback.
+    """Train from a config, then end the process with code 0, that of a SystemExit, or 1 after printing a traceback.
 
     Args:
         config_path: path of the resolved config.
-        prepare: called once Megatron is imported, before its arguments are read.
+        prepare: function called after Megatron is imported and before its arguments are read.
     """
     code = 0
     try:
@@ -41,10 +41,10 @@ def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn
 
 
 def keep_workers() -> None:
-    """Makes data loader workers ignore SIGTERM as soon as torch has installed its signal handlers.
+    """Make data loader workers ignore SIGTERM as soon as torch has installed its signal handlers.
 
-    torchrun sends SIGTERM to the whole process group so that the rank saves. Megatron's workers ignore it only from
-    their `worker_init_fn` on, and a worker that ends earlier ends its rank.
+    torchrun sends SIGTERM to the whole process group so that the ranks save. Megatron's workers ignore it only from
+    their `worker_init_fn` on, and a worker that ends before that ends its rank.
     """
     from torch.utils.data._utils import signal_handling
 
@@ -60,11 +60,11 @@ def keep_workers() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once, without Python's own clean-up.
+    """End the process at once with an exit code, without Python's own clean-up.
 
-    With `exit_signal_handler` Megatron makes its data loader workers ignore SIGTERM
-    (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for them forever. They
-    hold nothing that is still needed.
+    With `exit_signal_handler`, Megatron makes its data loader workers ignore SIGTERM
+    (training/datasets/data_samplers.py) and keeps their iterators alive, so Python would wait for the workers forever.
+    They hold nothing that is still needed.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a full disk; Python's own exit would then wait for children
@@ -75,11 +75,11 @@ def leave(code: int) -> NoReturn:
 
 
 def guard_helper() -> None:
-    """Ties the checkpoint writer's helper process to its rank.
+    """Tie the checkpoint writer's helper process to its rank.
 
-    A scheduler or torchrun sends SIGTERM to the whole process group, which would end the helper while the rank needs it
-    to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py); a killed rank would leave it
-    behind.
+    A scheduler or torchrun sends SIGTERM to the whole process group, which would end the helper while the rank still
+    needs it to write the last checkpoint (core/dist_checkpointing/strategies/filesystem_async.py). Conversely, a killed
+    rank would leave the helper behind.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)

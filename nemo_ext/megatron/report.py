@@ -1,4 +1,4 @@
-"""Report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
+"""Report on a training run: settings, results, and plots of loss, learning rate and speed. Does not import torch."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
 MEASURED = {"evaluate": "accuracy", "evaluate_bits": "bits per byte"}
-"""Quantity that benchmarks measure, by its key in metrics.jsonl."""
+"""Mapping from keys in metrics.jsonl to the quantities that benchmarks measure."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
+    """Write `report.md` and its plots from a run directory's files, and return the report's path.
 
     Raises:
         ValueError: the run has not logged a step yet.
@@ -56,10 +56,10 @@ def _plot(
     benchmarks: list[dict[str, Any]],
     bad: list[guard.Event],
 ) -> None:
-    """Draws loss, learning rate and speed over tokens, and benchmarks if any.
+    """Plot loss, learning rate, speed and any benchmarks over tokens, and mark bad steps.
 
-    Speed is tokens per second and, if processor time was logged, also tokens per processor second, which other work on
-    the machine does not change.
+    Speed is in tokens per second and, if processor time was logged, also in tokens per processor second, which other
+    work on the machine does not affect.
     """
     measured = {key: what for key, what in MEASURED.items() if any(line.get(key) for line in benchmarks)}
     heights = (3, *[2] * len(measured), 1.2, 1.2)
@@ -149,7 +149,7 @@ def _facts(
 
 
 def _ends(benchmarks: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Rows of benchmarks with their values at the first and last step at which they were measured."""
+    """Return a row for each benchmark: name, quantity, and its first and last measurements."""
     rows = []
     for key, what in MEASURED.items():
         for name in _names(benchmarks, key):
@@ -168,7 +168,7 @@ def _ranks(config: dict[str, Any]) -> int:
 
 
 def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
-    """Tokens per processor second, if all ranks use as much as the rank that logs; None if it was not measured."""
+    """Compute tokens per processor second, assuming that all ranks use as much as this one; None if not logged."""
     if not line.get("cpu_seconds_per_step"):
         return None
     return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
@@ -187,5 +187,5 @@ def _running_mean(values: list[float], *, window: int) -> list[float]:
 
 
 def _number(value: float | None) -> float:
-    """Logged value, with NaN for null, which means a loss that was not finite."""
+    """Return a logged value, or NaN for None, which stands for a value that was not finite or not logged."""
     return math.nan if value is None else value

@@ -1,6 +1,6 @@
-"""Training run derived from a composed config: phases, data, and the configs that ranks start with.
+"""Training run derived from a composed config: phases, data, and the configs with which ranks start.
 
-No torch at module level.
+Does not import torch at module level.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,14 @@ _SECTIONS = ("data", "distillation", "evaluate", "guard", "phases", "precision_p
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Training run, from `Run.from_config`.
+    """Training run, created by `Run.from_config`.
 
     Attributes:
         composed: the composed config.
-        config: config of the whole run, with the flags of its precision plan and its data arguments.
-        plan: its phases; None without.
-        segments: configs with which ranks start one after the other: `config` alone, or one per segment of the phases.
+        config: config of the whole run, including its precision plan's flags and its data arguments.
+        plan: phases of the run; None if it has none.
+        segments: configs with which ranks start, one after the other: only `config`, or one for each segment (phases
+            that one start of the ranks trains).
     """
 
     composed: Mapping[str, Any]
@@ -39,7 +40,7 @@ class Run:
 
     @classmethod
     def from_config(cls, composed: Mapping[str, Any]) -> "Run":
-        """Run of a composed config; for streams that are not tokenised yet, the config's assumed sizes are used.
+        """Derive the run from a composed config; streams not tokenised yet are given the config's assumed sizes.
 
         Raises:
             ValueError: a value has the wrong type; or see `model_of_start`, `plan_flags`, `with_data`, `guard_flags`,
@@ -58,7 +59,7 @@ class Run:
         return cls(composed=composed, config=config, plan=plan, segments=tuple(starts[1:] or starts))
 
     def tokenized(self) -> "Run":
-        """Tokenises the streams of the run; returns the run with blend shares computed from the resulting files.
+        """Tokenise the run's streams, and return the run with blend shares computed from the resulting files.
 
         Raises:
             ValueError: see `tokenize_streams`.
@@ -83,13 +84,13 @@ class Run:
                 check(segment)
 
     def stream_remarks(self) -> list[str]:
-        """Notices about streams that several phases read, see `nemo_ext.data.phases.describe_shared_streams`."""
+        """Return remarks on streams that several phases read (see `nemo_ext.data.phases.describe_shared_streams`)."""
         limit = (self.composed.get("data") or {}).get("max_epochs") or MAX_EPOCHS
         return [] if self.plan is None else describe_shared_streams(self.segments[0], self.plan, max_epochs=limit)
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:
-    """Refuses a run directory that is not a path, sections that are not mappings, and counts that are not whole."""
+    """Check that the run directory is a string, that sections are mappings, and that counts are whole numbers."""
     if not isinstance(config["run_dir"], str):
         raise ValueError(f"run_dir={config['run_dir']!r}: name a folder, such as runs/mine")
     for name in _SECTIONS:
@@ -101,7 +102,7 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
 
 
 def target_of(config: Mapping[str, Any]) -> tuple[int, str]:
-    """Step at which ranks with this config end, and advice on how to continue from there."""
+    """Return the step at which ranks with this config end, and advice on how to continue from there."""
     steps, stop = int(config["megatron"]["train_iters"]), config["megatron"].get("exit_interval")
     if stop is not None and int(stop) < steps:
         advice = f"megatron.exit_interval stops it there; for all {steps} steps set megatron.exit_interval=null"

@@ -1,4 +1,4 @@
-"""Megatron in this process without its trainer: a whole model on each rank, weights by checkpoint names.
+"""Megatron without its trainer, in this process: a whole model on each rank, with weights keyed by checkpoint names.
 
 For jobs that inspect a model (block libraries, scores, calibration) rather than train it as a whole.
 """
@@ -23,9 +23,9 @@ from nemo_ext.megatron.fp8 import Precision
 
 @contextmanager
 def data_parallel(seed: int = 1) -> Iterator[None]:
-    """Opens Megatron's process groups over the ranks of the environment (`RANK`, `WORLD_SIZE`), or over one rank.
+    """Open Megatron's process groups for the context, over the environment's ranks (`RANK`, `WORLD_SIZE`) or just one.
 
-    Each rank has a whole model. Existing process groups are used unchanged.
+    Each rank has a whole model. Existing process groups are used unchanged. `seed` sets Megatron's random states.
     """
     runtime.check_gpu()
     runtime.check_ranks()
@@ -57,14 +57,14 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
 
 
 def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any, Any]:
-    """Build the whole model of a composed training config on this rank; returns it and its `BlockModelConfig`.
+    """Build a composed training config's whole model on this rank, and return it with its `BlockModelConfig`.
 
     Args:
         config: composed training config.
-        blocks: False for a model without blocks: embedding, final norm and output layer.
+        blocks: False to build only the embedding, the final norm and the output layer.
 
     Raises:
-        ValueError: Megatron refuses the config; gives Megatron's reason.
+        ValueError: Megatron rejects the config; the message gives its reason.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -89,7 +89,7 @@ def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any,
 
 
 def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
-    """Yields the parts of Megatron's checkpoint in a module: key, slices of the whole tensor, and the module's memory.
+    """Yield a module's parts of a Megatron checkpoint: key, slices of the whole tensor, and the module's own memory.
 
     Writing to the memory changes the module. Parts with the same key (experts, gate and up) are consecutive.
     """
@@ -107,10 +107,10 @@ def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slic
 
 
 def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Set a module's weights from whole tensors by their names in Megatron's checkpoint.
+    """Set a module's weights from whole tensors, keyed by their names in Megatron's checkpoint.
 
     Raises:
-        ValueError: a tensor is missing or has another shape; names it.
+        ValueError: a tensor is missing or has the wrong shape; the message names it.
     """
     with torch.no_grad():
         for key, place, memory in named_parts(module, prefix):
@@ -125,7 +125,7 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
 
 
 def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Copies of a module's weights as whole tensors, by name in Megatron's checkpoint; one rank must have them all."""
+    """Copy a module's weights as whole tensors, all held by this rank, keyed by names in Megatron's checkpoint."""
     parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
     for key, place, memory in named_parts(module, prefix):
         parts.setdefault(key, []).append((place, memory.detach()))
@@ -139,7 +139,7 @@ def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:
-    """Load a checkpoint (a folder with `.metadata`) of any parallel layout with Megatron's own loader."""
+    """Load a checkpoint (a folder with `.metadata`), saved in any parallel layout, with Megatron's own loader."""
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))

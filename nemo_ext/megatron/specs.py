@@ -1,7 +1,7 @@
-"""Layer specs: the block sequence on Megatron's HybridModel, for the `local` and `transformer_engine` back ends.
+"""Layer specs of block sequences in Megatron's HybridModel, for the `local` and `transformer_engine` back ends.
 
-A plain Megatron-LM run uses it with `--spec nemo_ext.megatron.specs hybrid_stack_spec`. `hybrid_stack(...)` makes the
-same spec for a pattern with per-block values. The four families differ only in `TransformerConfig` and in a few
+A plain Megatron-LM run uses `--spec nemo_ext.megatron.specs hybrid_stack_spec`. `hybrid_stack(...)` builds the same
+spec for a pattern with per-block values. The four families differ only in `TransformerConfig` and in a few
 `StackOptions` for which upstream has no switch.
 """
 
@@ -52,11 +52,11 @@ class StackOptions:
 
     Attributes:
         symbols: plain pattern that the model must have (`|` allowed); empty for any pattern.
-        overrides: per-block config values, by 1-based layer number.
+        overrides: per-block config values, keyed by 1-based layer number.
         norm_affine: False for norms without weights (OLMo 1).
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
-        qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
-        rotary: rotary embeddings of single blocks, by 1-based layer number; other blocks use the model's.
+        qk_norm_scope: whether QK norms (`qk_layernorm`) span each `head` or the full `width` (OLMo 3).
+        rotary: rotary embeddings of single blocks, keyed by 1-based layer number; other blocks use the model's.
     """
 
     symbols: str = ""
@@ -73,19 +73,19 @@ class StackOptions:
 
 
 class LocalBackend(LocalSpecProvider):
-    """Megatron's local back end with norms, QK norms and core attention that have none of upstream's limits."""
+    """Megatron's local back end, with norms and core attention that do not have upstream's limits."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
-        """Class of norms, which supports sequence parallelism."""
+        """Return the class of norms, which supports sequence parallelism."""
         return LocalNorm
 
     def core_attention(self) -> type:
-        """Class of attention over torch SDPA: causal, sliding window, packed."""
+        """Return the core attention class, based on torch's SDPA: causal, sliding-window and packed."""
         return SDPACoreAttention
 
 
 def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> BackendSpecProvider:
-    """Provider of the linear, norm and attention classes of a back end; `setting` is the key that the user has set.
+    """Return the provider of a back end's linear, norm and attention classes; `setting` is the key in error messages.
 
     Raises:
         ValueError: the name is unknown, or Transformer Engine is not installed.
@@ -104,7 +104,7 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs the package
 
     class EngineBackend(TESpecProvider):
-        """Transformer Engine's back end, with norms that have the same checkpoint keys as the local back end's."""
+        """Transformer Engine's back end, whose norms have the same checkpoint keys as the local back end's."""
 
         def layer_norm(self, *arguments: Any, **named: Any) -> LayerNormBuilder:
             return partial(_without_extra_state, super().layer_norm(*arguments, **named))
@@ -113,7 +113,7 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
 
 
 def _without_extra_state(builder: LayerNormBuilder, *arguments: Any, **named: Any) -> torch.nn.Module:
-    """Norm without `_extra_state` in checkpoints: Transformer Engine's is for FP8 state, which norms do not have."""
+    """Build a norm without `_extra_state` in checkpoints, which holds FP8 state that norms do not have."""
     norm: Any = builder(*arguments, **named)
     kind = type(norm)
     names = ("get_extra_state", "set_extra_state")
@@ -122,17 +122,17 @@ def _without_extra_state(builder: LayerNormBuilder, *arguments: Any, **named: An
 
 
 def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormBuilder:
-    """Builder of the block norms and the final norm."""
+    """Return the builder of the block norms and the final norm."""
     if not options.norm_affine:
         return partial(LocalNorm, affine=False)
     return backend(config.transformer_impl).layer_norm(rms_norm=config.normalization == "RMSNorm")
 
 
 def stack_submodules(config: TransformerConfig, options: StackOptions) -> HybridStackSubmodules:
-    """Sub-layers of every block kind for this config and these options.
+    """Return the sub-layers of every block kind for a config and options.
 
-    Both back ends write the same checkpoint keys: if Transformer Engine fuses a norm into the following linear, the
-    local norm is saved under the fused name.
+    Both back ends write the same checkpoint keys: where Transformer Engine fuses a norm into the following linear
+    layer, the local back end's norm is saved under the fused name.
     """
     parts = backend(config.transformer_impl)
     norm = norm_builder(config, options)
@@ -146,7 +146,7 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         column = parts.column_parallel_layer_norm_linear() or column
 
     def saved_as(norm_name: str, linear_name: str) -> dict[str, str]:
-        """Key map from the unfused norm to its name in Transformer Engine's fused layer."""
+        """Map the key prefix of an unfused norm to its name in Transformer Engine's fused layer; empty if fused."""
         return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if block_norm is norm else {}
 
     q_norm = k_norm = None
@@ -209,14 +209,14 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
 
 
 class BlockStack(HybridStack):
-    """Megatron's HybridStack with sub-layers and final norm of the model's back end, chosen when it is built.
+    """Megatron's HybridStack, with the sub-layers and final norm of the model's back end, chosen at construction.
 
     Upstream hard-codes Transformer Engine for the final norm. Here the spec has only `options`; the sub-layers are
     chosen from the config that Megatron passes in, so one `--spec` object works for every model and back end.
 
-    Up to 0.19 Megatron-Core passes layer symbols (`layer_type_list`), and each block copies the model's config. Later
-    versions pass a config per block (`layer_config_list`), in which this class sets the block's values: upstream uses
-    that config to build the block and to enter its FP8 context.
+    Megatron-Core up to 0.19 passes layer symbols (`layer_type_list`), and each block copies the model's config. Later
+    versions pass a config per block (`layer_config_list`), in which this class sets the block's values, because
+    upstream uses that config to build the block and to enter its FP8 context.
     """
 
     def __init__(
@@ -263,9 +263,9 @@ class BlockStack(HybridStack):
 
     @property
     def layer_config_list(self) -> list[TransformerConfig]:
-        """Configs of the current layers, which upstream's forward pass iterates along with the layers.
+        """Configs of the current layers, which upstream's forward pass iterates over together with the layers.
 
-        Block-wise jobs replace and remove layers after the stack is built.
+        They are not stored, because block-wise jobs replace and remove layers after the stack is built.
         """
         building = self._configs_to_build
         return [layer.config for layer in self.layers] if building is None else list(building)
@@ -279,9 +279,13 @@ _SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-p
 
 
 def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int, *, last: bool = False) -> None:
-    """Refuses blocks of a pipeline stage, which begins after `offset` blocks, that do not fit the options.
+    """Check that a pipeline stage's blocks fit the options.
 
-    With `last`, the stage is the last one and must end where the options' pattern ends.
+    Args:
+        options: options of the stack.
+        layer_type_list: symbols of the stage's blocks.
+        offset: number of blocks before the stage.
+        last: True for the last stage, which must end where the options' pattern ends.
 
     Raises:
         ValueError: a block differs from the options' pattern, blocks are missing at the end, or a kind of block is not
@@ -311,7 +315,7 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
 
 
 def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
-    """Stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
+    """Build the stack spec of a pattern, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
 
     Args:
         pattern: block notation, such as `(*{kv=4}-)x40`; empty if every block has the config's sizes.
@@ -319,7 +323,7 @@ def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
 
     Raises:
         PatternError: the pattern does not parse.
-        ValueError: a placement or scope is unknown.
+        ValueError: the norm placement or QK norm scope is unknown.
         TypeError: an option is unknown.
     """
     if pattern:
@@ -329,4 +333,4 @@ def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
 
 
 hybrid_stack_spec = hybrid_stack()
-"""Spec for `--spec nemo_ext.megatron.specs hybrid_stack_spec`: pre-norm blocks, with sizes by Megatron's arguments."""
+"""Spec for `--spec nemo_ext.megatron.specs hybrid_stack_spec`: pre-norm blocks with sizes from Megatron's arguments."""

@@ -1,4 +1,4 @@
-"""Stability measures of OLMo's trainer that Megatron's does not have: the config's section `stability`.
+"""Stability measures from OLMo's trainer that Megatron's lacks, set in the config's `stability` section.
 
 They are a z-loss on the output layer's logits, an embedding without weight decay, and skipping steps whose gradient
 norm is an outlier (OLMo 3, arXiv 2512.13961, table 33; OLMo-core's SkipStepOptimizer).
@@ -20,10 +20,10 @@ from nemo_ext.megatron.divergence import logsumexp
 from nemo_ext.megatron.versions import TooOld
 
 Z_LOSS = "z loss"
-"""Name of the weighted z-loss in Megatron's log and in TensorBoard; `z_loss` in metrics.jsonl."""
+"""Name of the weighted z-loss in Megatron's log and in TensorBoard; metrics.jsonl calls it `z_loss`."""
 
 WINDOW = 128
-"""Number of earlier steps that an outlier is compared with; at least half of them are required (OLMo-core)."""
+"""Number of preceding steps with which a step is compared; at least half as many are required (OLMo-core)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,10 +31,10 @@ class Stability:
     """The `stability` section of a training config.
 
     Attributes:
-        z_loss: weight of the mean squared log of the softmax's denominator; 0 for none.
+        z_loss: weight of the mean squared logarithm of the softmax's denominator; 0 for no z-loss.
         decay_embedding: whether weight decay applies to the input embedding.
-        skip_beyond: standard deviations above the mean gradient norm of the last `WINDOW` steps beyond which a step is
-            skipped; None to skip none.
+        skip_beyond: number of standard deviations above the mean gradient norm of the last `WINDOW` steps beyond which
+            a step is skipped; None to skip no steps.
     """
 
     z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -43,7 +43,7 @@ class Stability:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Stability":
-        """Settings of a composed config; the defaults if it has none.
+        """Read the settings from a composed config; return the defaults if it has no such section.
 
         Raises:
             ValueError: a key is unknown, a value is invalid, or outliers are to be skipped without gradient clipping.
@@ -58,14 +58,14 @@ class Stability:
 
 
 class ZLoss:
-    """Model hook for z-loss, computed where the last stage computes its LM loss, only in training."""
+    """Z-loss with a given weight, computed where the last stage computes its LM loss, only during training."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self._value: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Model hook, called with the wrapped model; see `Distillation.attach`."""
+        """Model hook that makes the last stage compute the z-loss whenever it computes its LM loss."""
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
 
@@ -84,17 +84,17 @@ class ZLoss:
         return model
 
     def take(self) -> Tensor | None:
-        """Returns the last forward pass's weighted z-loss `[batch, seq]` once; None in evaluations and other stages."""
+        """Return and forget the last forward pass's weighted z-loss `[batch, seq]`; None if none was computed."""
         value, self._value = self._value, None
         return value
 
 
 def squared_log_denominator(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """Square of the log of the softmax's denominator, `[...]` in float32, the same on every rank of the group.
+    """Compute the squared log of the softmax's denominator, `[...]` in float32, the same on every rank of the group.
 
     Args:
         logits: `[..., vocabulary / ranks]`; may be overwritten afterwards.
-        group: ranks that the vocabulary is split among; None for one.
+        group: ranks that share the vocabulary; None if it is not split.
     """
     return _SquaredLogDenominator.apply(logits, group)
 
@@ -121,34 +121,34 @@ class _SquaredLogDenominator(torch.autograd.Function):
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views along the first axis, so that float32 copies of logits are small."""
+    """Split a tensor into views along its first axis, so that float32 copies of logits stay small."""
     return tensor.split(-(-len(tensor) // 16)) if len(tensor) else (tensor,)
 
 
 class Outliers:
-    """Norms of the last steps, and the bound for the next one."""
+    """Norms (or losses) of the last `WINDOW` steps, and the outlier bound that they imply for the next step."""
 
     def __init__(self, deviations: float) -> None:
         self.deviations = deviations
         self.norms: deque[float] = deque(maxlen=WINDOW)
 
     def bound(self) -> float:
-        """Mean plus `deviations` standard deviations; infinite while the window is less than half full."""
+        """Return the mean plus `deviations` standard deviations; infinite while the window is less than half full."""
         if len(self.norms) < WINDOW // 2:
             return math.inf
         return statistics.fmean(self.norms) + self.deviations * statistics.stdev(self.norms)
 
     def add(self, norm: float) -> None:
-        """Adds the norm of a step, taken or skipped; a norm that is not finite is ignored."""
+        """Add the norm of a step, taken or skipped, unless it is not finite."""
         if math.isfinite(norm):
             self.norms.append(norm)
 
 
 def use(settings: Stability) -> None:
-    """Patches Megatron to build optimizers with these settings, for the rest of this process.
+    """Patch Megatron to build optimizers with these settings, for the rest of this process.
 
-    Its `pretrain()` has no hook for per-parameter settings, and its bound of the gradient norm is a constant without a
-    flag, which is set before every step here.
+    Megatron's `pretrain()` has no hook for per-parameter settings, and its bound on the gradient norm is a constant
+    without a flag, which is set here before every step.
     """
     if settings.decay_embedding and settings.skip_beyond is None:
         return
@@ -170,10 +170,10 @@ def use(settings: Stability) -> None:
 
 
 def skip_outliers(optimizer: Any, outliers: Outliers) -> None:
-    """Makes an optimizer skip steps whose gradient norm exceeds the bound; every rank sees the same norms.
+    """Make an optimizer skip steps whose gradient norm exceeds the bound; every rank sees the same norms.
 
     Raises:
-        TooOld: this Megatron-Core has no bound for the norm.
+        TooOld: the installed Megatron-Core does not support a bound on the norm.
     """
     parts = getattr(optimizer, "chained_optimizers", None)
     if parts is None or not all(hasattr(part.config, "grad_norm_skip_threshold") for part in parts):

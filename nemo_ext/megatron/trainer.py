@@ -1,7 +1,7 @@
 """Training on one rank: turns the composed config into checked Megatron arguments and calls Megatron's `pretrain()`.
 
-`rank.py` is the process around it. Laptop and cluster run this same file. Without CUDA the CPU runtime is installed
-first (`megatron/cpu`), and without mamba_ssm the torch kernels.
+`rank.py` is the process around it. Laptops and clusters run the same file. Without CUDA, the CPU runtime is installed
+first (`megatron/cpu`), and without mamba_ssm, the torch kernels.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from nemo_ext.memory import sampler
 
 
 def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
-    """Train from the resolved config at `config_path`.
+    """Train from a resolved config.
 
     Args:
         config_path: path of the resolved config.
-        prepare: called once Megatron is imported, before its arguments are read.
+        prepare: function called after Megatron is imported and before its arguments are read.
     """
     main_entry = time.time()
     config = run_directory.read_config(Path(config_path))
@@ -138,22 +138,23 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
 
 
 def watched(forward_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Forward step that also reports the rank's progress to its guard."""
+    """Report this rank's progress to its guard, then run the forward step."""
     guard.here()
     return forward_step(*arguments, **named)
 
 
 def share_cores(ranks: int) -> None:
-    """Divides the cores of a machine without CUDA among its ranks as threads, unless OMP_NUM_THREADS is set."""
+    """Without CUDA, give each rank an equal share of the machine's cores as threads, unless OMP_NUM_THREADS is set."""
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
-    """Keeps the results of writing a checkpoint in this process, unless another process writes it.
+    """Keep the results of writing a checkpoint in this process, unless checkpoints are written asynchronously.
 
-    Megatron's queue for them is a separate process (core/dist_checkpointing/strategies/filesystem_async.py), which
-    imports Megatron to read them: seconds at the first checkpoint and half a gigabyte of memory, on every rank.
+    Megatron's queue for the results is a separate process (core/dist_checkpointing/strategies/filesystem_async.py) that
+    imports Megatron to read them, which on every rank costs seconds at the first checkpoint and half a gigabyte of
+    memory.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -162,10 +163,10 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
 
 
 def copy_before_writing(arguments: argparse.Namespace) -> None:
-    """Copies tensors in host memory before an asynchronous checkpoint is written, so that it is consistent.
+    """Copy tensors in host memory before an asynchronous checkpoint is written, so that it is consistent.
 
-    Megatron's persistent writer copies tensors of a GPU but shares the memory of others, which training then changes:
-    on a machine without a GPU, or with an offloaded optimizer.
+    Megatron's persistent writer copies tensors on a GPU, but shares the memory of tensors on the CPU, which training
+    then changes. This affects machines without a GPU, and offloaded optimizers.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -181,7 +182,7 @@ def copy_before_writing(arguments: argparse.Namespace) -> None:
 
 
 def resume_with_settings(arguments: argparse.Namespace) -> None:
-    """With override_opt_param_scheduler, makes a resumed optimizer take rates, betas and epsilon from the config.
+    """With override_opt_param_scheduler, make a resumed optimizer take rates, betas and epsilon from the config.
 
     Megatron looks up a checkpoint's parameter groups by learning rate, among others, so a changed rate would end the
     run, and betas and epsilon would be the saved ones. Groups that differ only in their rates, as with `decoupled_lr`,
@@ -220,10 +221,10 @@ def resume_with_settings(arguments: argparse.Namespace) -> None:
 
 
 def load_distributed_optimizers(arguments: argparse.Namespace) -> None:
-    """Makes a distributed optimizer resume in fp32, and without Transformer Engine and apex.
+    """Make distributed optimizers able to resume in fp32, and without Transformer Engine and apex.
 
     Megatron-Core 0.19 fails to load fp32 parameters in place, because they are leaves that require gradients. With
-    torch's Adam it reads the step from the state of each parameter, which exists only after the first step, and loads 0
+    torch's Adam, it reads the step from each parameter's state, which exists only after the first step, and loads 0
     instead of the saved step (core/optimizer/distrib_optimizer.py).
     """
     from megatron.core.optimizer import distrib_optimizer
@@ -251,13 +252,18 @@ def load_distributed_optimizers(arguments: argparse.Namespace) -> None:
 
 
 def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:
-    """Makes Megatron delete checkpoints by the config's `retention` instead of its own rule.
+    """Make Megatron delete checkpoints according to the config's `retention` section instead of its own rule.
 
-    Megatron deletes on rank 0 after a checkpoint is complete, in a separate process with asynchronous writing, else in
-    a thread, which would not survive the end of the rank.
+    Megatron deletes on rank 0 after a checkpoint is complete, in a separate process if writing is asynchronous, and
+    otherwise in a thread, which would not survive the end of the rank.
+
+    Args:
+        config: the run's config.
+        arguments: Megatron's arguments, whose own rule is turned off.
+        ends: last steps of the phases.
 
     Returns:
-        Function for the end of this start: waits for deletions, and marks the checkpoint of the run's last step.
+        Function to call at the end of this start: it waits for deletions, and marks the last step's checkpoint as kept.
     """
     from megatron.training import checkpointing
 
@@ -287,7 +293,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
 
 
 def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
-    """Starts a memory sampler on each node's first rank; returns a phase recorder, active on the run's first rank."""
+    """Start a memory sampler on each node's first rank; return a log of phases, which only the first rank writes."""
     seconds = sampler.interval(config)
     if seconds is None:
         return sampler.Phases(None)
@@ -300,7 +306,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """Model hook that makes Megatron's timers record the phases; they exist when it is called."""
+    """Model hook that makes Megatron's timers record the run's phases; before hooks are called, no timers exist."""
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
@@ -310,7 +316,7 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
-    """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs, which is the last."""
+    """Insert the metrics writer between Megatron and TensorBoard on the last rank, which is the one that logs."""
     from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -345,7 +351,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
 
 
 def close_metrics() -> None:
-    """Writes pending metrics."""
+    """Write pending metrics, on the rank that logs."""
     from megatron.training import global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -357,9 +363,9 @@ def close_metrics() -> None:
 def validate_at_start(
     model: list[torch.nn.Module], *, run_dir: Path, forward_step: Callable[..., Any]
 ) -> list[torch.nn.Module]:
-    """Model hook that measures the validation loss of the untrained model, which Megatron's loop cannot do.
+    """Model hook that measures the untrained model's validation loss, which Megatron's loop cannot do.
 
-    It calls Megatron's own `evaluate` while the run has no checkpoint yet; not in a run without evaluations.
+    It calls Megatron's own `evaluate`, unless the run already has a checkpoint or has no evaluations.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
@@ -383,7 +389,7 @@ def validate_at_start(
 
 
 def peak_flops() -> float | None:
-    """Peak FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
+    """Return the device's peak FLOP/s: NVIDIA's BF16 figure, None for unknown GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         clock = getattr(device, "clock_rate", 0)  # in kHz; not in every torch

@@ -1,4 +1,4 @@
-"""Settings of Transformer Engine for which Megatron has no flag, applied when a model is built and run."""
+"""Transformer Engine settings for which Megatron has no flags, applied when a model is built and run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 UNFUSED_ATTENTION = "NVTE_UNFUSED_ATTN"
-"""Environment variable that allows Transformer Engine's unfused attention, read whenever it chooses a kernel."""
+"""Environment variable that allows unfused attention, which Transformer Engine reads whenever it chooses a kernel."""
 APEX = "_grad_accum_fusion_available"
-"""Megatron's variable in tensor_parallel/layers.py: whether apex's kernel for fused weight gradients is installed."""
+"""Name of the variable in Megatron's tensor_parallel/layers.py that tells whether apex's kernel for fused weight
+gradients is installed."""
 
 
 def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "HybridModel":
     """Build a pipeline stage without unfused attention, and with fused weight gradients even if apex is missing.
 
-    - Attention: `attention_backend=auto` falls back to unfused attention, which keeps the scores, with only a line in a
-      log. In 16 bits it is excluded unless the environment has NVTE_UNFUSED_ATTN=1, so that `explained` reports the
-      missing kernel.
-    - Weight gradients: Transformer Engine's layers add them to `main_grad` themselves. Megatron's own linear layer, the
-      output layer, needs apex for this and cannot be built without; only its gradients are not fused.
+    - Attention: `attention_backend=auto` falls back to unfused attention, which stores all scores, with only a line in
+      a log. In 16 bits this is prevented unless the environment has NVTE_UNFUSED_ATTN=1, so that `explained` reports
+      the missing kernel.
+    - Weight gradients: Transformer Engine's layers add them to `main_grad` themselves. The output layer, which is
+      Megatron's own linear layer, needs apex for this and could not be built without it; its gradients are not fused.
 
     Args:
         config: config of the model.
-        stage: builds the stage.
+        stage: function that builds the stage.
     """
     allowed = os.environ.get(UNFUSED_ATTENTION)
     if allowed == "0":
@@ -52,10 +53,10 @@ def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "Hyb
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Context of a forward pass that explains Transformer Engine's error about a missing attention kernel.
+    """Replace Transformer Engine's error about a missing attention kernel in the context with an explanation.
 
     Raises:
-        ValueError: neither fused nor flash attention is available; names the packages to install.
+        ValueError: neither fused nor flash attention is available; the message names the packages to install.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Differences between the versions of Megatron-Core that nemo_ext works with (docs/installs.md). No torch."""
+"""Differences between the Megatron-Core versions that nemo_ext supports (docs/installs.md). Does not import torch."""
 
 import inspect
 import runpy
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 
 class TooOld(ValueError):
-    """A setting needs a newer Megatron-Core than the installed one."""
+    """Raised if a setting needs a newer Megatron-Core than the installed one."""
 
 
 class Feature(NamedTuple):
     """Feature that Megatron-Core has from some version on.
 
     Attributes:
-        name: name for the user.
-        since: first version that has it.
-        flags: Megatron's flags of the feature; `flag=value` if older versions have the flag without that value.
+        name: name to show to the user.
+        since: first version that has the feature.
+        flags: Megatron's flags for the feature; `flag=value` if older versions have the flag but not that value.
     """
 
     name: str
@@ -49,15 +49,15 @@ FEATURES = (
     Feature("upcycling of our models", (0, 19), ("moe_use_upcycling",)),
     Feature("Megatron's own RL with our models", (0, 19), ("perform_rl_step",)),
 )
-"""Features that nemo_ext uses itself and that a supported version may not have. Other flags that an older version does
-not know are refused as unknown."""
+"""Features that nemo_ext uses itself and that a supported version may lack. Other flags that an older version does not
+know are rejected as unknown."""
 
 
 @cache
 def installed() -> tuple[int, int, int]:
-    """Version of the installed Megatron-Core, read from its source without importing it.
+    """Return the version of the installed Megatron-Core, read from its source without importing it.
 
-    Its `__version__` would add the commit of any git repository that contains the environment.
+    Its `__version__` would include the commit of any git repository that contains the Python environment.
     """
     spec = find_spec("megatron.core")
     assert spec is not None
@@ -72,17 +72,17 @@ def installed() -> tuple[int, int, int]:
 
 
 def spelled(version: Iterable[int]) -> str:
-    """A version with dots."""
+    """Write a version with dots."""
     return ".".join(map(str, version))
 
 
 def missing(feature: Feature) -> bool:
-    """True if the installed Megatron-Core does not have the feature yet."""
+    """Return whether the installed Megatron-Core lacks a feature."""
     return installed() < feature.since
 
 
 def lack(flags: Iterable[str]) -> str | None:
-    """Reason why the installed Megatron-Core is too old for one of these flags (or `flag=value`), or None."""
+    """Explain why the installed Megatron-Core is too old for any of these flags (or `flag=value`), or return None."""
     names = set(flags)
     for feature in FEATURES:
         if names & set(feature.flags) and missing(feature):
@@ -92,10 +92,10 @@ def lack(flags: Iterable[str]) -> str | None:
 
 
 def model_of_container(container: Any) -> dict[str, Any]:
-    """Keywords that make `pretrain` build the model of its config container; empty since 0.19, which does so anyway.
+    """Return keyword arguments that make `pretrain` build its config container's model; none from 0.19 on.
 
-    0.18 takes a function that builds one stage, and wraps the stages in `get_model`. That function is replaced: the
-    container's builder builds and wraps the stages, with the hooks of its config.
+    Megatron-Core 0.18 takes a function that builds one stage, and wraps the stages in `get_model`. This replaces
+    `get_model`, so that the container's builder builds and wraps the stages, with the hooks of its config.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import training

@@ -1,1 +1,1 @@
-"""Memory over time: the sampler and its section of the report."""
+"""Memory use of a run over time: the sampler, and the report's section on it."""

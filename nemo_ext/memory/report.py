@@ -1,4 +1,4 @@
-"""The memory section of a run's report: a plot over time and the peak of each phase, from the samples. No torch."""
+"""Memory section of a run's report: a plot over time and each phase's peaks, from samples. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +17,7 @@ from nemo_ext.memory.sampler import FOLDER, PHASES
 PLOT = "memory.png"
 
 QUANTITIES = ("processes, resident", "in use on the node", "/dev/shm", "fullest GPU")
-"""Columns of the table, and panels of the plot."""
+"""Measured quantities: columns of the table, and panels of the plot."""
 
 DAY, GIB = 86400, 2**30
 
@@ -29,9 +29,10 @@ class Node(NamedTuple):
 
     Attributes:
         name: node name.
-        time: Unix seconds of the samples, `[samples]`.
-        values: bytes of `QUANTITIES`, `[samples, 4]`; NaN where there is none, and in a row between two starts.
-        total: total bytes of `QUANTITIES`, NaN where unknown.
+        time: times of the samples in Unix seconds, `[samples]`.
+        values: bytes in use for each of `QUANTITIES`, `[samples, 4]`; NaN where not measured, and in the row that
+            separates two starts of the run.
+        total: bytes available for each of `QUANTITIES`; NaN where unknown.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Node(NamedTuple):
 
 
 def read(folder: Path) -> list[Node]:
-    """Nodes with samples in a run's folder `memory`, by name; incomplete lines skipped."""
+    """Read all nodes' samples from a run's `memory` folder, sorted by name; incomplete lines are skipped."""
     nodes = []
     for path in sorted({*folder.glob("*.jsonl")} - {folder / PHASES}):
         times, rows, total = list[float](), list[list[float]](), _row({})
@@ -55,7 +56,7 @@ def read(folder: Path) -> list[Node]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file, without those cut off by a kill or a full disk."""
+    """Parse a file's lines, skipping those cut off by a kill or a full disk; empty if the file does not exist."""
     whole = list[dict[str, Any]]()
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(orjson.JSONDecodeError):
@@ -69,15 +70,15 @@ def _row(line: Mapping[str, Any]) -> list[float]:
 
 
 def read_phases(folder: Path) -> list[tuple[float, str | None]]:
-    """Unix time and name of each phase's begin, in order; the name None ends a start of the run."""
+    """Read when each phase began (Unix seconds) and its name, in order; the name None marks the end of a start."""
     return sorted(((line["time"], line["phase"]) for line in _lines(folder / PHASES)), key=itemgetter(0))
 
 
 def peaks(nodes: Sequence[Node], phases: Phases) -> dict[str, tuple[int, NDArray[np.float64]]]:
-    """Number of samples of each phase, in order of first occurrence, and the peaks of all nodes, `[nodes, 4]`.
+    """Return each phase's number of samples and its peaks on every node, `[nodes, 4]`, in order of first occurrence.
 
-    Samples before the first phase count towards it, those after the end of the run towards none. Without phases all
-    belong to one, `run`. A phase that was never sampled has 0 samples and NaN for peaks.
+    Samples before the first phase count towards it, those after the end of the run towards none. Without phases, all
+    samples belong to a single phase, `run`. A phase that was never sampled has 0 samples and NaN peaks.
     """
     begins, names = [begin for begin, _ in phases], np.array([name or "" for _, name in phases] or ["run"])
     of = [names[np.maximum(np.searchsorted(begins, node.time, side="right") - 1, 0)] for node in nodes]
@@ -90,7 +91,7 @@ def peaks(nodes: Sequence[Node], phases: Phases) -> dict[str, tuple[int, NDArray
 
 
 def add_section(report: Report, run_dir: Path) -> bool:
-    """Adds a section on memory to the report of a run; False if nothing was sampled."""
+    """Add a section on memory to a run's report; return False if nothing was sampled."""
     nodes, phases = read(run_dir / FOLDER), read_phases(run_dir / FOLDER)
     if not nodes:
         return False
@@ -115,7 +116,7 @@ def _size(value: float) -> str:
 
 
 def _plot(report: Report, nodes: Sequence[Node], phases: Phases) -> None:
-    """Draws each quantity over time, with shaded phases; few nodes have a colour each."""
+    """Draw each quantity over time, with shaded phases; up to five nodes each get their own colour."""
     shown = np.flatnonzero(np.any([np.isfinite(node.values).any(axis=0) for node in nodes], axis=0))
     axes = report.picture("memory over time", PLOT, 9, 1.9 * len(shown) + 0.6, len(shown), sharex=True)
     # A killed run recorded no end: its phase ends where samples ended before the next start.

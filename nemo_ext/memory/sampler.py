@@ -1,11 +1,11 @@
-"""Sampler of a run's memory over time on every node: its processes, the host, /dev/shm and the GPUs. Without torch.
+"""Sampler of a run's memory use on each node: processes, host, /dev/shm and GPUs. Does not import torch.
 
     python -m nemo_ext.memory.sampler DIR -- COMMAND ...    runs COMMAND, sampled by a child process
 
-The Llama-Nemotron authors (section 5.2.2) used the same to find causes of out-of-memory errors: psutil, the usage of
-/dev/shm as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on each
-node, because a thread would hang with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` the start
-times of the phases of the run; `nemo_ext.memory.report` reads both.
+The Llama-Nemotron authors (section 5.2.2) used the same sources to find the causes of out-of-memory errors: psutil, the
+usage of /dev/shm as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on
+each node, because a thread would hang with its rank. It writes samples in bytes to `DIR/NODE.jsonl`; the start times of
+the run's phases are in `DIR/phases.jsonl`. `nemo_ext.memory.report` reads both.
 """
 
 import argparse
@@ -29,38 +29,38 @@ from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.settings import STRICT, checked
 
 KEY = "memory_profile"
-"""Config key of a training run: `{seconds: 10}`, or null."""
+"""Section of a training config that turns the sampler on: `{seconds: 10}`, or null."""
 
 FOLDER = "memory"
-"""Folder of the samples in a run directory."""
+"""Name of the folder in a run directory that holds the samples."""
 
 PHASES = "phases.jsonl"
 
 SECONDS = 10.0
-"""Default interval between samples. A sample takes about ten milliseconds of one core."""
+"""Default sampling interval in seconds. A sample takes about ten milliseconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """Settings of the section `memory_profile` of a config."""
+    """Settings of a config's `memory_profile` section."""
 
     seconds: Annotated[float, Field(ge=0.1, le=3600)]
 
 
 def interval(config: Mapping[str, Any]) -> float | None:
-    """Seconds between samples from a run's `memory_profile`, or None without one.
+    """Read the sampling interval in seconds from a config's `memory_profile` section; None if there is no section.
 
     Raises:
-        ValueError: unknown key, or a value other than a number from 0.1 to 3600.
+        ValueError: the section has an unknown key, or the interval is not a number from 0.1 to 3600.
     """
     section = config.get(KEY)
     return None if section is None else checked(Profile, section, KEY, strict=True).seconds
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes]:
-    """Start a sampler that ends with this process or with `root`.
+    """Start a process that samples the process `root` and its descendants until `root` or this process ends.
 
-    Call it from the main thread: Linux ties a child to the thread that started it.
+    Call this from the main thread, because Linux ties a child process to the thread that started it.
     """
     code = f"from nemo_ext.memory.sampler import follow; follow({root}, {str(directory)!r}, {seconds})"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
@@ -68,7 +68,7 @@ def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess
 
 @contextmanager
 def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
-    """Sample this process and its descendants in the context; does nothing if `seconds` is None."""
+    """Sample this process and its descendants every `seconds` in the context; do nothing if `seconds` is None."""
     with ExitStack() as stack:
         if seconds is not None:
             process = stack.enter_context(start(directory, root=os.getpid(), seconds=seconds))
@@ -77,9 +77,9 @@ def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
 
 
 def root_of_ranks() -> int:
-    """Process id of the common parent of this node's ranks, called in one of them: torchrun, or srun's step daemon.
+    """Return the process id of torchrun or srun's step daemon, the common ancestor of this node's ranks.
 
-    There may be a container runtime between a rank and the daemon.
+    Call this in a rank. There may be a container runtime between the rank and the daemon.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" in os.environ:
         with suppress(psutil.Error, StopIteration):
@@ -88,30 +88,30 @@ def root_of_ranks() -> int:
 
 
 class Phases:
-    """Log of the start times of phases of the run, if there is a directory. File system errors do not end the run."""
+    """Log of the start times of the run's phases, written if `directory` is set; file system errors are ignored."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._current: list[str | None] = [None]
 
     def begin(self, phase: str | None) -> None:
-        """Start a phase and end the previous phase; None ends the run."""
+        """End the current phase and start another; None marks the end of the run."""
         if self._directory is not None and phase != self._current[-1]:
             _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
         self._current[-1] = phase
 
     def enter(self, phase: str) -> None:
-        """Start a phase that interrupts the current phase until `leave`."""
+        """Start a phase that interrupts the current one until `leave` is called."""
         self._current.append(self._current[-1])
         self.begin(phase)
 
     def leave(self) -> None:
-        """Resume the interrupted phase."""
+        """End the current phase and resume the one that it interrupted, if any."""
         if len(self._current) > 1:
             self.begin(self._current.pop(-2))
 
     def during(self, phase: str) -> ExitStack:
-        """Enter a phase, and return a context manager that leaves it."""
+        """Enter a phase at once, and return a context manager that leaves it on exit."""
         self.enter(phase)
         stack = ExitStack()
         stack.callback(self.leave)
@@ -119,7 +119,7 @@ class Phases:
 
 
 def gpu_memory(what: str) -> list[int]:
-    """Bytes `used` or `total` on each GPU that NVML reports to this process; empty without a driver."""
+    """Return each GPU's `used` or `total` bytes (as `what` says) from NVML; an empty list without a driver."""
     try:
         pynvml.nvmlInit()
         devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
@@ -129,14 +129,14 @@ def gpu_memory(what: str) -> list[int]:
 
 
 def node_memory(what: str) -> dict[str, Any]:
-    """Bytes `used` or `total` on this node: `host`, `shm` in /dev/shm, and `gpu`, a list with one per GPU."""
+    """Return this node's `used` or `total` bytes: `host`, `shm` for /dev/shm, and `gpu`, a list with one per GPU."""
     memory, shm = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
     host = memory.total - (memory.available if what == "used" else 0)
     return {"host": host, "shm": getattr(shm, what), "gpu": gpu_memory(what)}
 
 
 def sample(root: psutil.Process) -> dict[str, Any]:
-    """Bytes in use: `rss` of a process and all its descendants, except this process, and the node's memory."""
+    """Measure bytes in use: `rss` of `root` and its descendants except this process, and the node's memory."""
     rss = 0
     with suppress(psutil.NoSuchProcess):
         for process in (root, *root.children(recursive=True)):
@@ -146,7 +146,7 @@ def sample(root: psutil.Process) -> dict[str, Any]:
 
 
 def follow(root: int, directory: str, seconds: float) -> None:
-    """Write this node's samples until a process ends."""
+    """Write this node's samples to a file in `directory` every `seconds`, until the process `root` ends."""
     signal.pthread_sigmask(
         signal.SIG_BLOCK, signal.valid_signals()
     )  # a scheduler sends signals to all processes of a job
@@ -166,7 +166,7 @@ def follow(root: int, directory: str, seconds: float) -> None:
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> bool:
-    """Append a line; False if the file system refuses."""
+    """Append a line of JSON; return False if the file cannot be written."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as stream:
@@ -176,7 +176,7 @@ def _append(path: Path, line: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Start a sampler, then replace this process with the command given on the command line."""
     parser = argparse.ArgumentParser(usage="python -m nemo_ext.memory.sampler DIR [--seconds S] -- COMMAND ...")
     parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds between two samples (default: 10)")

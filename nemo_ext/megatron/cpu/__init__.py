@@ -1,1 +1,1 @@
-"""Support for Megatron without CUDA: device redirection, patches, torch kernels."""
+"""Support for running Megatron without CUDA: device redirection, patches and torch kernels."""

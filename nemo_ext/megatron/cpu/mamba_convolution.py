@@ -1,6 +1,6 @@
-"""Short causal convolution of Mamba in plain torch, on [batch, length, channels].
+"""Mamba's short causal convolution in plain torch, on [batch, length, channels].
 
-A tap is one multiply-add over whole rows: on a CPU this is far faster than a depthwise `F.conv1d`, which needs the
+Each tap is one multiply-add over whole rows. On a CPU this is far faster than a depthwise `F.conv1d`, which needs the
 channels first, and taps that would reach into another packed sequence can be skipped.
 """
 
@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 class _Taps(torch.autograd.Function):
-    """Convolution by taps [width, channels], in their dtype; row a multiplies the token a positions back."""
+    """Convolution with taps [width, channels], in their dtype; row a multiplies the token a positions before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, run: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ class _Taps(torch.autograd.Function):
 
 
 def _same_run(values: Tensor, run: Tensor | None, age: int) -> Tensor:
-    """Zeroes the values [batch, length - age, channels] of taps that reach into another packed sequence."""
+    """Zero the values [batch, length - age, channels] where a tap `age` tokens back reaches into another sequence."""
     if run is None:
         return values
     same = run[:, age:] == run[:, : run.shape[1] - age]
@@ -60,21 +60,21 @@ def causal_conv1d(
     seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
 ) -> Tensor:
-    """Depthwise causal convolution.
+    """Compute a depthwise causal convolution.
 
     Args:
         x: [batch, length, channels].
         weight: [channels, width]; the last column multiplies the token itself.
         bias: [channels] or None.
         activation: "silu" (or "swish") or None.
-        seq_idx: [batch, length] integers; no tap reads across a change of number. None for one sequence.
+        seq_idx: [batch, length] sequence numbers; no tap reads across a change of number. None for one sequence.
         initial_states: [batch, width - 1, channels], the tokens before the first, or None for zeros.
 
     Returns:
         [batch, length, channels] in the dtype of `x`.
 
     Raises:
-        ValueError: If shapes do not fit together or the activation is unknown.
+        ValueError: The shapes do not match, or the activation is unknown.
     """
     channels, before = x.shape[2], weight.shape[-1] - 1
     if weight.dim() != 2 or weight.shape[0] != channels:

@@ -1,6 +1,6 @@
 """Torch kernels under the names of mamba_ssm and causal_conv1d, for machines without these packages.
 
-Megatron's Mamba mixer imports its kernels from these packages by name, and refuses packed sequences unless their
+Megatron's Mamba mixer imports its kernels from these packages by name, and rejects packed sequences unless their
 `__version__` is high enough; the stand-ins satisfy both. The functions take upstream's arguments (mamba_ssm's
 `ops/triton/ssd_combined.py`, causal_conv1d's `causal_conv1d_interface.py`); unsupported ones raise ValueError.
 """
@@ -47,13 +47,14 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`ssd_chunk_scan` with upstream's arguments.
+    """Call `ssd_chunk_scan` with upstream's arguments.
 
-    `state_dtype` is upstream's dtype for states between chunks; here they are always float32.
+    `state_dtype` is upstream's dtype for states between chunks; here it has no effect, as they are in the computation's
+    dtype.
 
     Raises:
-        ValueError: cu_seqlens or return_varlen_states is set, state_dtype is wider than the computation, or shapes do
-            not fit.
+        ValueError: cu_seqlens or return_varlen_states is set, state_dtype is wider than the computation's dtype, or the
+            shapes do not match.
     """
     _refuse("mamba_chunk_scan_combined", cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
     _check_state_dtype(state_dtype, x)
@@ -97,14 +98,14 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolution, scan and gate on a mixer's input projection, z | x | B | C | dt in the last dimension.
+    """Apply convolution, scan and gate to a mixer's input projection, z | x | B | C | dt in the last dimension.
 
-    With `rmsnorm_weight` the result goes through the gated norm, then through the output projection if there is one, as
-    in transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
+    With `rmsnorm_weight`, the result then goes through the gated norm, and with `outproj_weight` through the output
+    projection, as in transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
 
     Raises:
-        ValueError: headdim is missing, outproj_bias is set alone, state_dtype is wider than the computation, or shapes
-            do not fit.
+        ValueError: headdim is missing, outproj_bias is set without outproj_weight, state_dtype is wider than the
+            computation's dtype, or the shapes do not match.
     """
     _check_state_dtype(state_dtype, zxbcdt)
     if D.dim() == 2:
@@ -162,10 +163,10 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """`causal_conv1d` on upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
+    """Call `causal_conv1d` with upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
 
     Raises:
-        ValueError: return_final_states or final_states_out is set, or shapes do not fit.
+        ValueError: return_final_states or final_states_out is set, or the shapes do not match.
     """
     _refuse("causal_conv1d_fn", return_final_states=return_final_states, final_states_out=final_states_out)
     out = causal_conv1d(
@@ -188,7 +189,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """Convolution of new tokens; updates the state with them.
+    """Convolve new tokens, and update the state with them in place.
 
     Args:
         x: [batch, channels] or [batch, channels, tokens].
@@ -212,11 +213,11 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """Last inputs of each packed sequence, with zeros before its start.
+    """Return the last inputs of each packed sequence, with zeros before its start.
 
     Args:
         x: [tokens, channels].
-        cu_seqlens: [sequences + 1] offsets.
+        cu_seqlens: [sequences + 1] offsets of the sequences.
         state_len: Number of tokens to keep.
 
     Returns:
@@ -259,16 +260,16 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
         "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": causal_conv1d_varlen_states},
     },
 }
-"""Modules and their attributes, by the package they replace; parents before children."""
+"""Mapping from each replaced package to its modules and their attributes; parents precede children."""
 
 
 def install() -> tuple[str, ...]:
-    """Puts the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; repeatable.
+    """Put the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; repeatable.
 
-    causal_conv1d is replaced only together with mamba_ssm, and with a GPU only if it is missing too.
+    causal_conv1d is replaced only together with mamba_ssm, and on a GPU only if it is missing too.
 
     Returns:
-        Packages that are stand-ins in this process; empty with a real mamba_ssm and a GPU.
+        Names of the packages that are stand-ins in this process; empty with a real mamba_ssm and a GPU.
 
     Raises:
         RuntimeError: Megatron's mixer was already imported without these kernels.
@@ -294,7 +295,7 @@ def install() -> tuple[str, ...]:
 
 
 def is_stand_in(package: str) -> bool:
-    """True if `package` was put in place by `install`."""
+    """Return whether `package` is a stand-in that `install` put in place."""
     return getattr(sys.modules.get(package), "__doc__", None) == __doc__
 
 

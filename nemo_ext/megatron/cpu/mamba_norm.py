@@ -1,7 +1,7 @@
 """Mamba-2's gated RMS norm in plain torch.
 
-The backward pass is written by hand: `F.rms_norm` under autograd takes 1.8 to 2.3 times the processor time and 1.7 to
-2.3 times the memory, its definition under autograd 1.5 to 1.8 times (2048 tokens x 256 and 8192 x 1024, float32).
+The backward pass is written by hand: `F.rms_norm` with autograd takes 1.8 to 2.3 times the processor time and 1.7 to
+2.3 times the memory, and its definition with autograd 1.5 to 1.8 times (2048 tokens x 256 and 8192 x 1024, float32).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from nemo_ext.megatron.cpu.mamba_scan import compute_dtype
 
 
 class _GroupedRMSNorm(torch.autograd.Function):
-    """RMS norm of each group of the last dimension, times a weight."""
+    """RMS norm over each group in the last dimension, multiplied by a weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -42,8 +42,8 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: [hidden_size], initially ones.
-        eps: Added to the mean square.
-        group_size: Features that share a mean square; must divide hidden_size.
+        eps: Constant added to the mean square.
+        group_size: Number of features that share a mean square, a divisor of hidden_size; None for all.
         norm_before_gate: True to gate after the norm.
     """
 
@@ -56,10 +56,10 @@ class RMSNorm(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the norm; argument order is mamba_ssm's.
+        """Create the norm, with arguments in mamba_ssm's order.
 
         Raises:
-            ValueError: If group_size does not divide hidden_size.
+            ValueError: group_size does not divide hidden_size.
         """
         super().__init__()
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalizes `x` [..., hidden_size], gated by `z` of the same shape; returns the dtype of `x`."""
+        """Normalize `x` [..., hidden_size], gated by `z` of the same shape; the result has the dtype of `x`."""
         return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
 
 
@@ -83,10 +83,10 @@ def rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """Functional form of `RMSNorm`; float32 inside (float64 for float64 inputs).
+    """Apply the functional form of `RMSNorm`, computing in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: If shapes do not fit together.
+        ValueError: The shapes do not match.
     """
     hidden_size = weight.shape[0]
     if x.shape[-1] != hidden_size or (z is not None and z.shape != x.shape):

@@ -1,14 +1,14 @@
-"""State space scan of Mamba-2 in plain torch, for machines without mamba_ssm's Triton kernels.
+"""Mamba-2's state-space scan in plain torch, for machines without mamba_ssm's Triton kernels.
 
     state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
 
-Computed in chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time: time and memory are linear in the
-length, and the [chunk, chunk] matrices of the heads never exist for the whole sequence. The backward pass of the scan
-is written by hand and recomputes them from the inputs and one state per segment; step sizes, decays and the gate are
-left to autograd. benchmarks/README.md has the cost of the alternatives.
+The scan is computed in chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few (a segment) at a time, so that time
+and memory are linear in the length and the heads' [chunk, chunk] matrices never exist for the whole sequence. The
+scan's backward pass is written by hand, and recomputes these matrices from the inputs and one state per segment; step
+sizes and decays are left to autograd. benchmarks/README.md gives the cost of alternatives.
 
-The computation is in float32 (float64 for float64 inputs), cumulative log decays in float64. In shape comments:
-k chunks, b batch, g groups, q positions in a chunk, r heads of a group, p head_dim, n state.
+The computation is in float32 (float64 for float64 inputs), with cumulative log decays in float64. In shapes, k is the
+number of chunks, b batch, g groups, q positions in a chunk, r heads per group, p head_dim and n state.
 """
 
 import math
@@ -22,39 +22,39 @@ from torch.autograd.function import once_differentiable
 LOG2_E = 1.0 / math.log(2.0)
 
 BLOCK_LENGTH = 64
-"""Longest chunk used, whatever the caller allows; it does not affect the result. The matrices inside the chunks grow
-with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim 64 and a state of 64 or
-128 (`benchmarks/ssd.py --blocks`)."""
+"""Maximum length of a chunk, even if the caller allows more; it does not affect the result. With longer chunks, the
+matrices within chunks grow and there are fewer states between them. Of 32, 64 and 128, 64 was fastest on a CPU for
+head_dim 64 and a state of 64 or 128 (`benchmarks/ssd.py --blocks`)."""
 
 SEGMENT_ELEMENTS_CPU = 1 << 18
-"""Elements of the [chunk, chunk] matrices that a segment holds at once: 1 MB in float32, to stay in cache."""
+"""Maximum number of elements in a segment's [chunk, chunk] matrices: 1 MB in float32, to stay in cache."""
 
 SEGMENT_ELEMENTS_ACCELERATOR = 1 << 25
-"""The same on an accelerator, where launches rather than cache limit speed."""
+"""The same for an accelerator, where speed is limited by kernel launches rather than by cache."""
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of the computation: float64 for float64 inputs, else float32."""
+    """Return the dtype to compute in: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
-    """Disables autocast: the code inside chooses its own dtypes."""
+    """Disable autocast in the context, whose code chooses its own dtypes."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)
 
 
 def run_numbers(seq_idx: Tensor) -> Tensor:
-    """Numbers the stretches of equal `seq_idx` [batch, length]; an index that recurs starts a new stretch."""
+    """Number the runs of equal `seq_idx` [batch, length]; an index that recurs later starts a new run."""
     changes = torch.zeros_like(seq_idx, dtype=torch.int32)
     changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return changes.cumsum(1, dtype=torch.int32)
 
 
 class _Segment:
-    """Intermediate tensors of a few chunks that forward and backward of `_ChunkScan` share.
+    """Intermediate tensors for a few chunks, shared by the forward and backward passes of `_ChunkScan`.
 
-    The states are kept as [state, heads * head_dim] per group, so B and C are never repeated over the heads and every
-    product with a state is one wide matrix product.
+    States are stored as [state, heads * head_dim] per group, so that B and C are never repeated for each head, and
+    every product with a state is one wide matrix product.
     """
 
     def __init__(self, state: Tensor, same: Tensor | None, *tensors: Tensor) -> None:
@@ -84,7 +84,7 @@ class _Segment:
         self.entering = states[:-1].view(k * b * g, -1, r * p)
 
     def from_heads(self, by_head: Tensor) -> Tensor:
-        """Views [k*b*g*r, q, p] as [k, b, g, q, r, p]."""
+        """View [k*b*g*r, q, p] as [k, b, g, q, r, p]."""
         k, b, g, q, r, p = self.shape
         return by_head.view(k, b, g, r, q, p).transpose(3, 4)
 
@@ -92,11 +92,12 @@ class _Segment:
 class _ChunkScan(torch.autograd.Function):
     """Scan in chunks, segment by segment.
 
-    Takes the state before the first token [b, g, n, r, p]; bool [k, b, q, q], whether two tokens of a chunk are in one
-    sequence, or None; D [g, 1, r, 1 or p] or None; the gate z shaped like x, or None; x [k, b, g, q, r, p], dt
-    [k, b, g, q, r], B and C [k, b, g, q, n]; then, shaped like dt, the base-2 logarithm of the decay from the start of
-    the chunk through a token, its power, and the decay after a token to the end of the chunk; and the decay over the
-    chunk [k, b, g, r]. Returns the result shaped like x, and the last state.
+    The inputs are, in this order: the state before the first token [b, g, n, r, p]; a mask [k, b, q, q] of the pairs of
+    tokens in a chunk that belong to the same sequence, or None; D [g, 1, r, 1 or p] or None; the gate z, shaped like x,
+    or None; x [k, b, g, q, r, p]; dt [k, b, g, q, r]; and B and C [k, b, g, q, n]. Then follow, shaped like dt, the
+    base-2 logarithm of the decay from the chunk's start through a token, that decay itself, and the decay from after a
+    token to the chunk's end; and last, the decay over the chunk [k, b, g, r]. The outputs are the result, shaped like
+    x, and the last state.
     """
 
     @staticmethod
@@ -148,9 +149,9 @@ class _ChunkScan(torch.autograd.Function):
 
 
 def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a segment's x, dt, B, C, log decay, three decays (as `_ChunkScan` takes them) and entering state.
+    """Compute a segment's gradients: of x, dt, B, C, log decay, three decays (as in `_ChunkScan`) and entering state.
 
-    `dy` is [k, b, g, q, r, p]; `state_gradient` is the gradient of the state after the segment.
+    `dy` is the output's gradient [k, b, g, q, r, p], and `state_gradient` that of the state after the segment.
     """
     k, b, g, q, r, p = dy.shape
     head_dy = dy.transpose(3, 4).reshape(-1, q, p)
@@ -187,7 +188,7 @@ def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) ->
 
 
 def _segments(x: Tensor) -> list[slice]:
-    """Chunks of x [k, b, g, q, r, p] that are processed at once."""
+    """Return slices of the chunks of x [k, b, g, q, r, p] that are processed together."""
     chunks, batch, groups, length, heads, _ = x.shape
     elements = SEGMENT_ELEMENTS_CPU if x.device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
     at_once = max(1, elements // (batch * groups * heads * length * length))
@@ -211,23 +212,24 @@ def ssd_chunk_scan(
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2's scan by chunks; time and memory are linear in the length, which is at least 1.
+    """Compute Mamba-2's scan in chunks; time and memory are linear in the length, which must be at least 1.
 
     Args:
         x: [batch, length, heads, head_dim].
         dt: [batch, length, heads], step sizes.
         A: [heads], negative.
-        B: [batch, length, groups, state]; groups divides heads, consecutive heads share a group.
+        B: [batch, length, groups, state]; the number of heads is a multiple of groups, and consecutive heads share a
+            group.
         C: Same shape as `B`.
-        chunk_size: Longest chunk to use; no effect on the result (see BLOCK_LENGTH).
-        D: [heads] or [heads, head_dim], weight of the skip from x, or None.
+        chunk_size: Maximum length of a chunk; does not affect the result (see BLOCK_LENGTH).
+        D: [heads] or [heads, head_dim], weight of the skip connection from x, or None.
         z: Gate with the shape of `x` (the output is multiplied by silu(z)), or None.
         dt_bias: [heads], added to dt, or None.
         dt_softplus: True to apply softplus to dt after the bias.
         dt_limit: Lowest and highest dt, applied last.
-        seq_idx: [batch, length] integers; the state starts from zero wherever the number changes. None for
-            one sequence.
-        initial_states: [batch, heads, head_dim, state] before the first token, or None for zeros.
+        seq_idx: [batch, length] sequence numbers; the state restarts from zero wherever the number changes. None
+            for one sequence.
+        initial_states: [batch, heads, head_dim, state], the state before the first token, or None for zeros.
         return_final_states: True to also return the state after the last token.
 
     Returns:
@@ -251,7 +253,7 @@ def ssd_chunk_scan(
         q = -(-length // chunks)
 
         def by_chunk(tensor: Tensor) -> Tensor:
-            """Views [b, l, heads or groups, ...] as [k, b, g, q, heads of a group or 1, ...], with zeros appended."""
+            """View [b, l, heads or groups, ...] as [k, b, g, q, heads per group or 1, ...], with zeros appended."""
             if chunks * q > length:
                 tensor = torch.cat([tensor, tensor.new_zeros(batch, chunks * q - length, *tensor.shape[2:])], dim=1)
             return tensor.unflatten(2, (groups, -1)).unflatten(1, (chunks, q)).movedim((1, 0, 3), (0, 1, 2))

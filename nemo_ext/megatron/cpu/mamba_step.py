@@ -1,8 +1,8 @@
 """Decoding step of a Mamba-2 mixer in plain torch, with the names and arguments of Megatron's Triton kernels.
 
-Upstream: `causal_conv1d_triton.py` and `mamba_ssm.py` in `megatron/core/ssm/ops/`. States are updated in place. Options
-that static inference does not use (states of speculative tokens, requests scattered over a larger state) raise
-ValueError.
+The kernels are in `causal_conv1d_triton.py` and `mamba_ssm.py` in `megatron/core/ssm/ops/`. States are updated in
+place. Options that static inference does not use (states of speculative tokens, requests scattered over a larger state)
+raise ValueError.
 """
 
 import torch
@@ -22,7 +22,7 @@ def causal_conv1d_update(
     conv_state_indices: Tensor | None = None,
     intermediate_conv_states: Tensor | None = None,
 ) -> Tensor:
-    """Convolution of new tokens; updates the state with them.
+    """Convolve new tokens, and update the state with them in place.
 
     Args:
         x: [batch, tokens, channels].
@@ -57,7 +57,7 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     intermediate_ssm_states: Tensor | None = None,
 ) -> Tensor:
-    """Scan over new tokens: state = exp(dt A) state + dt x B, output (C state + D x) silu(z).
+    """Scan over new tokens: state = exp(dt A) state + dt x B, output = (C state + D x) silu(z).
 
     Args:
         state: [batch, heads, head_dim, state].

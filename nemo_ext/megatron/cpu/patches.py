@@ -1,7 +1,7 @@
 """Table of named patches for all places where Megatron requires CUDA, applied only on machines without it.
 
-A row has the targets, their replacement, and why and where upstream needs it. `tests/megatron/cpu/test_patches.py`
-trains without each row in turn and fails when upstream no longer needs it. For Megatron-Core 0.19 and 0.20.
+A row names the targets, their replacement, and why and where upstream needs it. `tests/megatron/cpu/test_patches.py`
+trains without each row in turn, and fails if upstream no longer needs it. For Megatron-Core 0.19 and 0.20.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ class Patch:
     """Row of the table of patches.
 
     Attributes:
-        name: short name, for `apply(without=...)` and the logs.
-        targets: objects to replace, `module:attribute` or `module:Class.attribute`.
-        make: makes the replacement from the original.
-        why: failure without the patch, and the files under `megatron/` that need it.
-        applies: returns True if this machine needs the row; by default, if it has no CUDA.
+        name: short name, for `apply(without=...)` and logs.
+        targets: objects to replace, as `module:attribute` or `module:Class.attribute`.
+        make: function that makes the replacement from the original.
+        why: reason for the patch, and the files under `megatron/` that need it.
+        applies: function that returns whether this machine needs the row; by default, if it has no CUDA.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Patch:
 
 
 _originals: dict[str, Any] = {}
-"""Original object of each patched target; makes `apply` idempotent and `restore` possible."""
+"""Mapping from patched targets to the original objects, which makes `apply` idempotent and `restore` possible."""
 
 
 MIXER = "megatron.core.ssm.mamba_mixer"
@@ -47,7 +47,7 @@ WORKER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyn
 
 
 def checkpoint_worker(*arguments: Any, **keywords: Any) -> None:
-    """Megatron's checkpoint worker, which applies the rows it needs in its own process."""
+    """Apply the rows that Megatron's checkpoint worker needs in its own process, then run the worker."""
     needed = ("device_count", "queue", "checkpoint_worker")
     apply(without=[patch.name for patch in PATCHES if patch.name not in needed])
     _originals[WORKER](*arguments, **keywords)
@@ -167,16 +167,16 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply(without: Collection[str] = ()) -> list[str]:
-    """Applies the rows that this machine needs and returns their names. Applying twice has no further effect.
+    """Apply the rows that this machine needs, and return their names. Applying twice has no further effect.
 
-    Call it before Megatron builds anything.
+    Call this before Megatron builds anything.
 
     Args:
         without: names of rows, or single targets, to skip.
 
     Raises:
         ValueError: `without` names neither a row nor a target.
-        AttributeError: upstream moved a target; the row's `why` says where to look.
+        AttributeError: upstream has moved a target; the row's `why` says where to look.
     """
     leave_uncompiled()
     names = [patch.name for patch in PATCHES]
@@ -198,11 +198,11 @@ def apply(without: Collection[str] = ()) -> list[str]:
 
 
 def leave_uncompiled() -> None:
-    """Keeps Megatron's small fused functions (`core/jit.py`) uncompiled on machines without CUDA.
+    """Keep Megatron's small fused functions (`core/jit.py`) uncompiled on machines without CUDA.
 
-    They are bound to torch.compile when their modules are imported, before `--disable-jit-fuser` is read: every process
-    would import torch's compiler and run a C++ compiler, which costs more than the functions save. Has no effect if
-    Megatron is already imported.
+    They are bound to torch.compile when their modules are imported, before `--disable-jit-fuser` is read. Every process
+    would import torch's compiler and run a C++ compiler, which costs more than the functions save. This has no effect
+    if Megatron's `core/jit.py` is already imported.
     """
     if torch.cuda.is_available() or "megatron.core.jit" in sys.modules:
         return
@@ -216,7 +216,7 @@ def leave_uncompiled() -> None:
 
 
 def restore(keep: Collection[str] = ()) -> None:
-    """Restores every original, except at the targets in `keep`."""
+    """Restore the originals of all targets, except those in `keep`."""
     for target in [target for target in _originals if target not in keep]:
         owner, attribute = _locate(target)
         setattr(owner, attribute, _originals.pop(target))
@@ -224,7 +224,7 @@ def restore(keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """Applies the rows that this machine needs for a `with` block; earlier patches are kept."""
+    """Apply the rows that this machine needs in the context; earlier patches stay in place afterwards."""
     before = tuple(_originals)
     apply()
     try:
@@ -234,7 +234,7 @@ def applied() -> Iterator[None]:
 
 
 def _locate(target: str) -> tuple[Any, str]:
-    """Object that holds a target, and the attribute's name."""
+    """Return the object that holds a target, and the attribute's name."""
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

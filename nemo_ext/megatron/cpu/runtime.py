@@ -1,4 +1,4 @@
-"""Entry point for running Megatron on machines without CUDA or mamba_ssm, and checks of the GPUs of ranks."""
+"""Entry point for running Megatron on machines without CUDA or mamba_ssm, and checks that ranks can use their GPUs."""
 
 import os
 import platform
@@ -9,17 +9,17 @@ from nemo_ext.job.ranks import GPUS
 from nemo_ext.megatron.cpu import mamba_modules, patches
 
 _stores: list[object] = []
-"""The store of `check_ranks`, which rank 0 serves until its process ends."""
+"""Holds the store of `check_ranks`, once created, which rank 0 serves until its process ends."""
 
 
 def check_gpu() -> None:
-    """Refuse a rank without a usable GPU in a job that has GPUs: it would train on the CPU.
+    """Reject a rank without a usable GPU in a job that has GPUs, as it would train on the CPU.
 
-    Whether nodes have GPUs comes from the site's file (`nemo_ext.slurm.cluster`), else from Slurm. An empty
+    The site's file (`nemo_ext.slurm.cluster`) tells whether nodes have GPUs, otherwise Slurm does. An empty
     CUDA_VISIBLE_DEVICES hides them on purpose.
 
     Raises:
-        ValueError: gives torch's reason, or the number of GPUs that this rank sees.
+        ValueError: this rank has no usable GPU; the message gives torch's reason, or the number of GPUs it sees.
     """
     import torch
 
@@ -49,13 +49,13 @@ def check_gpu() -> None:
 
 
 def check_ranks() -> None:
-    """Refuse a run in which only some ranks have a GPU: gloo and NCCL ranks would wait for each other.
+    """Reject a run in which only some ranks have a GPU, as gloo and NCCL ranks would wait for each other.
 
-    All ranks of the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) call it. If the site's file states
-    the GPUs of nodes, `check_gpu` is enough.
+    All of the environment's ranks (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) must call this. If the site's
+    file states the nodes' GPUs, `check_gpu` is enough and this does nothing.
 
     Raises:
-        ValueError: on all ranks.
+        ValueError: only some ranks have a GPU; raised on all ranks.
     """
     import torch
 
@@ -85,9 +85,9 @@ def check_ranks() -> None:
 
 
 def enable() -> list[str]:
-    """Installs stand-ins for missing kernels and for CUDA; none on a full GPU installation.
+    """Install stand-ins for missing kernels and for CUDA; on a full GPU installation, there are none.
 
-    Call it before anything imports Megatron's Mamba mixer, which binds the kernels' names at import.
+    Call this before anything imports Megatron's Mamba mixer, which binds the kernels' names at import.
 
     Returns:
         Names of the stand-in modules and of the patches applied.
