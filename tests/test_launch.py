@@ -179,7 +179,7 @@ def test_stopped_by_ctrl_c_then_killed_it_goes_on_exactly(
     assert process.returncode == 130
     assert saved is not None and saved == max(losses(run_dir)), f"seed {seed}"
     assert "exiting program after receiving SIGTERM" in (run_dir / run_directory.LOG).read_text()
-    assert f"of step {saved}" in out
+    assert f"at step {saved}" in out
 
     process = start(run_dir)
     wait_for_step(run_dir, saved + random.Random(seed).randint(1, 5))
