@@ -1,7 +1,7 @@
 """Conversations whose user adds, changes and withdraws instructions, in four levels, for `instructions`.
 
-The last answer must follow all instructions in force at the end. The level is the number of changes; the answers in
-between are correct when they are given. Repeating the previous answer, or following only the last message, is wrong.
+The last answer must follow all instructions in force at the end. The level is the number of changes. The answers in
+between were correct when given. Repeating the previous answer, or following only the last message, is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +23,11 @@ _AT_FIRST = 3
 """Number of instructions in the first message."""
 
 Active = dict[int, dict[str, Any]]
-"""Instructions in force, by index in `ALTERNATIVES`, in the order in which the user gave them."""
+"""Instructions in force, keyed by index in `ALTERNATIVES`, in the order in which the user gave them."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Conversations with `level` changes, or with one to four in turn."""
+    """Generate conversations with `level` changes, or with one to four in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "conversations", task_level, index)
         while (conversation := _conversation(random, task_level)) is None:  # some draws contradict each other
@@ -43,7 +43,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Text that follows all instructions in force at the end."""
+    """Write a text that follows all instructions in force at the end."""
     return write_answer(task.reference)
 
 

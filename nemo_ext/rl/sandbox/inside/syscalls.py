@@ -1,8 +1,8 @@
-"""Seccomp filter (classic BPF) that refuses dangerous system calls to programs.
+"""Seccomp filter (classic BPF) that blocks programs' dangerous system calls.
 
-It refuses sockets of any kind, access to other processes' memory, namespaces and mounts, kernel keys and modules,
-memory that no limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Refused calls fail
-with EPERM; clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
+It blocks sockets of any kind, access to other processes' memory, namespaces and mounts, kernel keys and modules,
+memory that no limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Blocked calls fail
+with EPERM. clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
 """
 
 import errno
