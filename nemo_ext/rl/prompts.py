@@ -35,7 +35,7 @@ class Prompts:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, template: str | None = None) -> "Prompts":
-        """Load a chat template, by default the tokenizer's, with the tokenizer's end token; raises as `load` does."""
+        """Load a chat template, by default the tokenizer's, with the tokenizer's end token; ValueError if missing."""
         loaded = Template.of_tokenizer(tokenizer) if template is None else Template.load(template)
         return cls(loaded, tokenizer.eos_token)
 

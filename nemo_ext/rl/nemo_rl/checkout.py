@@ -29,7 +29,7 @@ class Keys:
     """Known keys of a mapping in a config.
 
     Attributes:
-        children: mapping from each known key to the keys nested below it; these are empty if the value is no mapping.
+        children: mapping from each known key to the keys nested below it, which are empty unless it is a mapping.
         open: True if any other key is also allowed.
     """
 

@@ -49,12 +49,12 @@ def grpo() -> ModuleType:
 
 
 def dpo() -> ModuleType:
-    """Import NeMo-RL's DPO module; raises as `grpo` does."""
+    """Import NeMo-RL's DPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.dpo")
 
 
 def asynchronous() -> ModuleType:
-    """Import NeMo-RL's module with the asynchronous loop's actors; raises as `grpo` does."""
+    """Import NeMo-RL's module with the asynchronous loop's actors; raise ValueError if it cannot be imported."""
     return _module("nemo_rl.algorithms.async_utils")
 
 

@@ -68,7 +68,11 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 def settings_of(
     config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the adapter settings and the master config for `nemo_ext.rl.nemo_rl.run.run`; raises as `run` does."""
+    """Return the adapter settings and the master config for `nemo_ext.rl.nemo_rl.run.run`.
+
+    Raises:
+        ValueError: a setting is invalid, or NeMo-RL lacks a key or cannot express the algorithm.
+    """
     settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: set the number of steps")

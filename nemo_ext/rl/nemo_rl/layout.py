@@ -280,7 +280,7 @@ class _Search:
         self.length = algorithm.lengths.context or 1
 
     def training(self, world: int) -> Division:
-        """Find the layout of training on `world` GPUs; raises as `plan` does."""
+        """Find the layout of training on `world` GPUs; raise ValueError if none fits."""
         smallest, reasons = None, dict[str, None]()
         for tensor, pipeline, context in self._sizes():
             parts = tensor * pipeline * context
@@ -311,7 +311,7 @@ class _Search:
         raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Find vLLM's layout on `world` GPUs; raises as `plan` does.
+        """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
 
         Args:
             world: number of GPUs that generate.

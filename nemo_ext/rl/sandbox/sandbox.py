@@ -204,7 +204,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Context that gives up the place in the queue if waiting fails; raises BusyError after `queue_seconds`."""
+        """Context that gives up the place in the queue if waiting fails; a timeout raises BusyError."""
         try:
             yield
         except BaseException as error:

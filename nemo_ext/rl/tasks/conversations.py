@@ -48,7 +48,11 @@ def solution(task: Task) -> str:
 
 
 def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Message, ...], Mapping[str, Any]] | None:
-    """Messages up to the last question, and its reference; None if some answer is wrong, or too little is enough."""
+    """Draw the messages up to the last question, and its reference.
+
+    Return None if no answer can follow the drawn instructions, or if repeating the previous answer or following only
+    the last message would be enough.
+    """
     active: Active = {}
     for place in random.permutation(len(ALTERNATIVES))[:_AT_FIRST]:
         active[int(place)] = draw_instruction(random, one_of(random, ALTERNATIVES[place]))
@@ -70,7 +74,10 @@ def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Mess
 
 
 def _change(random: np.random.Generator, active: Active, *, last: bool) -> tuple[Active, dict[str, Any], str]:
-    """Instructions in force after a change, the new one, and the user's message; the last change withdraws nothing."""
+    """Draw a change: return the instructions then in force, the new instruction, and the user's message.
+
+    The last change does not withdraw an instruction.
+    """
     places = list(active)
     changeable = [place for place in places if active[place]["kwargs"]]
     ways = ["add", *(["change"] if changeable else []), *(["withdraw"] if not last and len(active) > 2 else [])]

@@ -47,7 +47,7 @@ def refusals(machine: str, *, signals_only_to: int | None = None, processes: boo
     Args:
         machine: machine name from os.uname(), a key of `MACHINES`.
         signals_only_to: ID of the only process that may be signalled; None for all that the user may signal.
-        processes: False to refuse new processes, but not threads.
+        processes: False to block new processes, but not threads.
     """
     architecture, table = MACHINES[machine]
     words = table.split()
