@@ -1,9 +1,9 @@
-"""Responses of a policy to tasks with their rewards, from which preference pairs are made.
+"""A policy's responses to tasks, with their rewards, from which preference pairs are made.
 
-tasks/NAME.jsonl     tasks of one environment and mode
+tasks/NAME.jsonl     tasks of one environment and thinking mode
 store/, report.md    responses, as stored by `nemo-ext evaluate`
-judged.jsonl         rewards by a judge of groups, appended
-generations.jsonl    responses with rewards, for `nemo-ext preference_data`; written when all are complete
+judged.jsonl         rewards from the group judge, appended batch by batch
+generations.jsonl    responses with rewards, for `nemo-ext preference_data`; written once all are complete
 """
 
 import json
@@ -27,7 +27,7 @@ from nemo_ext.rl.task import Task
 
 GENERATIONS, JUDGED, RESULTS = "generations.jsonl", "judged.jsonl", "results.json"
 AT_ONCE = 64
-"""Number of groups that are judged before their rewards are stored."""
+"""Number of groups judged at a time; their rewards are stored together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Judged:
 
     Attributes:
         environment, id: environment and id of the task.
-        rewards: rewards in the order of the sample numbers.
+        rewards: one reward per response, in order of sample number.
     """
 
     environment: str
@@ -46,14 +46,14 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Settings of generation and rewards.
+    """Settings for generating responses and computing their rewards.
 
     Attributes:
         samples: number of responses per task.
-        sampling: sampling of responses.
-        max_tokens: maximum length of a response.
-        environments: settings of environments by name.
-        group: group reward function; None for the environments' scores.
+        sampling: sampling parameters.
+        max_tokens: maximum response length in tokens.
+        environments: mapping from environment names to their settings.
+        group: group reward function; if None, the environments' scores are the rewards.
     """
 
     samples: int
@@ -66,15 +66,18 @@ class Generation:
 def generate(
     config: Mapping[str, Any], tasks: Sequence[Task], generation: Generation, folder: Path
 ) -> list[dict[str, Any]]:
-    """Generate responses and rewards, or resume; returns the lines of generations.jsonl, one per task.
+    """Generate responses and their rewards, or resume doing so, and return the lines of generations.jsonl.
+
+    There is one line per task that has at least one scored response.
 
     Args:
-        config: config of the evaluation, whose `served` is the policy.
+        config: composed config whose `served` is the policy.
         tasks: tasks to respond to.
-        folder: folder of all files.
+        generation: settings of generation and rewards.
+        folder: folder for all files of this module.
 
     Raises:
-        ValueError: the model cannot be served, or gave no responses, or none has a reward.
+        ValueError: the model cannot be served, or none of its responses has a score.
     """
     path = folder / GENERATIONS
     if not path.is_file():
@@ -112,13 +115,13 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
 
 
 def evaluation_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Config of the evaluation that generates the responses."""
+    """Return the config of the `nemo-ext evaluate` job that generates the responses into `folder`."""
     keys = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
     return {**{key: config[key] for key in keys}, "endpoint": None, "key_variable": None, "run_dir": str(folder)}
 
 
 def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> Iterator[Benchmark]:
-    """Benchmark of the tasks of each environment and thinking mode."""
+    """Yield one benchmark per environment and thinking mode, after writing its tasks to a file in `folder`."""
     kinds: defaultdict[tuple[str, bool | None], list[Task]] = defaultdict(list)
     for task in tasks:
         kinds[task.environment, task.thinking].append(task)
@@ -143,7 +146,10 @@ def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> 
 def _rewards(
     groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]], reward: GroupReward | None, path: Path
 ) -> dict[tuple[str, str], Sequence[float]]:
-    """Rewards of the responses to each task, by environment and id."""
+    """Return a mapping from (environment, task id) to the rewards of the task's responses.
+
+    Groups already judged in `path` are not judged again.
+    """
     if reward is None:
         return {(task.environment, task.id): [score for _, score in group] for task, group in groups}
     judged = {(line.environment, line.id): line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
@@ -184,9 +190,9 @@ def _response(sample: Sample) -> Any:
 
 
 def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[float]) -> dict[str, Any]:
-    """Record of a task and its responses for `nemo-ext preference_data`.
+    """Return the record of a task and its responses for `nemo-ext preference_data`.
 
-    Responses that were cut off are in `cut`, because a pair would train them as if they were complete.
+    Truncated responses are listed under `cut`, because a pair would train on them as if they were complete.
     """
     record = task.record()
     line: dict[str, Any] = {"id": f"{task.environment}/{task.id}", "messages": record["prompt"], "task": task.domain}

@@ -1,4 +1,4 @@
-"""`nemo-ext online`."""
+"""The `nemo-ext online` command: trains by DPO or RPO in rounds on the policy's own responses."""
 
 from collections.abc import Sequence
 from pathlib import Path

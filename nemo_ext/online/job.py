@@ -1,13 +1,12 @@
-"""The job `nemo-ext online`: each round generates with the current policy, judges, makes pairs and trains on them.
+"""The `nemo-ext online` job: each round generates with the current policy, judges, makes pairs and trains on them.
 
-    rounds/N/tasks.jsonl     prompts of round N
-    rounds/N/answers/        responses of the round's policy with rewards (`nemo_ext.online.answers`)
-    rounds/N/pairs/          best and worst response of each prompt, by `nemo-ext preference_data`
-    rounds/N/train/          run of `nemo-ext rl`; its model is the next round's policy
-    validation/N/            responses of the policy after N rounds to tasks.validation
-    model                    link to the model of the last round
+    rounds/N/answers/        the round's responses with their rewards (`nemo_ext.online.answers`)
+    rounds/N/pairs/          best and worst response to each prompt, from `nemo-ext preference_data`
+    rounds/N/train/          run directory of `nemo-ext rl`; its model is the next round's policy
+    validation/N/            responses to tasks.validation from the policy after N rounds
+    model                    link to the last round's model
 
-Complete outputs are reused, so that the same command resumes after a kill at any time.
+Complete outputs are reused, so the same command resumes a run killed at any point.
 """
 
 import json
@@ -46,14 +45,14 @@ _MADE_OF = "made_of.json"
 
 _OF_TRAINING = ("trl", "micro_batch", "save_every", "memory_profile", "on_inexpressible", "seed", "trust_remote_code")
 SAME = ("served", "rl", "tasks", "online", "trl", "seed")
-"""Keys that must be unchanged when a run is resumed, except for the number of rounds."""
+"""Config keys that must not change when a run is resumed; only the number of rounds may."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train all rounds, or resume; a finished run can be extended by more rounds.
+    """Train all rounds, or resume the run; a finished run can be extended with more rounds.
 
     Raises:
-        ValueError: an invalid setting, tasks that cannot be verified, or a first round with too few pairs.
+        ValueError: a setting is invalid, tasks cannot be verified, or the first round yields too few pairs.
         OSError: a file cannot be written.
     """
     training = _Run(config)
@@ -72,7 +71,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
-    """Check everything that the job checks before its first request.
+    """Perform the checks that the job makes before its first request.
 
     Args:
         config: composed config.
@@ -87,7 +86,7 @@ def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
 
 
 class _Run:
-    """Run with checked settings; `check_tasks` checks its tasks. Raises as `run`."""
+    """A run with validated settings; `check_tasks` checks its tasks. Raises the same errors as `run`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(Settings, config)
@@ -115,7 +114,7 @@ class _Run:
 
     @cached_property
     def tasks(self) -> PlannedTasks:
-        """Tasks of all rounds; a step of the plan is a round."""
+        """Tasks of all rounds; each step of the plan is a round."""
         train = self.config["tasks"].get("train") or {}
         settings = checked(TrainTasks, {"seed": self.all_settings.seed, **train}, "tasks.train")
         if settings.curriculum:
@@ -137,13 +136,13 @@ class _Run:
         return validation_tasks(validation["path"]) if validation else None
 
     def of_round(self, number: int) -> list[Task]:
-        """Tasks of a round without duplicates."""
+        """Return a round's tasks without duplicates; rounds are numbered from 1."""
         size = len(self.tasks) // self.rounds
         drawn = (self.tasks[place] for place in range((number - 1) * size, number * size))
         return list({(task.environment, task.id): task for task in drawn}.values())
 
     def begin(self) -> None:
-        """Refuse a run directory with other settings, check that judges answer, and write the config."""
+        """Reject a run directory with different settings, check that judges are reachable, and write the config."""
         record = self.run_dir / OWN / _MADE_OF
         algorithm = {**self.config["rl"], "online": {**self.config["rl"]["online"], "rounds": None}}
         made_of = {**{key: self.config[key] for key in SAME}, "rl": algorithm}
@@ -159,7 +158,7 @@ class _Run:
         write_versions(self.run_dir, sys.argv)
 
     def round(self, policy: Path, number: int) -> Path | None:
-        """Run or resume a round; returns the trained policy, or None if pairs are too few (ValueError in round 1)."""
+        """Run or resume a round and return the trained policy; if pairs are too few, None (ValueError in round 1)."""
         folder = self.run_dir / "rounds" / str(number)
         model = folder / "train" / MODEL
         if not model.is_dir() and not self._make(folder, policy, number):
@@ -169,7 +168,7 @@ class _Run:
         return model
 
     def validate(self, policy: Path, number: int) -> None:
-        """Evaluate the policy after `number` rounds on the validation tasks."""
+        """Evaluate the policy after `number` rounds on the validation tasks, if there are any."""
         if self.validation is None:
             return
         tasks = [self.validation[place] for place in range(len(self.validation))]
@@ -180,14 +179,14 @@ class _Run:
         self._note(number, {f"validation/{key}": value for key, value in values.items()})
 
     def end(self, policy: Path) -> None:
-        """Link the model and write the report."""
+        """Link `model` to the final policy and write the report."""
         link = self.run_dir / MODEL
         link.unlink(missing_ok=True)
         link.symlink_to(policy.relative_to(self.run_dir))
         notice(f"report: {write_report(self.run_dir, self.algorithm)}; model: {link}")
 
     def _make(self, folder: Path, policy: Path, number: int) -> bool:
-        """Generate, make pairs and train; returns False if there are fewer pairs than a batch."""
+        """Generate, make pairs and train; return False, without training, if the pairs do not fill a batch."""
         tasks = self.of_round(number)
         notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} responses of {policy}")
         generations = generate({**self.config, "served": str(policy)}, tasks, self.generation, folder / "answers")
@@ -212,7 +211,7 @@ class _Run:
         return True
 
     def _pairs(self, folder: Path, policy: Path) -> int:
-        """Make the pairs of a round; returns their number."""
+        """Make a round's pairs, unless already made, and return their number."""
         path = folder / "pairs" / PAIRS
         max_prompt, batch = self.algorithm.lengths.prompt, self.training.batch
         if not (folder / "pairs" / "report.json").is_file():
@@ -239,7 +238,7 @@ class _Run:
             raise KeyboardInterrupt
 
     def _note(self, rounds: int, values: Mapping[str, float]) -> None:
-        """Write values of the policy after `rounds` rounds to its line of metrics.jsonl."""
+        """Merge values of the policy after `rounds` rounds into its line of metrics.jsonl."""
         path = self.run_dir / METRICS
         lines = {line["rounds"]: line for line in read_metrics(path)} if path.is_file() else {}
         lines[rounds] = {"rounds": rounds, **lines.get(rounds, {}), **values}
@@ -259,7 +258,7 @@ class _Run:
         return [plan for plan in (self.tasks, self.validation) if plan is not None]
 
     def check_tasks(self) -> None:
-        """Refuse tasks that cannot be verified, and settings of unused environments; raises ValueError."""
+        """Raise ValueError for tasks that cannot be verified and for settings of unused environments."""
         environments = self._environments()
         for name in self.settings.environments:
             if name not in environments:

@@ -1,4 +1,4 @@
-"""Report of the rounds: rewards with confidence intervals, lengths, pairs and losses. No torch."""
+"""Report on all rounds: rewards with confidence intervals, lengths, pairs and losses. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,9 +31,9 @@ _ROWS = {
 
 
 def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float]:
-    """Means over prompts from lines of generations.jsonl; the reward has a 95 % bootstrap interval over prompts.
+    """Summarise lines of generations.jsonl: counts, mean rewards over prompts, and mean response length in tokens.
 
-    Responses that were cut off count.
+    The mean reward has a 95 % bootstrap interval over prompts. Truncated responses are included.
     """
     groups = [[*line["generations"], *line["cut"]] for line in lines]
     rewards = [np.array([response["score"] for response in group]) for group in groups]
@@ -55,7 +55,7 @@ def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float
 
 
 def shown(values: Mapping[str, float]) -> str:
-    """One-line summary."""
+    """Format the values of `summary` as one line for the log."""
     return (
         f"reward {values['reward']:.3f} ({values['reward_low']:.3f} to {values['reward_high']:.3f}), best "
         f"{values['best']:.3f}, worst {values['worst']:.3f}, {values['tokens']:.0f} tokens, {values['cut']:.1%} cut off"
@@ -63,7 +63,7 @@ def shown(values: Mapping[str, float]) -> str:
 
 
 def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Last loss and accuracy from the metrics of a training run."""
+    """Return the last logged `loss` and `accuracy` of a training run; a metric never logged is omitted."""
     names = {"loss": "loss", "accuracy": "rewards/accuracies"}
     return {
         ours: values[-1]
@@ -73,7 +73,7 @@ def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def write_report(run_dir: Path, algorithm: Preference) -> Path:
-    """Write report.md and its picture; returns the path of the report."""
+    """Write report.md and its plot, and return the report's path."""
     lines = read_metrics(run_dir / METRICS)
     about = f"{algorithm.source}. Each column is a policy and the pairs that it was trained on next; "
     report = Report(

@@ -18,12 +18,12 @@ class OnlineSettings:
     """Settings of the section `online`.
 
     Attributes:
-        prompts: number of prompts per round; None for one per pair of its steps, or for all tasks if it has epochs.
-        temperature, top_p, extra: sampling, as in `Sampling`.
-        max_tokens: maximum length of a response; None for `rl.lengths.total` minus `rl.lengths.prompt`.
-        environments: settings of environments by name.
-        group: judge of the responses to one prompt, as `rl.group` of GRPO; None for the environments' scores.
-        min_margin: minimum difference between the rewards of a pair; equal rewards never form a pair.
+        prompts: number of prompts per round; if None, steps times batch size if steps are set, otherwise all tasks.
+        temperature, top_p, extra: sampling parameters, as in `Sampling`.
+        max_tokens: maximum response length in tokens; if None, `rl.lengths.total` minus `rl.lengths.prompt`.
+        environments: mapping from environment names to their settings.
+        group: group reward, as GRPO's `rl.group`; if None, the environments' scores are the rewards.
+        min_margin: minimum difference between a pair's rewards; equal rewards never form a pair.
     """
 
     prompts: Count | None = None
@@ -37,11 +37,11 @@ class OnlineSettings:
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling of responses."""
+        """Sampling parameters of the responses."""
         return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
-        """Maximum length of a response in tokens; raises ValueError if the settings do not determine it."""
+        """Return the maximum response length in tokens; raise ValueError if the settings do not determine it."""
         lengths = algorithm.lengths
         if self.max_tokens is not None:
             return self.max_tokens
@@ -62,7 +62,7 @@ class Settings(TrainingSettings):
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
-    """Algorithm of a composed config; raises ValueError if it does not train in rounds."""
+    """Return a composed config's algorithm; raise ValueError if it does not train in rounds."""
     if not config.get("rl"):
         raise ValueError("preset=null: choose a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")

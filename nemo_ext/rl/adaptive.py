@@ -1,13 +1,14 @@
-"""Adaptive shares of datasets by their learning signal: adaptive multi-dataset policy optimisation (AMPO).
+"""Dataset shares that adapt to the learning signal: adaptive multi-dataset policy optimisation (AMPO).
 
 OLMo 3's slides name AMPO without describing it, so everything here is a (choice). The signal of a group of responses to
 one prompt is the mean of its absolute advantages divided by the group's standard deviation: 0 if all rewards are equal,
 at most 1, and comparable between datasets with different reward scales. SEC (arXiv 2505.14970) and DUMP (arXiv
 2504.09710) also choose data by mean absolute advantage. A dataset's weight is its configured share times its signal,
-mixed with the configured share as Exp3 mixes with the uniform distribution (Auer et al., 2002): no dataset starves, and
-a signal that returns is noticed.
+mixed with the configured share as Exp3 mixes with the uniform distribution (Auer et al., 2002). So no dataset starves,
+and a returning signal is noticed.
 
-Independent of the engine, which calls `draw`, generates responses and calls `learn`; checkpoints hold `state`.
+The module is independent of the engine, which calls `draw`, generates responses and calls `learn`. Checkpoints hold
+`state`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +26,20 @@ Floats = npt.NDArray[np.float64]
 
 
 def signals_of(rewards: npt.ArrayLike) -> Floats:
-    """Mean absolute advantage in standard deviations, 0 to 1, of finite rewards `[groups, responses]`: `[groups]`."""
+    """Return the mean absolute advantage in standard deviations, 0 to 1, `[groups]`; rewards `[groups, responses]`."""
     signals: Floats = np.abs(group_advantages(rewards, baseline="mean", normalise="std")).mean(axis=-1)
     return signals
 
 
 class AdaptiveShares:
-    """Adaptive weights of datasets, and the choice of a dataset for each prompt.
+    """Adaptive dataset weights, and the choice of a dataset for each prompt.
 
-    Deterministic: the same calls after `restore` draw the same prompts.
+    Draws are deterministic: after `restore`, the same calls draw the same prompts.
 
     Args:
-        shares: configured shares of the datasets by name; they are scaled to sum to 1.
+        shares: mapping from dataset names to their configured shares, which are scaled to sum to 1.
         settings: settings of `tasks.train.adapt`.
-        seed: seed of the order of datasets within a step.
+        seed: seed for the order of datasets within a step.
     """
 
     def __init__(self, shares: Mapping[str, float], settings: Adapt, *, seed: int) -> None:
@@ -52,12 +53,12 @@ class AdaptiveShares:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each dataset by name; they sum to 1, and none is below `keep` times its configured share."""
+        """Weights of the datasets; they sum to 1, and none is below `keep` times its configured share."""
         return dict(zip(self.names, self._weights().tolist(), strict=True))
 
     @property
     def signals(self) -> dict[str, float]:
-        """Averaged signal of each dataset by name, in [0, 1]; 1 before its first group."""
+        """Averaged signals of the datasets, in [0, 1]; each is 1 before the dataset's first group."""
         return dict(zip(self.names, self._signal.tolist(), strict=True))
 
     @property
@@ -68,7 +69,7 @@ class AdaptiveShares:
     def draw(self, count: int) -> list[tuple[int, int]]:
         """Draw the next prompts.
 
-        Each dataset gets a number in proportion to its weight; rounding errors are carried over to the next call.
+        Each dataset contributes in proportion to its weight; rounding errors are carried over to the next call.
 
         Args:
             count: number of prompts.
@@ -87,13 +88,13 @@ class AdaptiveShares:
         return prompts
 
     def learn(self, datasets: Sequence[int], signals: Sequence[float] | Floats) -> None:
-        """Update the signals of datasets by a moving average over their groups.
+        """Update the datasets' signals with a moving average over their groups.
 
         After n groups of a dataset, in any order, its old signal has the weight `exp(-n / groups)`. The average is
         equally precise for small and large shares, but takes more steps to change for small ones.
 
         Args:
-            datasets: dataset of each group, as returned by `draw`.
+            datasets: index of each group's dataset, as returned by `draw`.
             signals: signal of each group, as computed by `signals_of`.
 
         Raises:
@@ -108,7 +109,7 @@ class AdaptiveShares:
             self._signal[dataset] = decay * self._signal[dataset] + (1 - decay) * new.mean()
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON."""
+        """Return the state for a checkpoint, which can be written as JSON."""
         return {
             "names": list(self.names),
             "signal": self._signal.tolist(),
@@ -117,7 +118,7 @@ class AdaptiveShares:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint; raises ValueError if it belongs to different datasets."""
+        """Load the state from a checkpoint; raise ValueError if it belongs to different datasets."""
         if state["names"] != list(self.names):
             raise ValueError(f"the saved state is for the datasets {state['names']}, the run has {list(self.names)}")
         self._signal = np.array(state["signal"], dtype=np.float64)

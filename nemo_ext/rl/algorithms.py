@@ -1,7 +1,7 @@
-"""Algorithms in one vocabulary for all engines: checked presets with the papers' numbers, translated by renderers.
+"""RL algorithms described by one set of settings for all engines; presets hold the papers' values.
 
-A preset is a file of `hydra_conf/rl`. The renderers report settings that an engine cannot express
-(`nemo_ext.rl.nemo_rl.render`, `nemo_ext.rl.trl.render`, `nemo_ext.rl.rendering`).
+A preset is a file in `hydra_conf/rl`. Renderers translate it for an engine and report settings that the engine cannot
+express (`nemo_ext.rl.nemo_rl.render`, `nemo_ext.rl.trl.render`, `nemo_ext.rl.rendering`).
 """
 
 from collections.abc import Mapping
@@ -112,7 +112,7 @@ class Lengths:
 
     @property
     def context(self) -> int | None:
-        """Context length for prompt and response; None if it is not known."""
+        """Length of prompt and response together, in tokens; None if it is unknown."""
         if self.total is not None:
             return self.total
         return None if self.response is None or self.prompt is None else self.prompt + self.response
@@ -151,13 +151,13 @@ class Schedule:
             raise ValueError("schedule: give steps or epochs, not both")
 
     def total(self, examples_per_step: int) -> int | None:
-        """Total number of steps, or None if neither steps nor epochs and examples are given."""
+        """Return the total number of steps; None unless `steps`, or both `epochs` and `examples`, are set."""
         if self.steps is not None:
             return self.steps
         return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None
 
     def warmup(self, total: int | None) -> int:
-        """Number of warm-up steps out of `total`; raises ValueError for a share of an unknown total."""
+        """Return the number of warm-up steps; raise ValueError if it is a share and `total` is unknown."""
         if self.warmup_share is None:
             return self.warmup_steps
         if total is None:
@@ -169,7 +169,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Asynchronous:
-    """Asynchronous RL: generation and training at the same time."""
+    """Asynchronous RL, in which generation and training run at the same time."""
 
     max_age: PositiveInt = 1  # maximum age, in optimizer steps, of the weights that generated a response
     # update the weights during generation and recompute the KV cache; otherwise wait until all responses are complete
@@ -221,7 +221,7 @@ class GroupReward:
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        """Settings in the form that `nemo_ext.rl.groups.group_reward` takes."""
+        """Return the settings in the form that `nemo_ext.rl.groups.group_reward` takes."""
         judge = {"judge": self.judge, "show": self.show, "both_orders": self.both_orders} if self.judge else {}
         return judge | ({"length_control": dict(self.length_control)} if self.length_control else {})
 
@@ -236,7 +236,7 @@ class Curriculum:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Training:
-    """Settings that all algorithms share."""
+    """Settings shared by all algorithms."""
 
     source: str  # paper and section
     # number of responses or pairs per update; all responses of a step give one on-policy update per step
@@ -261,7 +261,7 @@ class _Training:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimizer updates on the same generated responses."""
+        """Number of optimizer updates per step, all on the same generated responses."""
         return 1
 
     @property
@@ -312,7 +312,7 @@ class PolicyGradient(_Training):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimizer updates on the same generated responses."""
+        """Number of optimizer updates per step, all on the same generated responses."""
         return self.passes * self.responses_per_step // self.batch
 
     @property
@@ -375,7 +375,7 @@ _KINDS: Mapping[str, type[Algorithm]] = {
 
 
 def of_steps(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Section `rl` in which a number of steps, if set, replaces the preset's epochs."""
+    """Return section `rl`, with the preset's epochs removed if a number of steps is set."""
     schedule = section.get("schedule") or {}
     if schedule.get("steps") is None:
         return section
@@ -383,10 +383,10 @@ def of_steps(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:
-    """Algorithm from a config in the vocabulary of this module.
+    """Build an algorithm from a config with this module's keys.
 
     Raises:
-        ValueError: names the key, its value and the allowed values.
+        ValueError: the config is invalid; the message names the key, its value and the allowed values.
     """
     kind = str(config.get("algorithm"))
     if kind not in _KINDS:
@@ -396,19 +396,19 @@ def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algo
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the presets, sorted."""
+    """Return the sorted names of all presets."""
     return tuple(config_files("rl"))
 
 
 def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
-    """Algorithm of a preset.
+    """Load a preset's algorithm.
 
     Args:
         preset: name of the preset; see `presets`.
         changes: settings merged into the preset, such as `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes one.
 
     Raises:
-        ValueError: unknown preset, or as `algorithm_of`.
+        ValueError: the preset is unknown, or its settings are invalid after the changes.
     """
     files = config_files("rl")
     if preset not in files:

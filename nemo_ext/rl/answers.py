@@ -1,11 +1,11 @@
-r"""Location of the answer in a response: \boxed{}, "the answer is" and choices. Everything runs in linear time."""
+r"""Finds the answer in a response: in \boxed{}, after "the answer is", or among choices. All searches are linear."""
 
 import re
 import unicodedata
 from collections.abc import Mapping
 
 MAX_CHOICE = 10_000
-"""Maximum length in characters of a text that is compared with the choices."""
+"""Maximum length in characters of an answer that is compared with the choices."""
 
 # One pass over the tokens that matter; escaped characters are skipped.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -42,9 +42,9 @@ _DENIED = re.compile(r"\b(?:no|not|nor|never|neither|wrong|incorrect|false|unlik
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Spans (begin, end) of the contents of all \boxed{}, sorted by end; an inner box comes before the outer one.
+    r"""Return the spans (begin, end) of the contents of all \boxed{}, sorted by end, so inner boxes come first.
 
-    Braces must balance, escaped ones (`\{`) aside; a box that does not close is not counted.
+    Braces must balance, except for escaped ones (`\{`); an unclosed box is ignored.
     """
     spans, open_braces = [], []
     for token in _BRACES.finditer(text):
@@ -61,13 +61,13 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{}, including any inner boxes, or None if there is no box."""
+    r"""Return the contents of the last \boxed{}, including any inner boxes; None if there is no box."""
     spans = boxes(text)
     return text[slice(*spans[-1])].strip() if spans else None
 
 
 def final_line(text: str) -> str | None:
-    """Rest of the line after the last "answer is", "Answer:", "Choice:", "Option selected:" or "####".
+    """Return the rest of the line after the last "answer is", "Answer:", "Choice:", "Option selected:" or "####".
 
     None if there is no such phrase or nothing follows it.
     """
@@ -76,7 +76,7 @@ def final_line(text: str) -> str | None:
 
 
 def final_text(text: str) -> str | None:
-    """Everything after the phrase that `final_line` looks for, or None."""
+    """Return everything after the phrase that `final_line` looks for; None if there is no phrase or no text."""
     text, end = text.strip(), None
     for marker in _MARKER.finditer(text):
         end = marker.end()
@@ -84,21 +84,21 @@ def final_text(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """First sentence of `final_line`, or None."""
+    """Return the first sentence of `final_line`; None if there is none."""
     line = final_line(text)
     return line and _trimmed(line.split(". ", 1)[0])
 
 
 def bare(text: str) -> str | None:
-    """Text without emphasis and full stop; None unless it is a single line."""
+    """Return the text without surrounding emphasis and final full stop; None if it is empty or has several lines."""
     stripped = _trimmed(text)
     return stripped if stripped and "\n" not in stripped else None
 
 
 def unreadable(text: str) -> str | None:
-    """Reason why a text cannot be an answer written by a person, or None if it can.
+    """Return why a string cannot be an answer written by a person; None if it can.
 
-    Rejects control characters, lone surrogates, and digits other than 0 to 9, which Python would read as numbers.
+    Rejects control characters, lone surrogates, and digits other than 0 to 9, which Python would parse as numbers.
     """
     if text.isascii() and text.isprintable():
         return None
@@ -112,10 +112,10 @@ def unreadable(text: str) -> str | None:
 
 
 def fences(text: str) -> list[tuple[str, str, int, int]]:
-    """Closed code blocks in Markdown: language, contents, and the numbers of their first and last line.
+    """Return the closed code blocks in Markdown: language, contents, and numbers of the first and last line, from 0.
 
-    A block ends at a line with at least as many fence characters as its first line. The indentation of a block inside a
-    list is removed from its lines.
+    A block ends at a line with at least as many fence characters as its first line. If the block is inside a list, its
+    indentation is removed from the contents.
     """
     blocks: list[tuple[str, str, int, int]] = []
     lines = text.split("\n")
@@ -134,11 +134,11 @@ def fences(text: str) -> list[tuple[str, str, int, int]]:
 
 
 def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Letters of all choices that a text names, by letter, by text or by both ("B. Paris").
+    """Return the letters of all choices that an answer names by letter, by text or by both ("B. Paris").
 
     Args:
-        text: the answer without its context: the contents of a box or the text after "Answer:".
-        choices: text of each choice by letter; None if it is not known.
+        text: the answer without its context, such as the contents of a box or the text after "Answer:".
+        choices: mapping from letters to the choices' texts; None for an unknown text.
     """
     if len(text) > MAX_CHOICE:
         return set()
@@ -168,10 +168,10 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
 
 
 def named_in_sentences(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Letters of all choices that a text of one or more sentences names.
+    """Return the letters of all choices that an answer of one or more sentences names.
 
-    "B. It is large" names one; "B. A", "B. Rome" and "B. Or maybe C" name two. A letter in a later sentence with other
-    words names none, because "C is colder" may be for or against C.
+    "B. It is large" names one; "B. A", "B. Rome" and "B. Or maybe C" name two. A letter among other words in a later
+    sentence names none, because "C is colder" may argue for or against C.
     """
     line, *below = text.split("\n")
     first, *others = _STOP.split(line)
@@ -192,12 +192,12 @@ def named_in_sentences(text: str, choices: Mapping[str, str | None]) -> set[str]
 
 
 def normal(text: str) -> str:
-    """Normalized form for comparing choices, without letter case, LaTeX fonts and differences in white space."""
+    """Normalise a choice for comparison: ignore letter case, LaTeX fonts, white space and a final full stop."""
     return " ".join(_SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).casefold().split()).removesuffix(".").strip()
 
 
 def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Letters of the choices with exactly this text, or, if there is none, with this text after `_unwrap` of both."""
+    """Return the letters of the choices with this text; if there are none, compare again after `_unwrap` of both."""
     for form in (normal, lambda text: normal(_unwrap(text))):
         sought = form(text)
         named = {
@@ -209,7 +209,10 @@ def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
 
 
 def _explains(text: str, letter: str, choices: Mapping[str, str | None]) -> bool:
-    """True if a text is a choice with an explanation ("Paris is the capital"), without denial or another choice."""
+    """Return whether `text` is the choice `letter` plus an explanation ("Paris is the capital").
+
+    A negation in the explanation, or another choice, makes it False.
+    """
     whole, choice = normal(text), normal(choices[letter] or "")
     rest = whole.removeprefix(choice)
     others = [normal(text or "") for other, text in choices.items() if other != letter]
@@ -222,12 +225,12 @@ def _explains(text: str, letter: str, choices: Mapping[str, str | None]) -> bool
 
 
 def _trimmed(text: str) -> str | None:
-    """Text without surrounding emphasis and full stop; None if nothing is left."""
+    """Return the text without surrounding emphasis and final full stop; None if nothing is left."""
     return text.strip().strip("*_").strip().removesuffix(".").strip().strip("*_").strip() or None
 
 
 def _unwrap(text: str) -> str:
-    """Text without surrounding fonts, brackets and punctuation."""
+    """Return the text without surrounding font commands, brackets and punctuation."""
     inner = _SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).strip()
     while inner:
         before = inner

@@ -1,4 +1,4 @@
-"""`nemo-ext rl`, `rl_tasks` and `gym`, and helpers of all commands that use an RL preset."""
+"""The `nemo-ext` commands `rl`, `rl_tasks` and `gym`, and helpers shared by all commands that use an RL preset."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,21 +8,21 @@ from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
 
 ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
-"""Types of a section of environments."""
+"""Settings classes of the keys in an `environments` section."""
 _RL = "nemo_ext.rl.algorithms:PolicyGradient"
 RL = {"rl": (_RL, {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]})}
-"""Types of the keys in a preset's section, in addition to `nemo_ext.rl.settings`."""
+"""Settings classes of the keys in section `rl`, in addition to those in `nemo_ext.rl.settings`."""
 _REWARDS = {
     "reward": "reward",
     "eval_reward": "validation reward",
     "rewards/accuracies": "accuracy",
     "eval_rewards/accuracies": "validation accuracy",
 }
-"""Printed name of each metric in TRL's log."""
+"""Mapping from metrics in TRL's log to their printed names."""
 
 
 def training_inputs(config: Config, model: str) -> list[Input]:
-    """Model, tasks and pairs that a training job reads; `model` is the config key of its model."""
+    """Return the model, tasks and pairs that a training job reads; `model` is the config key of its model."""
     read = [("model", config[model], "`nemo-ext convert` writes one")]
     for split in ("train", "validation"):
         section = config["tasks"].get(split) or {}
@@ -47,7 +47,7 @@ def _size(config: Config, settings: Any) -> tuple[int, int]:
 
 
 def saved_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint, `checkpoint-N` of TRL or `step_N` of NeMo-RL; 0 if there is none."""
+    """Return the newest checkpoint's step (TRL's `checkpoint-N`, NeMo-RL's `step_N`); 0 if there is no checkpoint."""
     from nemo_ext.job.run_directory import CHECKPOINTS
 
     folders = [*(run_dir / CHECKPOINTS).glob("checkpoint-*"), *(run_dir / CHECKPOINTS).glob("step_*")]
@@ -56,7 +56,7 @@ def saved_step(run_dir: Path) -> int:
 
 
 def figures(run_dir: Path) -> Figures:
-    """Key figures of a run: first value of each reward and the mean of its last tenth, as in the run's report."""
+    """Return a run's key figures: each reward's first value and the mean of its last tenth, as in the run's report."""
     from nemo_ext.job.records import read_records
     from nemo_ext.job.run_directory import METRICS, target_of
 

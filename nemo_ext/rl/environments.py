@@ -1,6 +1,6 @@
-"""Environments by name, each of which checks references and verifies responses or holds conversations.
+"""Environments, looked up by name: each checks references, and verifies responses or holds conversations.
 
-Engine adapters look up the environment of a task here.
+Engine adapters look up a task's environment here.
 """
 
 import inspect
@@ -16,14 +16,14 @@ from nemo_ext.rl.verdict import Verdict
 
 
 class Conversation(Protocol):
-    """State of a tool environment in one rollout. Picklable, so that an engine may keep it between turns."""
+    """State of a tool environment in one rollout. It is picklable, so an engine may keep it between turns."""
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Execute the calls of a response; returns the tools' results, or nothing if the conversation is over."""
+        """Execute a response's tool calls and return the results; empty if the conversation is over."""
         ...
 
     def verdict(self) -> Verdict:
-        """Verdict on the final state, compared with the target state of the task."""
+        """Return the verdict on the final state, which is compared with the task's target state."""
         ...
 
 
@@ -33,12 +33,12 @@ class Environment:
 
     Attributes:
         name: name in task files.
-        check: function that parses a reference; raises ValueError, naming the key, for an invalid one.
-        verify: function that returns the verdict on a response, given the parsed reference; never raises on model
+        check: function that parses a reference; if it is invalid, raises a ValueError that names the key.
+        verify: function that returns the verdict on a response, given the parsed reference. It never raises on model
             output. None for environments with `begin`.
         begin: function that starts a conversation, given the parsed reference; None for single-turn environments.
         max_turns: maximum number of responses in one conversation.
-        waits: True if `verify` waits for processes or a judge, so that many calls may run concurrently.
+        waits: True if `verify` waits for processes or a judge, so that many calls can run concurrently.
         judged_in_groups: True if the reward comes from a judge that compares the responses of a group.
         reach: coroutine that raises ValueError if the environment's judge cannot be reached; awaited when a run starts.
     """
@@ -54,11 +54,11 @@ class Environment:
 
 
 GROUP = "nemo_ext.environments"
-"""Entry points `NAME = "module"`; the module's `environment(**settings)` makes the environment."""
+"""Group of entry points `NAME = "module"`; the module's `environment(**settings)` creates the environment."""
 
 
 def known_environments() -> tuple[str, ...]:
-    """Names of the environments of all installed packages."""
+    """Return the names of all environments in installed packages."""
     return tuple(entry_points(GROUP))
 
 
@@ -66,10 +66,11 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """Create an environment by name.
 
     Args:
-        settings: arguments of its module's `environment`, such as limits.
+        name: name of the environment.
+        settings: arguments for its module's `environment` function, such as time limits.
 
     Raises:
-        ValueError: unknown environment, or unknown setting.
+        ValueError: the environment or a setting is unknown, or a required setting is missing.
     """
     known = settings_of(name)
     required = tuple(key for key, needed in known.items() if needed)
@@ -79,7 +80,11 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
 
 
 def settings_of(name: str) -> dict[str, bool]:
-    """Names of an environment's settings, each with True if it is required; raises as `make`."""
+    """Return a mapping from an environment's setting names to whether each is required.
+
+    Raises:
+        ValueError: the environment is unknown.
+    """
     parameters = inspect.signature(_module(name).environment).parameters
     return {key: parameter.default is parameter.empty for key, parameter in parameters.items()}
 

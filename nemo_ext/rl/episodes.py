@@ -1,7 +1,7 @@
-"""Verification and rewards of responses, and turns of conversations, for all engines.
+"""Verification and rewards of single responses and of conversations, for all engines.
 
-A reward here depends on one response and its task. Verifiers run concurrently, in threads or as coroutines. `Episode`
-holds all state of a conversation, so nothing is stored between turns.
+A reward here depends on one response and its task. Verifiers run concurrently, in threads or as coroutines. An
+`Episode` holds a conversation's entire state, so nothing else is stored between turns.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ from nemo_ext.rl.verdict import Verdict
 CONCURRENCY = 64
 """Default number of concurrent verifications, one thread each."""
 REFERENCES = 4096
-"""Number of parsed references that are cached."""
+"""Maximum number of parsed references in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """State of a task during a rollout. Picklable.
+    """State of a task during a rollout; picklable.
 
     Attributes:
         task: task to respond to.
         thinking_opened: True if the prompt ends inside a reasoning trace.
-        turn: number of previous responses.
-        conversation: state of a tool environment; None before the first response.
+        turn: number of responses so far.
+        conversation: state of the tool environment; None before the first response and in single-turn environments.
     """
 
     task: Task
@@ -52,15 +52,15 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Outcome of a response.
+    """Outcome of a response: its verdict and reward, or the environment's messages if the conversation continues.
 
     Attributes:
         response: parsed response.
         verdict: verdict on the response; None while the conversation continues.
         reward: reward of the response; None while the conversation continues.
         answers: the environment's messages after the response; empty if the conversation is over.
-        observation: text of these messages, which the model reads before its next response; "" if there is none.
-        following: episode of the next response; None if there is none.
+        observation: these messages as text for the model; "" if there are none or the engine renders them.
+        following: state for the next response; None if the conversation is over.
     """
 
     response: Response
@@ -87,14 +87,14 @@ class EpisodeSettings:
 
 
 class Episodes:
-    """Verifier of responses to the tasks of one environment.
+    """Verifies and rewards responses to one environment's tasks.
 
     Args:
-        config: an `EpisodeSettings`.
-        prompts: chat template that writes the text between turns; None if the engine writes it.
+        config: settings, as `EpisodeSettings` or as a mapping with its keys.
+        prompts: chat template that renders the text between turns; None if the engine renders it.
 
     Raises:
-        ValueError: unknown key or invalid value.
+        ValueError: a key is unknown or a value is invalid.
     """
 
     def __init__(self, config: Mapping[str, Any] | EpisodeSettings, prompts: Prompts | None = None) -> None:
@@ -118,13 +118,13 @@ class Episodes:
         tokens: Sequence[int | None] | None = None,
         finished: Sequence[bool] | None = None,
     ) -> list[Turn]:
-        """Outcomes of the responses, in order.
+        """Return the outcomes of responses, in order.
 
         Args:
             episodes: episode of each response.
             texts: generated texts without the end-of-sequence token.
             tokens: number of generated tokens per response, required by length rewards.
-            finished: False for responses that were cut off at the length limit.
+            finished: False for responses truncated at the length limit; by default all are complete.
         """
         counts = tokens or [None] * len(texts)
         ends = finished or [True] * len(texts)
@@ -132,11 +132,13 @@ class Episodes:
         return list(await asyncio.gather(*map(self.turn, episodes, responses)))
 
     async def turn(self, episode: Episode, response: Response, unreadable: Mapping[str, str] | None = None) -> Turn:
-        """Outcome of one response.
+        """Return the outcome of one response.
 
         Args:
-            unreadable: reason by id of each malformed call. In a conversation the model gets the reasons as error
-                messages; a single turn with a malformed call is wrong.
+            episode: state before the response.
+            response: parsed response.
+            unreadable: mapping from the id of each malformed tool call to the reason. In a conversation, the model
+                gets the reasons as error messages; in a single-turn environment, the response is wrong.
         """
         async with self._slots:
             began = time.monotonic()
@@ -145,21 +147,21 @@ class Episodes:
         return turn if turn.verdict is None else self._rewarded(episode, turn)
 
     async def close(self, turn: Turn) -> Turn:
-        """End the conversation after a turn; returns the turn with the verdict on the present state."""
+        """End the conversation after a turn and return the turn with the verdict on the current state."""
         assert turn.following is not None and turn.following.conversation is not None
         return self._rewarded(
             turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
         )
 
     def begun(self, episode: Episode) -> Episode:
-        """Episode of a tool environment with its conversation started."""
+        """Return a tool environment's episode with its conversation started, if it is not yet."""
         assert self.environment.begin is not None
         if episode.conversation is not None:
             return episode
         return replace(episode, conversation=self.environment.begin(self.reference(episode.task)))
 
     def reference(self, task: Task) -> Any:
-        """Parsed reference of a task, cached for its group; raises ValueError if it cannot be verified against."""
+        """Return a task's parsed reference, cached for the other responses; raise ValueError if it is invalid."""
         # Ids are unique only within a file, so the reference is compared too.
         cache, key = self._references, task.id or repr(task.reference)
         if key not in cache or cache[key][0] != task.reference:
@@ -170,7 +172,7 @@ class Episodes:
         return cache[key][1]
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended since the last call; empty if there are none."""
+        """Return the metrics' means over the episodes that ended since the last call; empty if there are none."""
         totals, self._totals = self._totals, defaultdict(float)
         responses, seconds, episodes = (totals.pop(name, 0.0) for name in ("responses", "seconds", "episodes"))
         if not episodes:
@@ -184,7 +186,7 @@ class Episodes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, task: Task) -> None:
-        """Check that the environment can verify the task and the reward supports it; raises ValueError otherwise."""
+        """Raise ValueError if the environment cannot verify the task or the reward does not support it."""
         self.reference(task)
         self.reward.check(task.reference)
         if self.environment.judged_in_groups and task.tools:

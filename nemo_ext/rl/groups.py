@@ -17,12 +17,12 @@ from nemo_ext.rl.rewards.genrm import genrm_messages
 from nemo_ext.rl.rewards.rlhf import SHOWN, Show, reward_model_rewards, rlhf_rewards
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
-"""Function of all groups of a step that returns the rewards of their members, in order."""
+"""Function that takes all groups of a step and returns the rewards of each group's members, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Response of a group with its reward and lengths.
+    """One response of a group, with its reward and lengths.
 
     Attributes:
         reward: reward from the environment.
@@ -40,14 +40,14 @@ class Member:
 
 
 def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
-    """Group reward function from settings; None if they define no group reward.
+    """Build the group reward function from its settings; return None if they define no group reward.
 
     Args:
-        group: an `algorithms.GroupReward`, where null means the default. Lengths are controlled with a reward model
-            only if `length_control` is set.
+        group: settings of `algorithms.GroupReward`; null means the default. With a reward model, length control is
+            applied only if `length_control` is set.
 
     Raises:
-        ValueError: names the key.
+        ValueError: a setting is invalid; the message names its key.
     """
     defined = {key: value for key, value in group.items() if value is not None}
     settings = checked(algorithms.GroupReward, defined, "group")
@@ -85,7 +85,7 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
 
 
 def lengths(member: Member) -> tuple[int, int]:
-    """Number of tokens of trace and answer for length control; 0 if only tags or the end token are there."""
+    """Return the token counts of reasoning and answer for length control; 0 for a part without text or tool calls."""
     response = member.response
     return (
         member.thinking_tokens if (response.thinking or "").strip() else 0,
@@ -94,7 +94,7 @@ def lengths(member: Member) -> tuple[int, int]:
 
 
 def length_controlled(members: Sequence[Member], control: LengthControl) -> tuple[float, ...]:
-    """Verifier rewards of one group with length control."""
+    """Return one group's environment rewards after length control."""
     thinking, answers = zip(*map(lengths, members), strict=True)
     rewards = [member.reward for member in members]
     return control_lengths(rewards, thinking_lengths=thinking, answer_lengths=answers, control=control).rewards
@@ -108,17 +108,18 @@ async def judged(
     show: Show | None = genrm_messages,
     both_orders: bool = True,
 ) -> list[tuple[float, ...]]:
-    """Rewards of all groups by circular comparison (`nemo_ext.rl.rewards.rlhf`) or by a reward model.
+    """Compute the rewards of all groups by circular comparison (`nemo_ext.rl.rewards.rlhf`) or with a reward model.
 
-    All groups are judged concurrently. The environment's rewards are ignored. Unanswered questions are reported.
+    All groups are judged concurrently. The environment's rewards are ignored. Requests without an answer are logged.
 
     Args:
-        control: length control; None for none.
-        show: function that writes two responses for the judge; None for a reward model, which scores each separately.
+        control: length control; not applied if None.
+        show: function that writes the judge's messages for two responses; None for a reward model, which scores each
+            response separately.
         both_orders: whether each pair is judged in both orders.
 
     Raises:
-        ValueError: the judge answered no question, so that the step has no signal.
+        ValueError: the judge answered no request, so the step has no training signal.
     """
     scoring = []
     for group in groups:

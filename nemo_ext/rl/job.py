@@ -1,4 +1,4 @@
-"""The job `nemo-ext rl`: checks of its settings, and training on the chosen engine."""
+"""The `nemo-ext rl` job: checks its settings and trains on the chosen engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,10 +23,10 @@ SAME = (
     *("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl"),
     *("precision_plan", "seed"),
 )
-"""Keys that must be unchanged when a run is resumed."""
+"""Config keys that must not change when a run is resumed."""
 STEPS = "rl.schedule.steps"
 SAVE_BY = "NEMO_EXT_SAVE_BY"
-"""Environment variable with the Unix time by which NeMo-RL, which handles no signals, must save and end."""
+"""Environment variable with the Unix time by which NeMo-RL, which handles no signals, must save and exit."""
 OF_THE_MACHINE = (
     *("nemo_rl.set.cluster.", "nemo_rl.layout", "nemo_rl.gpu_memory_gib"),
     "nemo_rl.set.checkpointing.checkpoint_must_save_by",
@@ -43,7 +43,7 @@ def run(config: Mapping[str, Any]) -> bool:
         True if a signal arrived during the last step, although the run is finished.
 
     Raises:
-        ValueError: names the key, its value and the allowed ones; or the engine is missing or cannot express a setting.
+        ValueError: a setting is invalid, or the engine is missing or cannot express a setting.
     """
     algorithm = checked_algorithm(config)
     check_steps(config, algorithm)
@@ -59,7 +59,12 @@ def run(config: Mapping[str, Any]) -> bool:
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume with changed settings except more steps; ValueError names each with both values."""
+    """Raise ValueError if a resumed run has changed settings, other than its number of steps.
+
+    Args:
+        before: config of the existing run.
+        now: config to resume with.
+    """
     old, new = ({key: config.get(key) for key in SAME} for config in (before, now))
     was, is_ = flat(old), flat(new)
     # Off, empty and absent mean the same to an engine.
@@ -79,9 +84,9 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """Settings `tasks` with defaults: the seed of the run if they have none.
+    """Return section `tasks` with defaults filled in: the run's seed and, for a directory without a blend, streams.
 
-    A directory without a blend gets one stream per environment of the algorithm, with the environment's weight.
+    There is one stream per environment of the algorithm, with the environment's weight.
     """
     tasks = dict(config["tasks"])
     if not isinstance(algorithm, PolicyGradient):
@@ -98,7 +103,11 @@ def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, 
 
 
 def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm:
-    """Algorithm with epochs over the run's pairs; raises ValueError if these are missing or less than a batch."""
+    """Return the algorithm with its epochs counted over the run's own pairs.
+
+    Raises:
+        ValueError: the pairs are missing or fewer than a batch.
+    """
     schedule = algorithm.schedule
     if isinstance(algorithm, PolicyGradient) or schedule.steps is not None or not schedule.epochs:
         return algorithm
@@ -114,7 +123,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
 
 
 def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Require a number of steps; the ValueError suggests one from the paper's epochs and the number of tasks."""
+    """Raise ValueError if the number of steps is not set; suggest one from the paper's epochs and the task count."""
     schedule = algorithm.schedule
     if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
         return
@@ -129,7 +138,7 @@ def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 
 
 def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | None:
-    """Number of training tasks; None if a file does not exist yet, for example because an earlier job writes it."""
+    """Return the number of training tasks; None if a file does not exist yet because an earlier job writes it."""
     if train.get("path"):
         files = [Path(str(train["path"]))]
     elif train.get("curriculum"):
@@ -144,7 +153,7 @@ def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | No
 
 
 def _rows(path: Path) -> int:
-    """Number of rows of a Parquet file, or of non-blank lines of a text file."""
+    """Return the number of rows in a Parquet file, or of non-blank lines in a text file."""
     if path.suffix == ".parquet":
         return int(parquet_file(path).metadata.num_rows)
     with open_lines(str(path)) as file:
@@ -152,7 +161,7 @@ def _rows(path: Path) -> int:
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """Algorithm of a config, after a check of all keys; raises as `run`."""
+    """Check all keys of a config and return its algorithm; raise ValueError if a setting is invalid."""
     settings = checked(Settings, config)
     if not settings.rl:
         raise ValueError(f"preset=null: choose an algorithm: {', '.join(presets())}")
@@ -174,7 +183,7 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:
-    """Refuse `reprofile` and `adapt` where the engine or the algorithm does not support them."""
+    """Raise ValueError for `reprofile` or `adapt` where the engine or the algorithm does not support it."""
     train = settings.tasks.train or TrainTasks()
     if train.reprofile is not None and settings.engine != "trl":
         reason = "cannot measure pass rates during training; use engine=trl"

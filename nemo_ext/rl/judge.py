@@ -1,9 +1,9 @@
-"""Client of a judge behind an OpenAI-compatible endpoint: concurrent questions, each with a time limit.
+"""Client for a judge behind an OpenAI-compatible endpoint: concurrent questions, each with a time limit.
 
 A missing, malformed or late answer is `Answer(value=None, problem=...)`, never an exception. A question takes at most
-`total_seconds`, including its time in the queue and its retries. Cancelling (Ctrl-C) cancels the requests. Each request
-uses its own connection, so that a judge works in any event loop and a load balancer can spread requests over replicas.
-The API key is read from the environment only.
+`total_seconds`, including its time in the queue and its retries. Ctrl-C cancels the requests. Each request uses its own
+connection, so a judge works in any event loop and a load balancer can spread requests over replicas. The API key is
+only read from the environment.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from nemo_ext.job.settings import Place
 
 Messages = Sequence[Mapping[str, Any]]
 _TO_COME_UP = 60.0
-"""Seconds that the check at the start of a run waits for the endpoint of a run directory."""
+"""Seconds that the check at the start of a run waits for a run directory's endpoint."""
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -33,17 +33,17 @@ class JudgeSettings:
 
     Attributes:
         endpoint: URL up to and including `/v1`, or the run directory of `nemo-ext serve`.
-        model: name of the model at the endpoint; None for the model of the run directory.
-        key_variable: environment variable that holds the API key; None if the endpoint needs none.
-        sampling: other fields of the request (temperature, top_p, max_tokens, chat_template_kwargs).
+        model: name of the model at the endpoint; None for the run directory's model.
+        key_variable: environment variable that holds the API key; None if the endpoint needs no key.
+        sampling: other request fields (temperature, top_p, max_tokens, chat_template_kwargs).
         attempts: maximum number of attempts per question.
-        attempt_seconds: time limit of one attempt.
-        total_seconds: time limit of a question, including its time in the queue. The last of n questions needs about
-            n / concurrency times the seconds of one: 1280 s for 128 prompts x 32 comparisons of 20 s at 64.
-        concurrency: number of concurrent requests from one event loop; 64 as in NeMo Gym.
+        attempt_seconds: time limit of one attempt, in seconds.
+        total_seconds: time limit of a question, including its time in the queue. The last of n questions takes about
+            n / concurrency times as long as one: 1280 s for 128 prompts x 32 comparisons of 20 s at concurrency 64.
+        concurrency: maximum number of concurrent requests per event loop; the default of 64 is NeMo Gym's.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is invalid; the message names it.
     """
 
     endpoint: Annotated[Place, Field(min_length=1)]
@@ -80,7 +80,7 @@ class Answer[T]:
 
     Attributes:
         value: parsed answer; None if there is none.
-        problem: reason for the missing value; "" if there is a value.
+        problem: reason why the value is missing; "" if it is there.
     """
 
     value: T | None
@@ -88,7 +88,7 @@ class Answer[T]:
 
 
 class Judge:
-    """Client of a judge. Picklable, and usable from several event loops."""
+    """Client for a judge; picklable and usable from several event loops."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -101,8 +101,8 @@ class Judge:
         """Ask one question.
 
         Args:
-            messages: chat messages as the endpoint takes them.
-            read: parser of the answer's text; if it returns None, the question is retried like a failed request.
+            messages: chat messages in the endpoint's format.
+            read: function that parses the answer's text; if it returns None, the question is retried.
         """
         value: T | None = None
 
@@ -126,7 +126,7 @@ class Judge:
         return Answer(value=None if answer.problem else value, problem=answer.problem)
 
     async def ask_all[T](self, questions: Iterable[Messages], read: Callable[[str], T | None]) -> list[Answer[T]]:
-        """Ask many questions concurrently; returns their answers in the same order, all within `total_seconds`."""
+        """Ask many questions concurrently and return their answers in the same order, within `total_seconds`."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self.ask(question, read)) for question in questions]
         return [task.result() for task in tasks]
@@ -139,10 +139,10 @@ class Judge:
             raise ValueError(f"judge.endpoint={error}") from None
 
     async def _connect(self, seconds: float) -> tuple[Client, float]:
-        """Client and the seconds waited for it; a run directory has no endpoint while its server restarts.
+        """Return a client and the seconds waited for it; a run directory has no endpoint while its server restarts.
 
         Raises:
-            ValueError: the endpoint did not appear within these seconds.
+            ValueError: the endpoint did not appear within `seconds`.
         """
         waited = 0.0
         while True:

@@ -1,12 +1,12 @@
-"""Preference pairs for DPO and RPO: reading, rendering and tokenising, the same for every engine.
+"""Preference pairs for DPO and RPO, which are read, rendered and tokenised in the same way for every engine.
 
 Each line of a file is a pair in one of the two forms that `nemo-ext preference_data` writes:
 
-TRL       {prompt, chosen, rejected: lists of messages, or rendered texts; chosen_score, rejected_score; tools;
+TRL       {prompt, chosen, rejected: lists of messages, or rendered strings; chosen_score, rejected_score; tools;
           chat_template_kwargs: {enable_thinking}}
 NeMo-RL   {context: messages, completions: two of {rank, completion: messages, reward}}; the lower rank is preferred
 
-If a pair does not specify its mode, thinking is on if one of its responses has reasoning.
+If a pair does not specify its thinking mode, thinking is on if one of its responses contains reasoning.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from nemo_ext.rl.prompts import Prompts
 
 @dataclass(frozen=True)
 class Pair:
-    """Checked preference pair from one line of a file.
+    """A validated preference pair from one line of a file.
 
     Attributes:
-        prompt: text before the responses.
-        chosen: text of the better response, with its end token.
-        rejected: text of the other response, with its end token.
-        rewards: true rewards of both; None if they were not requested.
+        prompt: rendered text before the responses.
+        chosen: text of the better response, including its end token.
+        rejected: text of the other response, including its end token.
+        rewards: true rewards of the chosen and the rejected response; None if they were not requested.
     """
 
     prompt: str
@@ -39,15 +39,15 @@ class Pair:
 
 
 def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool = False) -> list[Pair]:
-    """Read the pairs of a file.
+    """Read the pairs in a file.
 
     Args:
         path: path of a JSONL or Parquet file.
-        prompts: chat template of the model; None if the pairs are rendered.
+        prompts: the model's chat template; None if the pairs are already rendered.
         with_rewards: True if the pairs must have true rewards.
 
     Raises:
-        ValueError: names the line.
+        ValueError: the file is missing or empty, or a pair is invalid; the message names its line.
     """
     path = Path(path)
     if not path.is_file():
@@ -60,7 +60,7 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
 
 
 def token_ids(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of the prompt and both responses; special tokens are already in the rendered texts."""
+    """Return the token ids of prompt, chosen and rejected; the rendered texts already contain all special tokens."""
     encoded = tokenizer([pair.prompt, pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
     prompt, chosen, rejected = (list(ids) for ids in encoded)
     return prompt, chosen, rejected

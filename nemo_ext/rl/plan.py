@@ -1,18 +1,19 @@
-"""Plan of the tasks of all training steps, made before a run starts.
+"""Plan of the tasks for all training steps, made before a run starts.
 
 A plan has `steps x prompts` items. Item i is the task in slot i % prompts of step i // prompts and depends only on i
-and the settings: engines read items in order, and a resumed run continues with the next one. Sources of tasks:
+and the settings. Engines read items in order, and a resumed run continues with the next one. Sources of tasks:
 
-path: tasks.jsonl              all tasks, shuffled again every epoch, or in file order with `shuffle: false`
+path: tasks.jsonl              all tasks, reshuffled every epoch, or in file order with `shuffle: false`
 curriculum: DIRECTORY          the order made by `nemo-ext curriculum`
-directory and blend            shares of task files, as a tree like pre-training blends (`data/blends/hierarchy.py`):
-                               the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
-                               epochs count tasks instead of tokens; every step has each stream's quota
+directory and blend            shares of task files, given as a tree like pre-training blends
+                               (`data/blends/hierarchy.py`): the stream `math` is `<directory>/math.jsonl`; shares,
+                               tiers, temperatures, caps and epochs count tasks instead of tokens; every step contains
+                               each stream's quota
 
 `reprofile` makes new orders during training (`nemo_ext.rl.reprofile`), which then replace the rest of the plan.
 
-`adapt` changes the shares of a blend during training (`nemo_ext.rl.adaptive`): `PlannedTasks.adaptive` then chooses the
-file of each prompt step by step, and the plan decides only the order within each file.
+`adapt` changes a blend's shares during training (`nemo_ext.rl.adaptive`): `PlannedTasks.adaptive` then chooses each
+prompt's file step by step, and the plan only determines the order within each file.
 """
 
 import functools
@@ -39,22 +40,22 @@ from nemo_ext.rl.task import Task
 
 _SUFFIX = ".jsonl"
 MOST_SHOWN = 20
-"""Maximum number of invalid tasks that an error lists."""
+"""Maximum number of invalid tasks listed in an error message."""
 
 
 class TaskFile:
-    """Tasks of a file, parsed once.
+    """A task file, parsed once.
 
     Args:
-        path: JSONL or Parquet file, one task record per line; blank lines are skipped.
+        path: JSONL or Parquet file with one task record per line; blank lines are skipped.
         repeats: True if ids may repeat, as in a curriculum that uses a domain more than once.
 
     Raises:
-        ValueError: the file is missing or empty; or lists all lines that are invalid or repeat an id.
+        ValueError: the file is missing or empty, or has invalid lines or duplicate ids, which the message lists.
 
     Attributes:
         tasks: parsed tasks.
-        places: "FILE:LINE" of each task.
+        places: location of each task, as "FILE:LINE".
     """
 
     def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
@@ -82,7 +83,7 @@ class TaskFile:
             raise ValueError(f"{self.path}: the file has no tasks")
 
     def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Remove the unwanted tasks and return their ids; raises ValueError if none remain."""
+        """Remove the tasks for which `unwanted` is true and return their ids; raise ValueError if none remain."""
         excluded = {row for row, task in enumerate(self.tasks) if unwanted(task)}
         if len(excluded) == len(self.tasks):
             raise ValueError(f"{self.path}: all of its {len(excluded):,} tasks are excluded")
@@ -93,16 +94,16 @@ class TaskFile:
 
 
 class PlannedTasks:
-    """Tasks of a run in training order.
+    """A run's tasks in training order.
 
     Args:
-        files: task files by stream name.
-        shares: shares of the streams by name.
-        steps: number of batches that may be drawn.
+        files: mapping from stream names to task files.
+        shares: mapping from stream names to their shares.
+        steps: maximum number of batches that can be drawn.
         prompts: number of prompts per step.
-        seed: seed of all orders.
-        shuffle: whether tasks are shuffled again for every epoch over a file; otherwise file order is kept.
-        adapt: settings of adaptive shares; None for constant shares.
+        seed: seed for all orders.
+        shuffle: whether tasks are reshuffled for every epoch over a file; otherwise file order is kept.
+        adapt: settings of adaptive shares; None if the shares are constant.
     """
 
     def __init__(
@@ -140,30 +141,30 @@ class PlannedTasks:
         return self.files[stream].tasks[row]
 
     def follow(self, first: int, file: TaskFile) -> None:
-        """Replace the items from `first` on by the tasks of a file in file order, repeated as needed."""
+        """Replace all items from index `first` with a file's tasks in file order, repeated as needed."""
         self._later.append((first, file))
 
     def place(self, number: int) -> tuple[int, int]:
-        """Stream index of an item and index of its task in the file, according to the original plan."""
+        """Return an item's stream index and its task's index in the file, both according to the original plan."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])
         return stream, self._row(stream, int(self._before[step, stream] + (streams[:slot] == stream).sum()))
 
     def adaptive(self) -> AdaptiveShares | None:
-        """Adaptive shares in their initial state; None if the settings have no `adapt`."""
+        """Return adaptive shares in their initial state; None if the settings have no `adapt`."""
         return None if self._adapt is None else AdaptiveShares(self._shares, self._adapt, seed=self._seed)
 
     def nth(self, stream: int, number: int) -> Task:
-        """Task at a position of a stream's order, as returned by `AdaptiveShares.draw`; files repeat."""
+        """Return the task at a position of a stream's order, as returned by `AdaptiveShares.draw`; files repeat."""
         return self.files[stream].tasks[self._row(stream, number)]
 
     def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Remove unwanted tasks from all files, before training reads any; returns their ids."""
+        """Remove unwanted tasks from all files and return their ids; call it before training reads any task."""
         return [task_id for file in self.files for task_id in file.exclude(unwanted)]
 
     def environments(self) -> list[str]:
-        """Names of the environments of all tasks, sorted."""
+        """Return the sorted names of the tasks' environments."""
         return sorted({task.environment for file in self.files for task in file.tasks})
 
     def _row(self, stream: int, number: int) -> int:
@@ -172,7 +173,7 @@ class PlannedTasks:
         return int(_order(self._seed, self.names[stream], epoch, size)[at]) if self._shuffle else at
 
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
-        """Stream index of each prompt of a step, `[prompts]`."""
+        """Return the stream index of each prompt in a step, `[prompts]`."""
         streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
         # Streams are shuffled within a step because the batch may be sharded later.
         return generator(self._seed, "tasks", "step", str(step)).permutation(streams)
@@ -181,17 +182,17 @@ class PlannedTasks:
 def plan_tasks(
     settings: Mapping[str, Any] | TrainTasks, *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
 ) -> PlannedTasks:
-    """Plan of a run's training tasks from the settings that the module's docstring describes.
+    """Plan a run's training tasks from the settings that the module's docstring describes.
 
     Args:
-        settings: a `TrainTasks`.
-        steps: number of steps of the run.
+        settings: a `TrainTasks`, or a mapping with its keys.
+        steps: number of training steps.
         prompts: number of prompts per step.
-        spare: number of additional batches that may be drawn; a curriculum repeats after its last step.
-        where: key of the settings, for errors.
+        spare: number of additional batches that can be drawn; a curriculum repeats after its last step.
+        where: key of the settings, for error messages.
 
     Raises:
-        ValueError: names the key or the file and line.
+        ValueError: a setting or a task is invalid; the message names the key, or the file and line.
     """
     train = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
     given = [key for key in ("path", "curriculum", "directory") if getattr(train, key) is not None]
@@ -217,7 +218,7 @@ def plan_tasks(
 
 
 def validation_tasks(path: str | Path) -> PlannedTasks:
-    """Plan with all tasks of a file once, in file order; raises as `TaskFile`."""
+    """Plan all tasks of a file once, in file order; raises the same errors as `TaskFile`."""
     file = TaskFile(path)
     return PlannedTasks(
         {"validation": file}, {"validation": Fraction(1)}, steps=len(file.tasks), prompts=1, seed=0, shuffle=False
@@ -225,14 +226,14 @@ def validation_tasks(path: str | Path) -> PlannedTasks:
 
 
 def check_references(planned: Iterable[PlannedTasks], check: Callable[[Task], object]) -> None:
-    """Check the references of all tasks before training starts.
+    """Check all tasks' references before training starts.
 
     Args:
         planned: plans whose tasks are checked.
         check: function that raises ValueError for a task that its environment cannot verify.
 
     Raises:
-        ValueError: lists all such tasks with file and line.
+        ValueError: the environment cannot verify some tasks; the message lists them with file and line.
     """
     problems: dict[str, None] = {}
     for file in (file for tasks in planned for file in tasks.files):
@@ -252,7 +253,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """Permutation of a file's tasks in one epoch."""
+    """Return the permutation of a file's tasks for one epoch, `[size]`."""
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 

@@ -1,4 +1,4 @@
-"""Precision plan of an RL run, resolved for its model."""
+"""An RL run's precision plan, resolved for its model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Precision:
 
     Attributes:
         plan: precision plan of the weights.
-        high: names of the linear layers outside FP8, starting with `layers.`.
-        never: names of the routers, convolutions and output layer that are outside FP8.
+        high: names of the linear layers that stay out of FP8; they start with `layers.`.
+        never: names of the routers, convolutions and output layer that stay out of FP8.
         head: True if the output layer is in FP8.
-        where: generation, training or both.
+        where: phases that the plan applies to: generation, training or both.
     """
 
     plan: Plan
@@ -34,14 +34,14 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Where | None = None) -> "Precision | None":
-        """Precision from the config of an RL run; None without a plan, or for a plan with nothing in FP8.
+        """Resolve the precision plan in an RL run's config; return None if there is no plan or it uses no FP8.
 
         Args:
             config: config of `nemo-ext rl`.
             where: generation (the default), training or both.
 
         Raises:
-            ValueError: the plan is invalid, or the model is not a folder with a config.json that formats/ can read.
+            ValueError: the plan is invalid, or the model's folder has no config.json in a supported format.
         """
         if config.get("precision_plan") is None:
             return None
@@ -63,5 +63,5 @@ class Precision:
         )
 
     def in_(self, place: str) -> bool:
-        """True if the plan applies to a phase: generation or training."""
+        """Return whether the plan applies to the phase `place`: generation or training."""
         return self.where in (place, "both")

@@ -1,4 +1,4 @@
-"""Checks of an RL job before it is queued: algorithm, engine, and NeMo-RL's own setup. No torch."""
+"""Checks an RL job's algorithm, engine and NeMo-RL setup before it is queued. Does not import torch."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from nemo_ext.rl.trl.render import check_arguments
 def findings(
     config: Mapping[str, Any], settings: Any, *, paths: bool, here: bool, model_to_come: Mapping[str, Any] | None
 ) -> Iterator[Finding]:
-    """Findings on an RL job.
+    """Check an RL job and yield the findings.
 
     Args:
         config: composed config.
-        settings: settings of site and queue.
-        paths: whether files and NeMo-RL's setup are checked.
-        here: True for a run on this machine, which is not queued.
-        model_to_come: config.json of the policy that earlier jobs will write; None if unknown.
+        settings: site and queue settings.
+        paths: whether to check files and NeMo-RL's setup.
+        here: True if the job runs on this machine instead of being queued.
+        model_to_come: config.json of a policy that earlier jobs will write; None if unknown.
     """
     yield from _reinforcement(config, settings, model_to_come, rehearsed=paths)
     yield from precision(config, settings.cluster)
@@ -37,7 +37,7 @@ def findings(
 def _reinforcement(
     config: Mapping[str, Any], settings: Any, model_to_come: Mapping[str, Any] | None, *, rehearsed: bool
 ) -> Iterator[Finding]:
-    """Errors for inconsistent algorithm settings, a missing engine, or a config that NeMo-RL's setup refuses."""
+    """Yield errors for inconsistent algorithm settings, a missing engine, or a config that NeMo-RL's setup rejects."""
     on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
     try:
         algorithm = checked_algorithm(config)
@@ -66,7 +66,7 @@ def _reinforcement(
 
 
 def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Iterator[Finding]:
-    """Findings of NeMo-RL's own `setup`, if it can be imported; ValueError if the config cannot be rendered."""
+    """Yield what NeMo-RL's own `setup` finds, if it can be imported; ValueError if the config cannot be rendered."""
     from nemo_ext.rl.nemo_rl.checkout import Checkout
     from nemo_ext.rl.nemo_rl.draft import section_of
     from nemo_ext.rl.nemo_rl.job import on_cluster, settings_of
@@ -85,7 +85,10 @@ def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Ite
 
 
 def rehearsal(rendered: Mapping[str, Any], root: Path) -> tuple[int, str]:
-    """Exit code and last line of `nemo_ext.rl.nemo_rl.rehearsal`, run in a process that imports torch and NeMo-RL."""
+    """Run `nemo_ext.rl.nemo_rl.rehearsal` in a process that imports torch and NeMo-RL.
+
+    Return its exit code and last line of output; the code is 3 if it failed without printing to stdout.
+    """
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(rendered), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Prompts and texts between turns, rendered by the model's chat template.
+"""Prompts, and the text between turns, rendered with the model's chat template.
 
-NeMo-RL tokenizes observations without a chat template: an environment with tools must write the template's text around
-its messages, including the end of the previous response.
+NeMo-RL tokenizes observations without a chat template, so an environment with tools must itself write the template's
+text around its messages, including the end of the previous response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ _RESPONSE = "\ue000"  # private use character, which no template writes
 
 @dataclass(frozen=True)
 class Prompts:
-    """Chat template of the policy.
+    """The policy's chat template, which renders prompts and continuations.
 
     Attributes:
-        template: chat template of the model.
-        eos: end-of-sequence token of a response, which NeMo-RL has already added when the next turn begins.
+        template: the model's chat template.
+        eos: token that ends a response; NeMo-RL has already added it when the next turn begins.
     """
 
     template: Template
@@ -30,23 +30,30 @@ class Prompts:
 
     @classmethod
     def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
-        """Load a template by its name, its file, or a tokenizer's folder; raises ValueError if there is none."""
+        """Load a template given its name, file or tokenizer folder; raise ValueError if there is none."""
         return cls(Template.load(template), eos)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, template: str | None = None) -> "Prompts":
-        """Named chat template with the tokenizer's end token; None for the tokenizer's own. Raises as `load`."""
+        """Load a chat template, by default the tokenizer's, with the tokenizer's end token; ValueError if missing."""
         loaded = Template.of_tokenizer(tokenizer) if template is None else Template.load(template)
         return cls(loaded, tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
-        """Text before the first response, and whether it ends in a trace; ValueError if the template omits a part."""
+        """Return the text before the first response, and whether it ends inside a reasoning trace.
+
+        Raises:
+            ValueError: the template omits a part of the prompt.
+        """
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         self.template.check_complete(sample, thinking=task.thinking is not False)
         return self._ending(sample, task.thinking)
 
     def in_mode(self, task: Task) -> Task:
-        """Task with its mode, which format rewards need: thinking if the task has none and the template has modes."""
+        """Return the task with its thinking mode set, which format rewards need.
+
+        A task without a mode is set to thinking if the template distinguishes the modes; otherwise it is unchanged.
+        """
         if task.thinking is not None:
             return task
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
@@ -55,15 +62,15 @@ class Prompts:
     def continuation(
         self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None
     ) -> tuple[str, bool]:
-        """Text between a response and the next one, and whether it ends inside a trace.
+        """Return the text between a response and the next one, and whether it ends inside a reasoning trace.
 
         Args:
-            answers: messages of the tools.
+            answers: messages that follow the response, such as tool results.
             tools: declared tools.
-            thinking: requested mode.
+            thinking: whether thinking mode is requested; None for models without modes.
 
         Raises:
-            ValueError: the template refuses the messages, or omits one.
+            ValueError: the template rejects the messages or omits one.
         """
         before = (Message(role="user", content="-"), Message(role="assistant", content=_RESPONSE))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))

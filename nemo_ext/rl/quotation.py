@@ -1,7 +1,7 @@
-"""Quotation of a model's text in a judge's prompt, as a defence against prompt injection.
+"""Quoting of a model's text in a judge's prompt, as a defence against prompt injection.
 
-The quoted text cannot end the quotation, since its last line has a nonce that the author of the text cannot know, and
-cannot contain tokens of the judge's chat template, which are made harmless.
+The quoted text cannot end the quotation, because the closing line contains a nonce that the text's author cannot know.
+Nor can it contain tokens of the judge's chat template, because these are made harmless.
 """
 
 import re
@@ -15,20 +15,20 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def plain(text: str) -> str:
-    """Text without special tokens, control characters and lone surrogates.
+    """Return the text with special tokens broken up, and control characters and lone surrogates replaced.
 
-    Special tokens look the same: a word joiner (U+2060), which has no width, follows their first character. Control
-    characters and lone surrogates become U+FFFD.
+    Special tokens look unchanged, as only a zero-width word joiner (U+2060) is inserted after their first character.
+    Control characters and lone surrogates become U+FFFD.
     """
     clean = _CONTROL.sub("\ufffd", text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return _TEMPLATE_TOKEN.sub(lambda found: found.group() + _WORD_JOINER, clean)
 
 
 def nonce(*texts: str) -> str:
-    """16 hex digits derived from all quoted texts, so that no text can contain them; deterministic."""
+    """Return 16 hex digits derived deterministically from all quoted texts, so that no text can contain them."""
     return f"{digest(0, 'quotation', *texts):016x}"
 
 
 def quote(name: str, text: str, mark: str) -> str:
-    """Text between two lines with its name and the nonce `mark`."""
+    """Return the text between BEGIN and END lines that carry its name and the nonce `mark`."""
     return f"BEGIN {name} {mark}\n{plain(text)}\nEND {name} {mark}"

@@ -1,4 +1,4 @@
-"""Translation of an algorithm to the settings of an engine, with the settings that it cannot express."""
+"""Translation of an algorithm into an engine's settings, with a list of those that the engine cannot express."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 
 @dataclass(kw_only=True)
 class Rendered:
-    """Algorithm rendered for one engine. Every setting of the algorithm is in one of the first three attributes.
+    """An algorithm translated for one engine. Each of its settings is in one of the first three attributes.
 
     Attributes:
-        settings: settings of the engine, under its names.
-        adapter: settings that nemo_ext applies around the engine, under the algorithm's names: rewards, shares of
-            environments, the order of prompts, and additions to the engine.
-        inexpressible: reason why neither expresses a key of the algorithm, and the engine's behaviour instead, by key.
-        by_adapter: keys that the engine cannot express and the caller handles.
+        settings: the engine's settings, under the engine's names.
+        adapter: settings that nemo_ext applies around the engine, under the algorithm's names: rewards, environment
+            shares, prompt order, and extensions of the engine.
+        inexpressible: mapping from each key that neither can express to the reason and what the engine does instead.
+        by_adapter: keys that the engine cannot express but the caller handles itself.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -26,17 +26,17 @@ class Rendered:
     by_adapter: Collection[str] = ()
 
     def cannot(self, ours: str, reason: str) -> None:
-        """Record that a setting of the algorithm is not expressed."""
+        """Record why the algorithm's key `ours` cannot be expressed, unless the caller handles it."""
         if ours not in self.by_adapter:
             self.inexpressible[ours] = reason
 
     def surround(self, algorithm: Algorithm) -> None:
-        """Record the settings that nemo_ext applies around every engine.
+        """Fill `adapter` with the settings that nemo_ext applies around every engine.
 
-        `environments` and `group` of the adapter have the form that `nemo_ext.rl.nemo_rl.run.run` reads. `data` has
-        settings for the jobs that make the files: `shares` of environments, `thinking_share`, `drop_from` and
-        `easy_to_hard` of `nemo-ext curriculum`, `max_prompt_tokens` of `nemo-ext preference_data`, and the number of
-        `rounds`, each on new pairs.
+        Its keys `environments` and `group` have the form that `nemo_ext.rl.nemo_rl.run.run` reads. Its key `data` has
+        settings for the jobs that prepare the files: environment `shares`, `thinking_share`, `drop_from` and
+        `easy_to_hard` for `nemo-ext curriculum`, `max_prompt_tokens` for `nemo-ext preference_data`, and the number
+        of `rounds`, each of which trains on new pairs.
         """
         adapter = self.adapter
         adapter["algorithm"] = algorithm.algorithm
@@ -64,7 +64,7 @@ class Rendered:
             adapter["group"] = algorithm.group.settings()
 
     def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
-        """Return self if everything is expressed or `warn` accepts substitutes; else ValueError lists the settings."""
+        """Return self; raise ValueError if settings are inexpressible, unless `on_inexpressible` is "warn"."""
         if on_inexpressible not in ("error", "warn"):
             raise ValueError(f"on_inexpressible must be error or warn, not {on_inexpressible!r}")
         lines = [f"{key}: {reason}" for key, reason in self.inexpressible.items()]

@@ -1,8 +1,9 @@
-"""New curricula during a run, made from newly measured pass rates.
+"""New curricula made during a run, from newly measured pass rates.
 
 "Once training progress plateaus, we re-profile the tasks using the best RL checkpoint and construct a new curriculum"
 (Nemotron 3 Nano, section 3.2.2). The definition of a plateau, the number of curricula, and that training continues from
-its newest weights are (choice). Independent of the engine; the pipeline `reprofile` does the same in separate jobs.
+its newest weights are (choice). The module is independent of the engine. The pipeline `reprofile` does the same in
+separate jobs.
 
     RUN_DIR/curricula/tasks.jsonl        tasks whose pass rates are measured
     RUN_DIR/curricula/N/begun.json       start of the Nth curriculum: step, reason and checkpoint
@@ -47,7 +48,7 @@ class Change:
     Attributes:
         step: number of training steps before it.
         drawn: number of tasks drawn before it.
-        why: reason, for the report.
+        why: reason for making it, as shown in the report.
         checkpoint: name of the checkpoint that generated its rollouts.
     """
 
@@ -59,12 +60,12 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Measured pass rates, and whether they gave a new order.
+    """Measured pass rates, and whether they led to a new order.
 
     Attributes:
         tasks: number of tasks.
         pass_rate: mean pass rate of the tasks.
-        solved: number of tasks by their number of correct responses; `solved[0]` tasks were never solved.
+        solved: `solved[n]` is the number of tasks with n correct responses.
         kept: reason why the old order is kept; None if there is a new one.
     """
 
@@ -76,14 +77,14 @@ class Result:
 
 @dataclass
 class Curricula:
-    """Curricula of a run.
+    """The curricula that a run makes, stored in its run directory.
 
     Attributes:
         settings: settings of `tasks.train.reprofile`.
-        folder: folder of the curricula.
+        folder: folder that holds the curricula.
         first: folder of the curriculum that the run started with; None if there was none.
         prompts: number of prompts per step.
-        steps: number of steps of the run.
+        steps: total number of training steps.
         tasks: tasks whose pass rates are measured.
     """
 
@@ -96,7 +97,11 @@ class Curricula:
 
     @classmethod
     def from_config(cls, train: Mapping[str, Any], run_dir: Path, *, prompts: int, steps: int) -> "Curricula | None":
-        """Curricula of a run from its `tasks.train`; None without `reprofile`. Invalid settings raise ValueError."""
+        """Create a run's curricula from `tasks.train`; return None if `reprofile` is not set.
+
+        Raises:
+            ValueError: a setting is invalid.
+        """
         settings = checked(TrainTasks, train, "tasks.train")
         if settings.reprofile is None:
             return None
@@ -110,7 +115,7 @@ class Curricula:
         return curricula
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:
-        """Tasks to measure: the prompts of the first curriculum, or the plan's files if there is none.
+        """Return the tasks to measure: the first curriculum's prompts, or the plan's files if there is no curriculum.
 
         Raises:
             ValueError: a file no longer exists, or two tasks have the same id.
@@ -133,23 +138,23 @@ class Curricula:
         return TaskFile(path)
 
     def changes(self) -> list[Change]:
-        """Starts of all curricula, in order."""
+        """Return the starts of all curricula, in order."""
         changes: list[Change] = []
         while (path := self.of_number(len(changes) + 1) / BEGUN).is_file():
             changes.append(Change(**json.loads(path.read_bytes())))
         return changes
 
     def result(self, number: int) -> Result | None:
-        """Result of a curriculum by number, from 1; None while it is incomplete."""
+        """Return the result of curriculum `number`, counted from 1; None while it is incomplete."""
         path = self.of_number(number) / RESULT
         return Result(**json.loads(path.read_bytes())) if path.is_file() else None
 
     def of_number(self, number: int) -> Path:
-        """Folder of a curriculum by number, from 1."""
+        """Return the folder of curriculum `number`, counted from 1."""
         return self.folder / str(number)
 
     def forget_after(self, step: int) -> None:
-        """Remove curricula that start after the step from which a run is resumed."""
+        """Remove curricula that start after `step`, from which a run is resumed."""
         for number, change in enumerate(self.changes(), start=1):
             if change.step > step:
                 start = f"starts at step {change.step}, but training resumes from step {step}"
@@ -157,11 +162,11 @@ class Curricula:
                 shutil.rmtree(self.of_number(number))
 
     def due(self, step: int, validations: Iterable[tuple[int, float]]) -> str | None:
-        """Reason to measure pass rates after a step; None if there is none.
+        """Return the reason to measure pass rates after a step; None if they are not due.
 
         Args:
             step: number of training steps so far.
-            validations: step and reward of each validation so far.
+            validations: (step, reward) of each validation so far.
         """
         since = self.since()
         if len(self.changes()) >= self.settings.times or not since < step < self.steps:
@@ -175,16 +180,16 @@ class Curricula:
         return None
 
     def since(self) -> int:
-        """Step at which the present order started."""
+        """Return the step at which the current order started."""
         changes = self.changes()
         return changes[-1].step if changes else 0
 
     def begin(self, change: Change) -> None:
-        """Record the start of a curriculum."""
+        """Record the start of the next curriculum."""
         write_text(self.of_number(len(self.changes()) + 1) / BEGUN, json.dumps(asdict(change)) + "\n")
 
     def make(self, number: int) -> None:
-        """Make a curriculum from its complete rollouts; if no order can be made, the old one is kept."""
+        """Make curriculum `number` from its complete rollouts; if no order can be made, keep the old one."""
         folder, changes = self.of_number(number), self.changes()
         config = self._config(number, changes, step=changes[number - 1].step)
         kept = None
@@ -198,14 +203,14 @@ class Curricula:
         notice(f"pass rates: {shown(result)}")
 
     def follow(self, planned: PlannedTasks) -> None:
-        """Insert the orders of all complete curricula into a plan."""
+        """Insert all complete curricula's orders into a plan."""
         for number, change in enumerate(self.changes(), start=1):
             result = self.result(number)
             if result is not None and result.kept is None:
                 planned.follow(change.drawn, TaskFile(self.of_number(number) / CURRICULUM, repeats=True))
 
     def _config(self, number: int, changes: Sequence[Change], *, step: int) -> dict[str, Any]:
-        """Config of `nemo-ext curriculum`."""
+        """Return the config of `nemo-ext curriculum` that makes curriculum `number` for the steps after `step`."""
         drawn = changes[number - 1].drawn if changes else 0
         before = [earlier for earlier in range(1, number) if (result := self.result(earlier)) and result.kept is None]
         previous, begun = (self.of_number(before[-1]), changes[before[-1] - 1].drawn) if before else (self.first, 0)
@@ -226,7 +231,7 @@ class Curricula:
 
 
 def shown(result: Result) -> str:
-    """One-line summary of a result."""
+    """Format a result as one line for the log."""
     return (
         f"{result.pass_rate:.3f} on average over {result.tasks:,} tasks, {result.solved[-1]:,} always solved, "
         f"{result.solved[0]:,} never"
@@ -248,6 +253,6 @@ def _result(rollouts: Path, *, success: float, samples: int, kept: str | None) -
 
 
 def _stats(curriculum: Path) -> dict[str, Any]:
-    """Settings that a curriculum was made with."""
+    """Return the settings that the curriculum in a folder was made with."""
     settings: dict[str, Any] = json.loads((curriculum / STATS).read_bytes())["settings"]
     return settings

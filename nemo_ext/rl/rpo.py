@@ -1,15 +1,15 @@
 """Loss of reward-aware preference optimization (RPO).
 
-DPO prefers the chosen response to the rejected one by any margin. RPO fits the margin of the policy's implicit rewards
-to the margin of true rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and appendix). With
+DPO maximises the margin of the policy's implicit rewards without a target. RPO fits it to the margin of the true
+rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and appendix). Let
 d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)), p = sigmoid(g) and
-q = sigmoid(d), the distances are, with NeMo-Aligner's names (megatron_gpt_dpo_model.py) in brackets:
+q = sigmoid(d). The distances are as follows, with NeMo-Aligner's names (megatron_gpt_dpo_model.py) in brackets:
 
 backward_kl (rpo_bwd_kl)   p log p/q + (1 - p) log (1 - p)/(1 - q)
 forward_kl  (rpo_fwd_kl)   q log q/p + (1 - q) log (1 - q)/(1 - p)
 squared     (rpo_sq)       (d - g)^2
 
-For a positive margin and growing eta, backward_kl becomes DPO.
+For a positive true margin, backward_kl approaches DPO's loss as eta grows.
 """
 
 from typing import Literal
@@ -21,7 +21,13 @@ Distance = Literal["backward_kl", "forward_kl", "squared"]
 
 
 def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance) -> torch.Tensor:
-    """Distance between the scaled margins d and g of each pair (see the module's docstring), `[pairs]`."""
+    """Return the distance between the scaled margins d and g of each pair, `[pairs]`; see the module's docstring.
+
+    Args:
+        margin: the policy's margins d, `[pairs]`.
+        true_margin: margins g of the true rewards, `[pairs]`.
+        distance: name of the distance.
+    """
     if distance == "squared":
         return (margin - true_margin) ** 2
     fitted, target = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)

@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext rl`, `rl_tasks` and `gym`, and of sections shared with `nemo-ext online`."""
+"""Settings of `nemo-ext rl`, `rl_tasks` and `gym`, including sections shared with `nemo-ext online`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ OF_A_RUN = (
     *("output", "prompts", "rollouts", "profile", "previous", "previous_steps", "batch", "steps", "first_step"),
     *("keys", "rollout_keys", "split_domains"),
 )
-"""Settings of a curriculum that the run determines."""
+"""Curriculum settings that the run determines, so that users cannot set them."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -96,7 +96,7 @@ class NemoRl:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainingSettings:
-    """Keys of a job that trains by a preset; hydra_conf/rl.yaml explains them."""
+    """Settings of a job that trains with a preset; hydra_conf/rl.yaml explains them."""
 
     preset: str | None
     run_dir: Place

@@ -13,7 +13,7 @@ _REQUIRED = ("id", "environment", "prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Task of a run; each line of a task file is the record of one.
+    """One RL task; each line of a task file is a task's record.
 
     Attributes:
         id: identifier, unique in its file.
@@ -21,8 +21,8 @@ class Task:
         prompt: messages before the response.
         reference: data that the environment checks the response against; its keys depend on the environment.
         tools: JSON schemas of the declared tools, as OpenAI's `tools`.
-        domain: group for shares, curricula and metrics; by default the name of the environment.
-        thinking: requested mode; None for models without modes.
+        domain: group for data shares, curricula and metrics; by default the name of the environment.
+        thinking: whether thinking mode is requested; None for models without thinking modes.
     """
 
     id: str
@@ -35,10 +35,10 @@ class Task:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "task") -> "Task":
-        """Task from a record of a task file; a prompt given as text is one user message.
+        """Build a task from its record in a task file; a prompt given as a string becomes one user message.
 
         Raises:
-            ValueError: names `where`, the key, its value and the allowed values.
+            ValueError: the record is invalid; the message names `where`, the key, its value and the allowed values.
         """
         check_keys(record, _KEYS, required=_REQUIRED, where=where)
         for key in ("id", "environment", "domain"):
@@ -70,7 +70,7 @@ class Task:
         )
 
     def record(self) -> dict[str, Any]:
-        """Record of the task for a task file; the inverse of `from_record`."""
+        """Return the task's record for a task file; the inverse of `from_record`."""
         sample = to_record(Sample(id=self.id, messages=self.prompt, tools=self.tools))
         record: dict[str, Any] = {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""Verdict of a verifier on one response."""
+"""A verifier's verdict on one response."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ class Verdict:
     """Verdict on a response: correct, wrong, or error if the verifier failed.
 
     Attributes:
-        outcome: `error` for a failure of the verifier, such as a time limit or a judge that did not answer; a malformed
-            answer is `wrong`.
-        score: from 0 to 1; 1 if and only if `outcome` is correct, between 0 and 1 for partial solutions.
+        outcome: `error` if the verifier failed, for example at a time limit or because a judge did not answer; a
+            malformed answer is `wrong`.
+        score: number from 0 to 1; 1 if and only if `outcome` is correct, and between 0 and 1 for partial solutions.
         reason: short explanation for reports; "" if correct.
-        answer: compared text as found in the response; None if there was none.
-        more: further numbers for reports, such as {math_verify: 1.0}, which no reward uses.
+        answer: answer as found in the response and compared with the reference; None if none was found.
+        more: further numbers for reports, such as {math_verify: 1.0}; no reward uses them.
     """
 
     outcome: Outcome
@@ -31,15 +31,15 @@ class Verdict:
 
     @classmethod
     def correct(cls, answer: str | None = None) -> "Verdict":
-        """Verdict on a solved task."""
+        """Return the verdict on a solved task."""
         return cls(outcome="correct", score=1.0, answer=answer)
 
     @classmethod
     def wrong(cls, reason: str, answer: str | None = None, *, score: float = 0.0) -> "Verdict":
-        """Verdict on a task that is not solved, or only in part."""
+        """Return the verdict on an unsolved or only partly solved task."""
         return cls(outcome="wrong", score=score, reason=reason, answer=answer)
 
     @classmethod
     def error(cls, reason: str, answer: str | None = None) -> "Verdict":
-        """Verdict for a failure of the verifier."""
+        """Return the verdict for a failure of the verifier."""
         return cls(outcome="error", score=0.0, reason=reason, answer=answer)

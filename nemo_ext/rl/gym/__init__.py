@@ -1,1 +1,1 @@
-"""NeMo Gym: resources servers around the environments, the rows of their data, and a folder in which Gym finds them."""
+"""Adapter for NeMo Gym: servers for our environments, their data rows, and a folder where Gym finds both."""

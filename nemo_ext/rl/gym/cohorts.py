@@ -1,4 +1,4 @@
-"""Requests that are answered as a group, when it is complete or after a time limit."""
+"""Groups of requests that are answered together, once the group is complete or after a time limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -15,12 +15,12 @@ class _Cohort[M, R]:
 
 
 class Cohorts[M, R]:
-    """Groups of requests by key.
+    """Groups of requests with the same key, which are answered together.
 
     Args:
-        size: number of members of a complete group.
-        wait_seconds: time limit after a group's first member; later members form another group.
-        answer: function that returns the results of a group's members in order.
+        size: number of members in a complete group.
+        wait_seconds: seconds after a group's first member until it is answered; later members form another group.
+        answer: function that returns the results of a group's members, in order.
     """
 
     def __init__(self, size: int, wait_seconds: float, answer: Callable[[Sequence[M]], Awaitable[Sequence[R]]]) -> None:
@@ -35,7 +35,7 @@ class Cohorts[M, R]:
 
         Args:
             key: key of the group.
-            place: place in the group; a request that is repeated after a lost connection has the same place.
+            place: place in the group; a request repeated after a lost connection has the same place.
             member: request to answer.
         """
         cohort = self._open.get(key)

@@ -1,8 +1,8 @@
-"""NeMo Gym server for group comparison by a generative reward model, with time limits, unlike Gym's genrm_compare.
+"""NeMo Gym server that compares a group's responses with a generative reward model.
 
-All responses to one prompt are judged together (`nemo_ext.rl.rewards.rlhf`), when the last one has arrived or after a
-time limit. Comparisons that the judge does not answer are excluded and reported. Lengths are in characters, because the
-server does not have the policy's tokenizer.
+Unlike Gym's genrm_compare, it has time limits. All responses to one prompt are judged together
+(`nemo_ext.rl.rewards.rlhf`), once the last one has arrived or after a time limit. Comparisons that the judge does not
+answer are excluded and reported. Lengths are in characters, because the server does not have the policy's tokenizer.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ class ComparisonConfig(OwnConfig):
     Attributes:
         judge: fields of `nemo_ext.rl.judge.JudgeSettings`: endpoint, model, time limits.
         group_size: number of responses per prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
-        wait_seconds: time limit for the other responses after the first one of a group.
+        wait_seconds: seconds after a group's first response within which the others must arrive.
         show: genrm for a judge whose chat template has the roles response_1 and response_2, otherwise instructed.
         both_orders: whether each pair is judged in both orders.
         length_control: fields of `nemo_ext.rl.rewards.comparison.LengthControl`; lengths are in characters.
-        thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
+        thinking_opened: True if prompts end inside a reasoning trace and the model server does not parse reasoning.
     """
 
     judge: dict[str, Any]
@@ -71,11 +71,11 @@ class ComparisonServer(SimpleResourcesServer):
         self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compare)
 
     async def get_reverify_mode(self) -> str:
-        """Support for `gym eval reverify` (Gym 0.7): none, since it sends responses one at a time, not in groups."""
+        """Return "unsupported", as `gym eval reverify` (Gym 0.7) sends responses one at a time instead of in groups."""
         return "unsupported"
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        """Reward of a response within its group, after the group is judged."""
+        """Return a response with its reward, after its whole group has been judged."""
         row = body.model_dump()
         conversation = row[PARAMETERS]["input"]
         try:

@@ -1,6 +1,6 @@
-"""`nemo-ext gym`: the folder DIR/resources_servers/nemo_ext with server configs and example data for NeMo Gym.
+"""The `nemo-ext gym` job: writes DIR/resources_servers/nemo_ext with server configs and example data for NeMo Gym.
 
-Gym searches the directory that it is started in before its own tree, which therefore stays unchanged. Each config has a
+Gym searches the directory it is started in before its own tree, so its tree need not be changed. Each config has a
 server and its agent; the model server is Gym's own.
 """
 
@@ -27,7 +27,7 @@ from nemo_ext.rl.tasks import generate
 
 SERVER = "nemo_ext"
 EXAMPLES = 5
-"""Number of rows of example.jsonl, as `gym env test` requires."""
+"""Number of rows in example.jsonl, as required by `gym env test`."""
 _JUDGE = {
     "endpoint": "${nemo_ext_judge_endpoint}",
     "model": "${nemo_ext_judge_model}",
@@ -48,16 +48,16 @@ elif is_nemo_gym_fastapi_entrypoint(__file__):
 
 @dataclass(frozen=True)
 class Served:
-    """Server and its agent.
+    """A server and its agent.
 
     Attributes:
         domain: one of Gym's domains.
-        description: text for Gym's lists.
-        generator: name of the generator of the example data.
+        description: description shown in Gym's lists.
+        generator: name of the generator for the example data.
         config: config keys of the server.
         agent: name of the agent; gymnasium_agent if a user speaks between the model's turns.
-        max_steps: step limit of the agent; None for its default.
-        entrypoint: file in the server's folder.
+        max_steps: the agent's step limit; None for its default.
+        entrypoint: file in the server's folder that starts it.
     """
 
     domain: str
@@ -117,7 +117,7 @@ SERVERS: Mapping[str, Served] = {
 
 
 def run(config: Mapping[str, Any]) -> str:
-    """Write the folder and return a command that starts a server; ValueError for invalid settings or tasks."""
+    """Write the folder and return a command that starts a server; raise ValueError for invalid settings or tasks."""
     settings = checked(GymSettings, config)
     names = settings.servers or tuple(SERVERS)
     for name in names:
@@ -133,7 +133,7 @@ def run(config: Mapping[str, Any]) -> str:
 
 
 def server_config(name: str) -> dict[str, Any]:
-    """Gym config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
+    """Return Gym's config of a server and its agent, called nemo_ext_NAME and nemo_ext_NAME_agent."""
     served, instance = SERVERS[name], f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
@@ -158,14 +158,14 @@ def server_config(name: str) -> dict[str, Any]:
 
 
 def environment_config(name: str) -> dict[str, Any]:
-    """Gym config of the environment server through which Gym 0.7 calls a server's agent; absent in earlier versions."""
+    """Return the config of the environment server through which Gym 0.7 and later calls a server's agent."""
     agent = {"type": "responses_api_agents", "name": f"{SERVER}_{name}_agent"}
     server = {"legacy_agent": {"entrypoint": "app.py", "agent_server": agent}}
     return {f"{SERVER}_{name}_environment": {"environment_servers": server}}
 
 
 def examples(name: str, seed: int) -> list[dict[str, Any]]:
-    """Example rows for trying a server."""
+    """Generate example rows for trying out a server."""
     return [to_gym(_for_server(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
 
 
@@ -174,7 +174,7 @@ def _example(name: str) -> str:
 
 
 def _for_server(name: str, task: Task) -> Task:
-    """Generated task in the form that the server takes."""
+    """Return a generated task in the form that server `name` takes."""
     if name == "judge":
         reference = {"question": task.prompt[-1].content, "answer": str(task.reference["answer"])}
         return replace(task, environment="judge", domain="judge", reference=reference)
@@ -184,7 +184,7 @@ def _for_server(name: str, task: Task) -> Task:
 
 
 def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]:
-    """Contents of the files to write, by path in the server's folder."""
+    """Return a mapping from paths in the server's folder to the contents of the files to write."""
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),
         "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),
@@ -204,7 +204,7 @@ def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]
 
 
 def _tasks(path: Path) -> list[Task]:
-    """Tasks of a file with checked references, except for judge tasks, which their server checks."""
+    """Read a file's tasks and check their references, except for judge tasks, which their server checks."""
     file = TaskFile(path, repeats=True)
     check = functools.cache(lambda name: make(name).check)
     for task in file.tasks:
@@ -221,6 +221,6 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _requirement() -> str:
-    """Requirement line for this package, which Gym installs into the server's environment."""
+    """Return the requirement line for this package, which Gym installs into the server's environment."""
     root = Path(__file__).parents[3]
     return f"{SERVER}[gym] @ {root.as_uri()}" if (root / "pyproject.toml").exists() else f"{SERVER}[gym]=={__version__}"

@@ -1,4 +1,4 @@
-"""Conversations that a server stores between the requests of an agent, by session."""
+"""Conversations that a server stores between an agent's requests, keyed by session."""
 
 import asyncio
 from collections import OrderedDict
@@ -14,7 +14,7 @@ MAX_PLAYS = 50_000
 
 
 class NoPlayError(LookupError):
-    """The session has no conversation, or a different one."""
+    """Raised if a session has no conversation, or a different one."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Play:
     """State of a conversation.
 
     Attributes:
-        episode: episode of the next response.
-        replies: reply to the latest response by the response's id, so that a lost request may be sent again. The
+        episode: state for the next response.
+        replies: mapping from the latest response's id to the reply, so that a lost request can be sent again. The
             response itself is not stored, to save memory.
     """
 
@@ -32,7 +32,7 @@ class Play:
 
 
 class Plays:
-    """Conversations by session. A session is one rollout, and its conversation starts once.
+    """Conversations keyed by session. A session is one rollout, and its conversation starts only once.
 
     If a model calls a tool with the name of a route of the server, the call must neither restart the conversation nor
     start one with another task.
@@ -42,7 +42,11 @@ class Plays:
         self._plays: OrderedDict[str, Play] = OrderedDict()
 
     def begin(self, session: str, task: Task, make: Callable[[], Episode]) -> None:
-        """Start a conversation or repeat the request; raises NoPlayError if the session has another conversation."""
+        """Start a session's conversation; do nothing if the request is a repetition.
+
+        Raises:
+            NoPlayError: the session already has another conversation.
+        """
         play = self._plays.get(session)
         if play is not None:
             if _same(play.episode.task, task) and not play.episode.turn and not play.replies:
@@ -53,7 +57,7 @@ class Plays:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Task | None = None) -> Play:
-        """Conversation of a session, now the most recent; raises NoPlayError if there is none for the task."""
+        """Return a session's conversation, now the most recent; raise NoPlayError if it has none, or not for `task`."""
         if session not in self._plays:
             raise NoPlayError("no conversation was started in this session; send /seed_session or /reset first")
         self._plays.move_to_end(session)

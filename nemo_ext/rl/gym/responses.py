@@ -1,6 +1,6 @@
-"""Conversion of responses from a NeMo Gym model server to the form that verifiers take.
+"""Conversion of responses from a NeMo Gym model server into the form that verifiers take.
 
-Reasoning and calls that the model server has already parsed are used; otherwise they are parsed from the text.
+If the model server has already parsed reasoning and tool calls, these are used; otherwise reasoning is parsed here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from nemo_ext.chat.tool_calls import MAX_CALLS, read_openai_calls
 
 
 def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -> Answered:
-    """Parse a response of one turn, or all turns of an agent together.
+    """Parse the response of one turn, or of all turns of an agent together.
 
     Args:
         answered: OpenAI's `response`, with output items, `usage` and `incomplete_details`.
-        thinking_opened: True if the prompt ends inside a trace and the model server parses no reasoning.
+        thinking_opened: True if the prompt ends inside a reasoning trace and the model server parses no reasoning.
     """
     output = [item for item in answered.get("output") or () if isinstance(item, Mapping)]
     finished = not answered.get("incomplete_details")
@@ -37,7 +37,7 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
 
 
 def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
-    """Response with only the output after the last tool result."""
+    """Return the response with only the output after the last tool result."""
     output = list(answered.get("output") or ())
     outputs = [
         place

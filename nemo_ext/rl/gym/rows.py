@@ -1,9 +1,9 @@
-"""Conversion of tasks to rows of NeMo Gym's data, and of rows, ours or Gym's own, to tasks.
+"""Conversion of tasks into NeMo Gym's data rows, and of rows (ours or Gym's own) into tasks.
 
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
-thinking}}; the prompt is OpenAI's Responses input. Rows of these servers of Gym have an equivalent environment here and
-can be read: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc and
-single_step_tool_use_with_argument_comparison.
+thinking}}, in which the prompt is OpenAI's Responses input. Rows of the following Gym servers have an equivalent
+environment here and can be read: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc
+and single_step_tool_use_with_argument_comparison.
 """
 
 import json
@@ -19,17 +19,18 @@ from nemo_ext.rl.task import Task
 
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {"code": {"max_tests": 1000}}
-"""Default settings of environments in Gym, whose code tasks have up to several hundred tests."""
+"""Settings of environments whose defaults differ in Gym, because its code tasks have up to several hundred tests."""
 _KEYS = ("id", "environment", "domain", "reference", "thinking")
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, Any]:
-    """Row of a task.
+    """Convert a task into a row.
 
     Args:
-        thinking_key: variable of the model's chat template that switches reasoning on and off; Gym's vllm_model passes
-            it on for tasks with a mode.
+        task: task to convert.
+        thinking_key: variable in the model's chat template that switches reasoning on and off; Gym's vllm_model passes
+            it on for tasks with a thinking mode.
     """
     parameters: dict[str, Any] = {"input": [item for message in task.prompt for item in _items(message)]}
     if task.tools:
@@ -44,13 +45,14 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
 
 
 def of_gym(row: Mapping[str, Any], environment: str) -> Task:
-    """Task of a row, ours or Gym's own.
+    """Convert a row, ours or Gym's own, into a task.
 
     Args:
+        row: row to convert.
         environment: environment of the server that received the row.
 
     Raises:
-        ValueError: names the invalid key, or the row is for another environment.
+        ValueError: a key is invalid, or the row is for another environment.
     """
     metadata, parameters = row.get(METADATA), row.get(PARAMETERS)
     if not isinstance(parameters, Mapping):
@@ -81,7 +83,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
 
 
 def messages(conversation: Any) -> tuple[Message, ...]:
-    """Messages of OpenAI's Responses input; ValueError names an item that is not text or has no matching call."""
+    """Convert OpenAI's Responses input into messages; ValueError names an item that is not text or lacks its call."""
     if isinstance(conversation, str):
         return (Message(role="user", content=conversation),)
     parsed: list[Message] = []
@@ -114,7 +116,7 @@ def messages(conversation: Any) -> tuple[Message, ...]:
 
 
 def check_listed(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """Return a list of mappings; ValueError names `where` for any other value."""
+    """Return a list of mappings; for any other value, raise a ValueError that names `where`."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise ValueError(f"{where} must be a list of mappings, not {value!r:.200}")
     return list(value)
@@ -144,7 +146,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """Reference for a row of one of Gym's own servers."""
+    """Return the reference for a row of one of Gym's own servers; raise ValueError if its keys are unknown."""
     for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return convert(row)

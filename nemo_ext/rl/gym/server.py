@@ -1,7 +1,7 @@
-"""NeMo Gym resources server of any environment, called over HTTP.
+"""NeMo Gym resources server for any environment, called over HTTP.
 
-/seed_session and /verify     for Gym's simple_agent: the reward of a response
-/TOOL                         a world's tools, one call per request, in the session's conversation
+/seed_session and /verify     for Gym's simple_agent: returns a response's reward
+/TOOL                         for a world's tools: one call per request, in the session's conversation
 /reset and /step              for Gym's gymnasium_agent: conversations in which a user speaks between turns
 
 Model output never makes a request fail. Failures of the verifier are marked, so that Gym's rollout collection excludes
@@ -41,7 +41,7 @@ _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "li
 
 
 class OwnConfig(BaseResourcesServerConfig):
-    """Config of a server; raises ValueError for keys that neither Gym nor the server knows."""
+    """Config of a server; a key that neither Gym nor the server knows raises ValueError."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -55,13 +55,13 @@ class OwnConfig(BaseResourcesServerConfig):
 
 
 class VerifierConfig(OwnConfig):
-    """Config of the server of an environment.
+    """Config of an environment's server.
 
     Attributes:
         environment: one of `nemo_ext.rl.environments.known_environments()`.
-        settings: settings of the environment; the default of code's max_tests is 1000 here.
+        settings: settings of the environment; max_tests of the environment code defaults to 1000 here.
         reward: reward as in an engine's config: outcome, score, {name: domyn_math, ...}.
-        thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
+        thinking_opened: True if prompts end inside a reasoning trace and the model server does not parse reasoning.
         concurrency: number of concurrent verifications.
     """
 
@@ -73,13 +73,13 @@ class VerifierConfig(OwnConfig):
 
 
 class VerifyRequest(BaseVerifyRequest):
-    """Row and the response to it."""
+    """A row and the response to it."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class VerifyResponse(BaseVerifyResponse):
-    """Row with its reward and the values that Gym turns into metrics."""
+    """A row with its reward and the values that Gym turns into metrics."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,7 +113,7 @@ class VerifierServer(SimpleResourcesServer):
         return self._episodes.environment.begin is not None
 
     def setup_webserver(self) -> FastAPI:
-        """App with the server's routes."""
+        """Return the app with the server's routes."""
         app: FastAPI = super().setup_webserver()
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
@@ -127,7 +127,7 @@ class VerifierServer(SimpleResourcesServer):
         return BaseSeedSessionResponse()
 
     async def call(self, request: Request, tool: str) -> PlainTextResponse:
-        """Result of one tool call; the agent counts the turns."""
+        """Execute one tool call and return its result; the agent counts the turns."""
         play = self._play(request)
         read = read_openai_calls([{"name": tool, "arguments": (await request.body()).decode(errors="replace")}])
         if read.problems:
@@ -139,7 +139,7 @@ class VerifierServer(SimpleResourcesServer):
         return PlainTextResponse("\n\n".join(message.content for message in results).encode(errors="replace"))
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
-        """Reward of a response, or of the final state of a conversation."""
+        """Return the row with the reward of its response, or of the conversation's final state."""
         row = body.model_dump()
         task, answered = self._task_and_response(row)
         if self._has_turns:
@@ -155,16 +155,16 @@ class VerifierServer(SimpleResourcesServer):
         return VerifyResponse(**{**row, **_outcome(turn), "tool_outputs": outputs})
 
     async def get_reverify_mode(self) -> str:
-        """Support for `gym eval reverify` (Gym 0.7): only without turns, since conversations are not stored for it."""
+        """Return how `gym eval reverify` (Gym 0.7) is supported: only without turns, as conversations are not kept."""
         return "unsupported" if self._has_turns else "stateless"
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
-        """Start a rollout whose turns are passed to `step`."""
+        """Start a rollout whose turns will be passed to `step`."""
         self._begin(request, body, self._episodes)
         return {"observation": None, "info": {}}
 
     async def step(self, request: Request, body: VerifyRequest) -> dict[str, Any]:
-        """Reply of the environment to one response, with the reward at the end of the conversation."""
+        """Return the environment's reply to one response, with the reward at the end of the conversation."""
         row = body.model_dump()
         task, answered = self._task_and_response(row)
         if not self._has_turns:
@@ -232,7 +232,7 @@ class VerifierServer(SimpleResourcesServer):
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:
-    """Reward and metrics of a response."""
+    """Return the reward and metrics of a response."""
     verdict, reward = turn.verdict, turn.reward
     assert verdict is not None and reward is not None
     return {
@@ -246,8 +246,10 @@ def _outcome(turn: Turn) -> dict[str, Any]:
 
 
 def failure(failed: bool, reason: str) -> dict[str, Any]:
-    """Fields that mark a failure of the verifier: for metrics, for Gym's rollout collection, and from Gym 0.7 on to
-    exclude the sample from scores and training."""
+    """Return the fields that mark whether the verifier failed.
+
+    Metrics and Gym's rollout collection read them; since Gym 0.7 they also exclude the sample from scores and training.
+    """
     if not failed:
         return {"verifier_error": False}
     marks = {NG_FAILURE_CLASS_KEY: "verifier_error", "mask_sample": True, "failure_kind": "verifier_error"}

@@ -1,8 +1,8 @@
-"""Config keys and features of the asynchronous loop of the installed NeMo-RL, read from its sources.
+"""The installed NeMo-RL's config keys, and what its asynchronous loop supports, read from its source files.
 
-NeMo-RL is not imported, which would take ray, torch and half a minute. It does not refuse unknown keys: its TypedDicts
-check nothing and its pydantic models allow extras. The known keys come from the types that annotate a master config and
-from the example config.
+NeMo-RL is not imported, which would require ray, torch and half a minute. It does not reject unknown keys, since its
+TypedDicts check nothing and its pydantic models allow extra keys. The known keys come from the types that annotate a
+master config, and from the example config.
 """
 
 import ast
@@ -21,29 +21,29 @@ from nemo_ext.job.settings import nearest
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
 _READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
-"""Name of the variable from which NeMo-RL's modules read a section, by the path of the section."""
+"""Mapping from a section's path to the variable from which NeMo-RL's modules read the section."""
 
 
 @dataclass
 class Keys:
-    """Keys of a mapping in a config.
+    """Known keys of a mapping in a config.
 
     Attributes:
-        children: keys of nested mappings by key; empty for other values.
-        open: True if any key is allowed.
+        children: mapping from each known key to the keys nested below it, which are empty unless it is a mapping.
+        open: True if any other key is also allowed.
     """
 
     children: dict[str, "Keys"] = field(default_factory=dict)
     open: bool = False
 
     def merge(self, other: "Keys") -> None:
-        """Add the keys of another mapping."""
+        """Add another mapping's keys to these, in place."""
         self.open |= other.open
         for key, keys in other.children.items():
             self.children.setdefault(key, Keys()).merge(keys)
 
     def missing(self, path: str) -> str | None:
-        """Message with the nearest key if a path such as `loss_fn.ratio_clip_min` is missing; None if it exists."""
+        """Return a message with the nearest key if a path such as `loss_fn.ratio_clip_min` is missing, else None."""
         mapping = self
         words = path.split(".")
         for place, word in enumerate(words):
@@ -64,10 +64,10 @@ class Keys:
 
 
 class Checkout:
-    """Source checkout of NeMo-RL.
+    """A source checkout of NeMo-RL.
 
     Args:
-        root: folder with `nemo_rl` and `examples`; None for the checkout of the `nemo_rl` that Python imports.
+        root: folder with `nemo_rl` and `examples`; if None, the checkout that Python imports `nemo_rl` from.
 
     Raises:
         ValueError: the folder is not a checkout, or NeMo-RL is not installed.
@@ -90,7 +90,7 @@ class Checkout:
         return self.root / "examples" / "configs" / _EXAMPLES[section]
 
     def keys(self, section: Section) -> Keys:
-        """Keys of the master config of GRPO or DPO."""
+        """Return the keys of the master config for GRPO or DPO."""
         return self._keys[section]
 
     @cached_property
@@ -106,7 +106,7 @@ class Checkout:
         return sections
 
     def _read_from(self, name: str) -> frozenset[str]:
-        """Keys that modules in `nemo_rl/models` read from a variable; some are in no type and no example."""
+        """Return the keys that `nemo_rl/models` reads from variable `name`; some occur in no type and no example."""
         keys = set[str]()
         for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
             text = file.read_text(encoding="utf-8")
@@ -115,13 +115,14 @@ class Checkout:
         return frozenset(keys)
 
     def config(self, section: Section, *changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete, resolved example config with changes, for `nemo_ext.rl.nemo_rl.run.run`.
+        """Return the complete, resolved example config with changes applied, for `nemo_ext.rl.nemo_rl.run.run`.
 
         Args:
+            section: algorithm of the config, grpo or dpo.
             changes: nested mappings; later ones take precedence, and interpolations are resolved at the end.
 
         Raises:
-            ValueError: this version does not have a key of a change; suggests the nearest.
+            ValueError: this version does not have a changed key; the message suggests the nearest key.
         """
         for change in changes:
             for path in leaves(change):
@@ -142,29 +143,29 @@ class Checkout:
 
     @cached_property
     def converts_dtensor_v2(self) -> bool:
-        """True if `convert_dcp_to_hf` reads checkpoints of DTensor v2 workers, which are in a folder `model`."""
+        """True if `convert_dcp_to_hf` can read DTensor v2 workers' checkpoints, which are in a `model` folder."""
         return ".metadata" in self._names_in("nemo_rl/utils/native_checkpoint.py", "convert_dcp_to_hf")
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names that `async_grpo_train` uses, which show the parts of `grpo_train` that it has."""
+        """Names that `async_grpo_train` uses, which show which features of `grpo_train` it supports."""
         return self._names_in("nemo_rl/algorithms/grpo.py", "async_grpo_train")
 
     @cached_property
     def refills(self) -> bool:
-        """True if the asynchronous loop generates the groups that a step still needs, so that some can be dropped."""
+        """True if the asynchronous loop generates groups that a step still lacks, so that groups can be dropped."""
         collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
         return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
 
     def _names_in(self, file: str, function: str) -> frozenset[str]:
-        """Identifiers and string constants of a function."""
+        """Return all identifiers and string constants in a function; empty if it is not in the file."""
         module = ast.parse((self.root / file).read_text(encoding="utf-8"))
         bodies = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function]
         return frozenset(name for body in bodies for node in ast.walk(body) for name in _names(node))
 
 
 def leaves(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Paths of all values of a nested config."""
+    """Yield the dotted paths of all values in a nested config, each prefixed with `above`."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{above}{key}.")
@@ -176,14 +177,20 @@ _Parsed = tuple[dict[str, ast.ClassDef | ast.expr], dict[str, tuple[str, str]]]
 
 
 class _Sources:
-    """Type annotations of classes, by name and module."""
+    """NeMo-RL's parsed modules, in which config classes are looked up by name."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._parsed: dict[str, _Parsed] = {}
 
     def keys_of(self, name: str, module: str, above: tuple[str, ...] = ()) -> Keys:
-        """Keys of a TypedDict or pydantic model."""
+        """Return the keys of the TypedDict or pydantic model `name`; any key is allowed if it is unknown or recursive.
+
+        Args:
+            name: name of the class.
+            module: module that defines or imports it.
+            above: names of the enclosing classes, to detect recursion.
+        """
         keys = Keys()
         found = self._find(name, module)
         if found is None or name in above:
@@ -213,7 +220,7 @@ class _Sources:
         return keys
 
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
-        """Definition of a class or alias and the module that defines it, resolved through imports."""
+        """Return the definition of a class or alias and its module, following imports; None if it is not found."""
         defined, imported = self._parse(module)
         if name in defined:
             return defined[name], module
@@ -222,7 +229,7 @@ class _Sources:
         return self._find(imported[name][0], imported[name][1], depth + 1)
 
     def _parse(self, module: str) -> _Parsed:
-        """Definitions of a module, and its imports from NeMo-RL as (name there, module)."""
+        """Return a module's definitions, and a mapping from its imports from NeMo-RL to (original name, module)."""
         if module in self._parsed:
             return self._parsed[module]
         path = self._root.joinpath(*module.split("."))
@@ -241,7 +248,7 @@ class _Sources:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Identifier or string constant of a node, in a list; empty for other nodes."""
+    """Return a list with the node's identifier or string constant; empty for other nodes."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
@@ -256,7 +263,7 @@ def _keys_in(config: Any) -> Keys:
 
 
 def _keys_read(module: ast.Module, name: str) -> set[str]:
-    """Constant keys read from a variable of this name, or `self.NAME`: `name["key"]` or `name.get("key")`."""
+    """Return the constant keys read as `name["key"]` or `name.get("key")` from variable or attribute `name`."""
     keys = set[str]()
     for node in ast.walk(module):
         key: ast.expr | None = None
@@ -270,7 +277,7 @@ def _keys_read(module: ast.Module, name: str) -> set[str]:
 
 
 def _nested(path: str, keys: Iterable[str]) -> Keys:
-    """Mapping with these keys at a path; empty without keys."""
+    """Return `Keys` with the given keys nested at a dotted path; empty if there are no keys."""
     mapping = Keys({key: Keys() for key in keys})
     if not mapping.children:
         return mapping

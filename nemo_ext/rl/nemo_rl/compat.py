@@ -1,6 +1,6 @@
-"""Differences between NeMo-RL 0.5, 0.7 and later; no other module depends on the version.
+"""Hides the differences between NeMo-RL 0.5, 0.7 and later, so that no other module depends on the version.
 
-Versions are recognized by their features, because the main branch calls itself 0.6.0 and has more than 0.7.0.
+Versions are recognised by their features, because the main branch calls itself 0.6.0 but has more features than 0.7.0.
 """
 
 import contextlib
@@ -30,41 +30,41 @@ _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer sa
 
 
 _PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
-"""Items that only some versions return, and pass to the asynchronous loop."""
+"""Items of `grpo.setup` that only some versions return and pass on to the asynchronous loop."""
 FITS = "0.5 to 0.7, and main of 2026-08-22 (7ea279a)"
 """Supported versions of NeMo-RL."""
 PREFIX = "nemo_ext_"
-"""Prefix of our environments' names in NeMo-RL."""
+"""Prefix that our environments' names have in NeMo-RL."""
 ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
 
 Ready = SimpleNamespace
-"""Results of `grpo.setup` or `dpo.setup` by name; the config is a dict in 0.5 and a pydantic model later."""
+"""Results of `grpo.setup` or `dpo.setup` as attributes; `config` is a dict in 0.5 and a pydantic model later."""
 
 
 def grpo() -> ModuleType:
-    """NeMo-RL's GRPO module; raises ValueError with a remedy if NeMo-RL cannot be imported."""
+    """Import NeMo-RL's GRPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.grpo")
 
 
 def dpo() -> ModuleType:
-    """NeMo-RL's DPO module; raises as `grpo`."""
+    """Import NeMo-RL's DPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.dpo")
 
 
 def asynchronous() -> ModuleType:
-    """NeMo-RL's module with the actors of its asynchronous loop; raises as `grpo`."""
+    """Import NeMo-RL's module with the asynchronous loop's actors; raise ValueError if it cannot be imported."""
     return _module("nemo_rl.algorithms.async_utils")
 
 
 def refills() -> bool:
-    """True if the asynchronous collector generates the groups that a step still needs (0.7)."""
+    """Return whether the asynchronous collector generates groups that a step still lacks (since 0.7)."""
     return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
 
 
 def part(module: ModuleType, name: str) -> Any:
-    """Class or function of a module; ValueError names the supported versions if it does not exist."""
+    """Return a module's class or function; if it is missing, raise ValueError with the supported versions."""
     found = getattr(module, name, None)
     if found is None:
         raise ValueError(_gone(f"{module.__name__}.{name}"))
@@ -76,7 +76,7 @@ def _gone(name: str) -> str:
 
 
 def plain_class(actor: Any) -> Any:
-    """Class from which `ray.remote` made an actor class, for subclassing."""
+    """Return the class that `ray.remote` turned into an actor class, for subclassing."""
     return actor.__ray_metadata__.modified_class
 
 
@@ -87,7 +87,7 @@ def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
 
 
 def setting(config: Any, *path: str) -> Any:
-    """Value in a master config, `setting(config, "grpo", "num_prompts_per_step")`; None if missing."""
+    """Return a value in a master config, as in `setting(config, "grpo", "num_prompts_per_step")`; None if missing."""
     for key in path:
         config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
         if config is None:
@@ -96,7 +96,7 @@ def setting(config: Any, *path: str) -> Any:
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Any:
-    """Load the tokenizer that a master config (a plain mapping) names."""
+    """Load the tokenizer named in a master config, which must be a plain mapping."""
     return _module("nemo_rl.algorithms.utils").get_tokenizer(config["policy"]["tokenizer"])
 
 
@@ -112,7 +112,7 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup`; raises ValueError if the number of returned items is unexpected."""
+    """Call `grpo.setup` and name its results; raise ValueError if their number is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
@@ -124,7 +124,7 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
 
 
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
-    """Call `dpo.setup`; its nine items are the same in all versions."""
+    """Call `dpo.setup` and name its nine results, which are the same in all versions."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
     return Ready(**dict(zip(_NINE.split(), items, strict=True)))
 
@@ -144,7 +144,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO to its end, with NeMo-RL's loss or its replacement in `ready`."""
+    """Run DPO to its end with `ready.loss_fn`, which is NeMo-RL's loss or a replacement."""
     first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
@@ -153,8 +153,8 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
 def clocks(module: ModuleType) -> Iterator[list[Any]]:
     """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
-    `last_saved` of a checker is true if it made the loop save and end; the loop then returns as after its last step.
-    The checkers also obey SAVE_BY.
+    A checker's `last_saved` is true if it made the loop save and end, after which the loop returns as it does after its
+    last step. The checkers also obey SAVE_BY.
     """
     checkers: list[Any] = []
     kind = part(module, "TimeoutChecker")
@@ -171,14 +171,14 @@ def clocks(module: ModuleType) -> Iterator[list[Any]]:
 
 
 def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: Mapping[str, Any]) -> None:
-    """Convert a DTensor checkpoint to a Hugging Face folder with one pickled file of weights.
+    """Convert a DTensor checkpoint to a Hugging Face folder with one pickled weights file.
 
     Args:
         weights: folder `step_N/policy/weights`; 0.5 only reads the format of DTensor's first version.
         to: output folder, which must not exist.
         model: name or folder of the model whose config is used, with `overrides`.
         tokenizer: name or folder of the tokenizer.
-        overrides: changes to the config.
+        overrides: changes to the model's config.
     """
     _module("nemo_rl.utils.native_checkpoint").convert_dcp_to_hf(
         dcp_ckpt_path=str(weights),
@@ -190,7 +190,7 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
 
 
 def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Path) -> None:
-    """Run the checkout's convert_megatron_to_hf.py with the Python of its Megatron workers, which has Megatron-Bridge.
+    """Run the checkout's convert_megatron_to_hf.py with its Megatron workers' Python, which has Megatron-Bridge.
 
     Args:
         root: folder of the checkout.
@@ -200,7 +200,7 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
         log: file for the script's output.
 
     Raises:
-        ValueError: the script failed; quotes its last line.
+        ValueError: the script failed; the message quotes its last line of output.
         subprocess.CalledProcessError: the workers' environment could not be created.
     """
     python = Path(_megatron_python())
@@ -220,7 +220,7 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
 
 
 def _megatron_python() -> str:
-    """Python executable of NeMo-RL's Megatron workers; creates their environment if it is missing."""
+    """Return the Python executable of NeMo-RL's Megatron workers, creating their environment if it is missing."""
     executable: str = _module("nemo_rl.distributed.ray_actor_environment_registry").get_actor_python_env(
         _MEGATRON_WORKER
     )
@@ -233,20 +233,20 @@ def _megatron_python() -> str:
 
 
 def is_async(config: Any) -> bool:
-    """True if a master config enables asynchronous GRPO."""
+    """Return whether a master config enables asynchronous GRPO."""
     return bool(setting(config, "grpo", "async_grpo", "enabled"))
 
 
 def register() -> list[str]:
-    """Register all environments with NeMo-RL, and their actor in its registry of Python executables.
+    """Register all environments with NeMo-RL, and their actor class in its registry of Python executables.
 
-    Without the latter the actor cannot be created. May be called more than once, and in any process.
+    Without the latter, the actor cannot be created. The function may be called more than once and in any process.
 
     Returns:
-        Names in NeMo-RL, such as `nemo_ext_math`.
+        The environments' names in NeMo-RL, such as `nemo_ext_math`.
 
     Raises:
-        ValueError: another environment has one of the names.
+        ValueError: another environment already has one of the names.
     """
     environments = _module("nemo_rl.environments.utils")
     actors = _module("nemo_rl.distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
@@ -262,14 +262,14 @@ def register() -> list[str]:
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start the actor of a registered environment; 0.5 takes a mapping of settings by environment."""
+    """Start a registered environment's actor; 0.5 requires a mapping from environment names to settings."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))
 
 
 def baseline_modules() -> list[ModuleType]:
-    """Modules that import `calculate_baseline_and_std_per_prompt` into their own namespace."""
+    """Return the modules that import `calculate_baseline_and_std_per_prompt` into their own namespace."""
     modules = [grpo()]
     # 0.6 and later compute advantages in a separate module.
     if importlib.util.find_spec("nemo_rl.algorithms.advantage_estimator") is not None:
@@ -278,12 +278,12 @@ def baseline_modules() -> list[ModuleType]:
 
 
 def has_estimator() -> bool:
-    """True if an estimator computes advantages from the batch (0.6 and later)."""
+    """Return whether an estimator computes advantages from the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords that the function accepts."""
+    """Return the keywords that the function accepts."""
     accepted = inspect.signature(function).parameters
     return {key: value for key, value in keywords.items() if key in accepted}
 

@@ -1,12 +1,12 @@
-"""A `data.custom_dataloader` for NeMo-RL: batches of a curriculum whose domains are separate datasets.
+"""A `data.custom_dataloader` for NeMo-RL that returns a curriculum's batches if its domains are separate datasets.
 
-A single dataset whose records name their environment (NeMo-Gym's) does not need this module: it trains on
+A single dataset whose records name their environment (NeMo-Gym's) does not need this module, as it can train on
 `curriculum.jsonl` with `data.shuffle=false`. Datasets with different processors and environments have separate
-dataloaders, and NeMo-RL (0.6 and later) calls a function for the next batch. `next_batch` draws the prompts of the
-curriculum's step from these dataloaders in the curriculum's order, so that batches equal those of `curriculum.jsonl`.
+dataloaders, and NeMo-RL (0.6 and later) calls a function for the next batch. `next_batch` draws a step's prompts from
+these dataloaders in the curriculum's order, so that batches equal those of `curriculum.jsonl`.
 
-The function is stateless: the position of the first prompt that it draws determines the step. NeMo-RL saves the
-positions of the dataloaders in its checkpoints, so that a resumed run continues with the next step.
+The function is stateless: the position of the first prompt it draws determines the step. NeMo-RL saves the
+dataloaders' positions in its checkpoints, so a resumed run continues with the next step.
 """
 
 import functools
@@ -26,11 +26,15 @@ VARIABLE = "NEMO_EXT_CURRICULUM"
 def next_batch(
     data_iterators: dict[str, Iterator[Any]], dataloaders: Mapping[str, Any], **records: object
 ) -> tuple[Any, dict[str, Iterator[Any]]]:
-    """Next batch of the curriculum, called by NeMo-RL's `MultipleDataloaderWrapper`.
+    """Return the curriculum's next batch; called by NeMo-RL's `MultipleDataloaderWrapper`.
 
-    The environment variable NEMO_EXT_CURRICULUM names the directory of the curriculum. Config:
+    The environment variable NEMO_EXT_CURRICULUM names the curriculum's directory. The config must set
     `data.use_multiple_dataloader=true data.num_prompts_per_dataloader=1 data.shuffle=false
-    data.custom_dataloader=nemo_ext.rl.nemo_rl.curriculum.next_batch`, and `data.train` lists the files in `domains/`.
+    data.custom_dataloader=nemo_ext.rl.nemo_rl.curriculum.next_batch`, and list the files in `domains/` in `data.train`.
+
+    Args:
+        data_iterators: mapping from NeMo-RL's dataset names to their iterators.
+        dataloaders, records: unused arguments that NeMo-RL passes.
 
     Returns:
         The batch (a BatchedDataDict) and the iterators.
@@ -50,11 +54,11 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
     """Draw the single-prompt batches of the next step, in the curriculum's order.
 
     Args:
-        data_iterators: iterators by NeMo-RL's names of the datasets, such as `domains-math` for `domains/math.jsonl`.
-        order: order of the curriculum.
+        data_iterators: mapping from NeMo-RL's dataset names to iterators; `domains/math.jsonl` is `domains-math`.
+        order: the curriculum's order.
 
     Raises:
-        ValueError: as `next_batch`.
+        ValueError: the datasets or their positions do not match the curriculum, or all its steps are done.
     """
     tasks = [f"{DOMAINS}-{name}" for name in order.names]
     if sorted(data_iterators) != sorted(tasks):
@@ -93,7 +97,7 @@ def _order(directory: str) -> Order:
 
 
 def _position(batch: Any) -> int:
-    """Position of a single-prompt batch in its dataset."""
+    """Return the position of a single-prompt batch in its dataset; raise ValueError if it has several prompts."""
     positions = batch["idx"]
     if len(positions) != 1:
         raise ValueError(f"a dataloader returned {len(positions)} prompts; set data.num_prompts_per_dataloader=1")

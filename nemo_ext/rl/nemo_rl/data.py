@@ -1,7 +1,7 @@
-"""NeMo-RL datasets of planned tasks (`nemo_ext.rl.plan`).
+"""Planned tasks (`nemo_ext.rl.plan`) as datasets for NeMo-RL.
 
 NeMo-RL's dataloader does not shuffle them, and its position is saved in checkpoints. The state of adaptive shares
-(`nemo_ext.rl.adaptive`) is saved with it: a `StatefulDataLoader` calls `state_dict` of its dataset.
+(`nemo_ext.rl.adaptive`) is saved with it, because a `StatefulDataLoader` calls its dataset's `state_dict`.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from nemo_ext.rl.task import Task
 
 @dataclass(frozen=True)
 class TaskProcessor:
-    """NeMo-RL task processor, which tokenizes the prompt and adds the information for the environment."""
+    """NeMo-RL task processor that tokenizes the prompt and adds the information that the environment needs."""
 
     prompts: Prompts
 
@@ -56,8 +56,8 @@ class Records:
     """Task records that NeMo-RL's `AllTaskProcessedDataset` passes to a processor.
 
     Attributes:
-        tasks: tasks by number in training order.
-        prefix: prefix of the environments' names in NeMo-RL.
+        tasks: tasks, indexed by their number in training order.
+        prefix: prefix that the environments' names have in NeMo-RL.
     """
 
     tasks: PlannedTasks | Mapping[int, Task]
@@ -72,14 +72,14 @@ class Records:
 
 
 class AdaptiveTasks:
-    """NeMo-RL dataset of tasks with adaptive shares; a batch is drawn by the current weights when it is read.
+    """NeMo-RL dataset of tasks with adaptive shares; a batch is drawn with the current weights when it is read.
 
-    Its dataloader must not have workers, which would read ahead before the rewards of the last batch are known.
+    Its dataloader must not have workers, which would read ahead before the last batch's rewards are known.
 
     Args:
-        tasks: tasks of the run.
+        tasks: the run's tasks.
         shares: adaptive shares.
-        processed: function that makes NeMo-RL's dataset from tasks by number.
+        processed: function that makes NeMo-RL's dataset from a mapping from numbers to tasks.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AdaptiveTasks:
         return len(self._tasks)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Draw a batch, which torch's dataloader requests as a whole; `numbers` only identify the samples."""
+        """Draw a batch, which torch's dataloader requests as a whole; `numbers` only give its size and keys."""
         places = self._shares.draw(len(numbers))
         self._datasets = [dataset for dataset, _ in places]
         self._batch.clear()
@@ -102,18 +102,18 @@ class AdaptiveTasks:
         return [self._processed[number] for number in numbers]
 
     def learn(self, rewards: npt.ArrayLike) -> None:
-        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if they do not fit."""
+        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if the sizes differ."""
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:
-        """Current weights and signals of the shares; until `learn` is called, the ones of the last draw."""
+        """Return the datasets' current weights and signals; until `learn` is called, those used by the last draw."""
         current = {"weight": self._shares.weights, "signal": self._shares.signals}
         return {f"{kind}/{name}": value for kind, values in current.items() for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for the dataloader's checkpoint."""
+        """Return the state for the dataloader's checkpoint."""
         return self._shares.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint; raises ValueError if it belongs to different datasets."""
+        """Load the state from a checkpoint; raise ValueError if it belongs to different datasets."""
         self._shares.restore(state)

@@ -1,4 +1,4 @@
-"""Draft of changes to an example config of NeMo-RL."""
+"""Draft of the changes to NeMo-RL's example config that express an algorithm."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from nemo_ext.rl.rendering import Rendered
 
 
 def section_of(algorithm: Algorithm) -> Section:
-    """Section of NeMo-RL's master config for an algorithm: grpo or dpo."""
+    """Return the name of the algorithm's section in NeMo-RL's master config: grpo or dpo."""
     return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
 class Draft(Rendered):
-    """Draft of NeMo-RL's settings; keys that the version does not have are recorded with the nearest."""
+    """Draft of NeMo-RL's settings; a key that this version lacks is recorded as inexpressible, with the nearest key."""
 
     def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
         super().__init__()
@@ -21,24 +21,24 @@ class Draft(Rendered):
         self.surround(algorithm)
 
     def has(self, path: str) -> bool:
-        """True if the version has a key."""
+        """Return whether this version of NeMo-RL has the key at a dotted path."""
         return self.keys.missing(path) is None
 
     def put(self, ours: str, path: str, value: Any) -> None:
-        """Set a key of NeMo-RL for a key of the algorithm."""
+        """Set NeMo-RL's key at `path`, which implements the algorithm's key `ours`."""
         if missing := self.keys.missing(path):
             self.cannot(ours, f"this version of NeMo-RL has {missing}")
         else:
             put(self.settings, path, value)
 
     def put_all(self, ours: str, above: str, values: dict[str, Any]) -> None:
-        """Set several keys of a section for one key of the algorithm."""
+        """Set several keys in NeMo-RL's section `above` that together implement the algorithm's key `ours`."""
         for key, value in values.items():
             self.put(ours, f"{above}.{key}", value)
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set a nested value by its dotted path."""
+    """Set the value at a dotted path, in place, creating missing sections."""
     *above, last = path.split(".")
     for word in above:
         config = config.setdefault(word, {})

@@ -1,14 +1,14 @@
-"""Dynamic sampling in NeMo-RL's asynchronous loop: groups of equal rewards are dropped and replaced.
+"""Dynamic sampling in NeMo-RL's asynchronous loop: groups with equal rewards are dropped and replaced.
 
 `async_grpo_train` never calls `dynamic_sampling`. It has two Ray actors: a collector, which generates groups for one of
-the next steps, and a replay buffer, which stores them until that step trains. Since 0.7 the collector asks the buffer
-for the number of groups that a step still needs and generates only those, for a step that was resumed in the middle or
-whose rollouts failed. A buffer that drops a group therefore makes the collector generate another. Additions here:
+the next steps, and a replay buffer, which stores them until that step trains. Since 0.7, the collector asks the buffer
+how many groups a step still needs and generates only those, in case the step was resumed midway or rollouts failed. So
+if the buffer drops a group, the collector generates another. This module changes three things:
 
-- The collector pauses until the next weights once all its steps are being generated, and would not notice that a step
-  needs groups again: here it waits until a step does.
-- After new weights of version n it no longer generates for step n, even if that step still needs groups: here it does.
-- It discards the prompts of a batch that it does not need: here they are used first for the next need.
+- Once all its steps are being generated, NeMo-RL's collector pauses until new weights arrive, and would not notice that
+  a step needs more groups. Here it resumes as soon as a step does.
+- After receiving weights of version n, it no longer generates for step n, even if that step lacks groups. Here it does.
+- It discards those prompts of a batch that it does not need. Here they are the first to be used when more are needed.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from unittest.mock import patch
 from nemo_ext.rl.nemo_rl import compat
 
 PREFIX = "train/dynamic_sampling"
-"""Prefix of the metrics."""
+"""Prefix under which the metrics are logged."""
 
 
 @dataclass
 class Tally:
-    """Counts of the groups that were generated for a step.
+    """Counts of the groups generated for a step.
 
     Attributes:
         kept: number of groups that the step trains on.
-        dropped: number of groups dropped for equal rewards.
-        reward: sum of the mean rewards of all groups.
+        dropped: number of groups dropped because their rewards are equal.
+        reward: sum of the mean rewards of all groups, kept or dropped.
     """
 
     kept: int = 0
@@ -42,11 +42,11 @@ class Tally:
 
     @property
     def generated(self) -> int:
-        """Number of all groups."""
+        """Number of groups generated, kept or dropped."""
         return self.kept + self.dropped
 
     def metrics(self, prompts: int) -> dict[str, float]:
-        """Metrics of a step of `prompts` prompts; `reward` is the mean before groups were dropped."""
+        """Return the metrics of a step with `prompts` prompts; `reward` is the mean over all groups."""
         numbers = {"generated": self.generated, "kept": self.kept, "dropped": self.dropped}
         return {**numbers, "batches": self.generated / prompts, "reward": self.reward / max(self.generated, 1)}
 
@@ -56,12 +56,12 @@ _Buffer: Any = compat.plain_class(compat.part(compat.asynchronous(), "ReplayBuff
 
 
 class Buffer(_Buffer):
-    """NeMo-RL's replay buffer without groups of equal rewards.
+    """NeMo-RL's replay buffer, changed to drop groups with equal rewards.
 
     Args:
         prompts: number of groups per step.
         batches: maximum number of batches of `prompts` groups generated per step.
-        settings: arguments of NeMo-RL's buffer.
+        settings: arguments for NeMo-RL's buffer.
     """
 
     def __init__(self, *, prompts: int, batches: int, **settings: Any) -> None:
@@ -71,7 +71,7 @@ class Buffer(_Buffer):
         self._ended = False
 
     def add(self, trajectory: Mapping[str, Any], weight_version: int, target_weight_version: int) -> str:
-        """Store a group, or count and drop it; returns "success" in both cases."""
+        """Store a group, or drop and count it; return "success" in both cases, or the status if storing failed."""
         rewards = trajectory["batch"]["total_reward"]
         tally = self._tallies.setdefault(target_weight_version, Tally())
         if drop := bool(rewards.min() == rewards.max()):
@@ -87,20 +87,20 @@ class Buffer(_Buffer):
         return "success"
 
     def get_trajectories_needed(self, target_step: int, *arguments: Any, **keywords: Any) -> int:
-        """Number of groups that a step still needs, within its maximum number of batches."""
+        """Return the number of groups that a step still needs, limited by its maximum number of batches."""
         allowed = self._prompts * self._batches - self._tallies.get(target_step, Tally()).generated
         needed: int = super().get_trajectories_needed(target_step, *arguments, **keywords)
         return max(0, min(needed, allowed))
 
     def has_complete_batch(self, target_step: int, *arguments: Any, **keywords: Any) -> bool:
-        """True if a step has all its groups; raises ValueError if it can get no more."""
+        """Return whether a step has all its groups; raise ValueError if it lacks some and can get no more."""
         complete: bool = super().has_complete_batch(target_step, *arguments, **keywords)
         if not complete:
             self._check(target_step)
         return complete
 
     def sample(self, *, num_prompt_groups: int, current_weight_version: int, max_age_steps: int) -> Any:
-        """Groups of a step, None while it is incomplete; raises ValueError if it can get no more."""
+        """Return a step's groups, or None while it is incomplete; raise ValueError if it can get no more."""
         groups = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
         if groups is None:
             self._check(current_weight_version)
@@ -111,7 +111,7 @@ class Buffer(_Buffer):
         self._ended = True
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Metrics of a trained step, counted from 0; counts of earlier steps are discarded."""
+        """Return a trained step's metrics (steps are counted from 0), and discard the counts of earlier steps."""
         self._tallies = {target: tally for target, tally in self._tallies.items() if target >= step}
         return self._tallies.get(step, Tally()).metrics(self._prompts)
 
@@ -138,11 +138,11 @@ class Collector(_Collector):
         self._changed = threading.Event()
 
     def start_collection(self, dataloader: Any) -> None:
-        """Start in a separate thread."""
+        """Start collecting in a separate thread."""
         super().start_collection(_UntilIdle(dataloader, self._end))
 
     def set_weight_version(self, version: int) -> None:
-        """Record new weights."""
+        """Record the version of new weights and wake the collector."""
         super().set_weight_version(version)
         self._changed.set()
 
@@ -182,7 +182,7 @@ class Collector(_Collector):
 
 
 class _UntilIdle:
-    """Dataloader that calls a function after its last batch, while the collector is still running."""
+    """Wrapper of a dataloader that calls a function after the last batch, while the collector is still running."""
 
     def __init__(self, loader: Any, at_end: Callable[[], None]) -> None:
         self._loader, self._at_end = loader, at_end
@@ -196,7 +196,7 @@ class _UntilIdle:
 
 
 class _Watched:
-    """Batch that counts how many of its first rows were taken."""
+    """Wrapper of a batch that counts how many of its leading rows were taken."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -204,39 +204,39 @@ class _Watched:
         self.taken = 0
 
     def slice(self, begin: int, end: int) -> Any:
-        """Rows of the batch."""
+        """Return rows `begin` to `end` of the batch and count them as taken."""
         self.taken = max(self.taken, end)
         return self._batch.slice(begin, end)
 
 
 class _Replacement:
-    """Replacement for one of NeMo-RL's actor classes, which adds settings and stores the actor."""
+    """Replacement for one of NeMo-RL's actor classes that adds arguments and remembers the actor it starts."""
 
     def __init__(self, kind: Any, **settings: Any) -> None:
         self._kind, self._settings = importlib.import_module("ray").remote(kind), settings
         self.actor: Any = None
 
     def options(self, **options: Any) -> "_Replacement":
-        """Set Ray's options of the actor."""
+        """Set Ray's options for the actor."""
         self._kind = self._kind.options(**options)
         return self
 
     def remote(self, *arguments: Any, **settings: Any) -> Any:
-        """Start the actor."""
+        """Start and return the actor."""
         self.actor = self._kind.remote(*arguments, **settings, **self._settings)
         return self.actor
 
 
 @contextlib.contextmanager
 def dropping(*, prompts: int, batches: int) -> Iterator[Callable[[int], Mapping[str, float]]]:
-    """Context in which `async_grpo_train` drops and replaces groups of equal rewards.
+    """Context in which `async_grpo_train` drops and replaces groups with equal rewards.
 
     Args:
         prompts: number of groups per step.
         batches: maximum number of batches generated per step.
 
     Yields:
-        Function that returns the metrics of a step, counted from 1, when the step is logged.
+        Function to call when a step is logged, which returns the step's metrics; steps are counted from 1.
     """
     module, buffer = compat.asynchronous(), _Replacement(Buffer, prompts=prompts, batches=batches)
 

@@ -1,8 +1,8 @@
-"""Ray actor that verifies responses for NeMo-RL in any environment of `nemo_ext.rl.environments`.
+"""Ray actor that verifies responses for NeMo-RL, for any environment in `nemo_ext.rl.environments`.
 
-A call gets messages with role and content only, for a whole batch (synchronous rollouts) or one sample (asynchronous).
-Rewards here therefore depend on one response and its task; `group_rewards` has rewards over groups. The metadata hold
-the state of a conversation, so that the actor is stateless.
+A call receives messages with only role and content, for a whole batch (synchronous rollouts) or one sample
+(asynchronous). Rewards here therefore depend on one response and its task; `group_rewards` has rewards over groups. The
+metadata hold a conversation's state, so the actor is stateless.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from nemo_ext.rl.prompts import Prompts
 
 
 class TaskEnvironment(EnvironmentInterface):
-    """Environment with NeMo-RL's interface from `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor."""
+    """NeMo-RL environment configured by `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor class."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(EpisodeSettings, config, "environment")
@@ -33,16 +33,17 @@ class TaskEnvironment(EnvironmentInterface):
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]
     ) -> EnvironmentReturn:
-        """Verify the last message of every conversation, or execute its calls.
+        """Verify the last message of every conversation, or execute its tool calls.
 
         Args:
-            message_log_batch: `[batch]`, conversations as messages with role and content.
-            metadata: `[batch]`, dicts with the `episode`, from `data.TaskProcessor` or the previous step.
+            message_log_batch: conversations as messages with role and content, `[batch]`.
+            metadata: dicts with the `episode`, from `data.TaskProcessor` or the previous step, `[batch]`.
 
         Returns:
-            Observations with the role `environment`: the tool messages rendered by the chat template, up to the next
-            response; at the end of an episode the outcome as a word, because an empty observation would change the type
-            of NeMo-RL's token ids. `rewards` and `terminateds` are `[batch]`.
+            NeMo-RL's result, whose `rewards` and `terminateds` are `[batch]`. Observations have the role `environment`
+            and contain the tool messages rendered with the chat template, up to the next response. At the end of an
+            episode, the observation is the outcome as a word, because an empty one would change the type of NeMo-RL's
+            token ids.
         """
         texts = [log[-1]["content"] for log in message_log_batch]
         tokens = [self._tokens(text) for text in texts]
@@ -65,11 +66,11 @@ class TaskEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """Unchanged batch and metrics; NeMo-RL's training loops never call this."""
+        """Return the unchanged batch and the metrics; NeMo-RL's training loops never call this."""
         return batch, self.take_metrics()
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
+        """Return the metrics accumulated since the last call."""
         return self._episodes.take_metrics()
 
     def shutdown(self) -> None:

@@ -1,7 +1,7 @@
-"""Export of a finished run: the trained model in Hugging Face format, converted by NeMo-RL's own functions.
+"""Export of a finished run's model to Hugging Face format with NeMo-RL's own converters.
 
-RUN_DIR/finished.json    last training step and the planned steps; marks a run that is not resumed
-RUN_DIR/model            model of the selected checkpoint with tokenizer; written as .model and renamed
+RUN_DIR/finished.json    last training step and the planned steps; marks a run that must not be resumed
+RUN_DIR/model            model and tokenizer of the selected checkpoint; written as .model and then renamed
 """
 
 import json
@@ -29,12 +29,12 @@ _BIN = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Saved:
-    """Complete checkpoint of NeMo-RL.
+    """A complete NeMo-RL checkpoint.
 
     Attributes:
         step: step after which it was saved.
         path: folder `.../step_N`.
-        info: contents of training_info.json, with metrics by full name, such as `val:accuracy`.
+        info: contents of training_info.json; metrics have their full names, such as `val:accuracy`.
     """
 
     step: int
@@ -43,12 +43,12 @@ class Saved:
 
     @property
     def weights(self) -> Path:
-        """Folder of the policy's weights in the format of the backend."""
+        """Folder with the policy's weights in the backend's format."""
         return self.path / "policy" / "weights"
 
 
 def saved_in(folder: Path) -> list[Saved]:
-    """Complete checkpoints of a run in order of steps; an unfinished one is called `tmp_step_N`."""
+    """Return a run's complete checkpoints, sorted by step; unfinished ones are called `tmp_step_N`."""
     checkpoints = []
     for path in folder.glob("step_*"):
         info = path / "training_info.json"
@@ -58,10 +58,10 @@ def saved_in(folder: Path) -> list[Saved]:
 
 
 def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | None:
-    """Checkpoint to export: the best if the run keeps the best checkpoints, otherwise the last.
+    """Return the checkpoint to export: the best if the run keeps the best ones, else the last; None if there is none.
 
-    Selected as in NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, with the last of equal ones as on its main
-    branch; the function of 0.5 fails if a checkpoint does not have the metric.
+    It is selected as in NeMo-RL's `CheckpointManager.get_best_checkpoint_path`. Among equals the last is taken, as on
+    NeMo-RL's main branch. The function in 0.5 fails if a checkpoint does not have the metric.
     """
     metric, keep = checkpointing.get("metric_name"), checkpointing.get("keep_top_k")
     if metric and keep and keep < ALL:
@@ -74,10 +74,10 @@ def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | 
 
 
 def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) -> int | None:
-    """Last training step of a finished run; None if the run should be resumed.
+    """Return the last training step of a finished run; None if the run should be started or resumed.
 
-    A run is finished at `max_num_steps`, or if it ended earlier under the same plan, after its data or epochs or at a
-    threshold.
+    A run is finished at `max_num_steps`, or if it ended earlier under the same plan because its data or epochs were
+    exhausted or a threshold was reached.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -89,7 +89,7 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
 
 def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section) -> bool:
-    """True if RUN_DIR/model belongs to the training that ended at this step."""
+    """Return whether RUN_DIR/model exists and belongs to the training that ended at `step`."""
     return _read_record(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
 
 
@@ -104,16 +104,16 @@ def leave_model(
 ) -> None:
     """Record that training ended at a step, and convert the selected checkpoint to RUN_DIR/model.
 
-    If the conversion fails there is no RUN_DIR/model, and a notice names the checkpoint and a command that converts it.
+    If the conversion fails, there is no RUN_DIR/model, and a notice names the checkpoint and a command to convert it.
 
     Args:
-        run_dir: directory of the run.
+        run_dir: the run's directory.
         step: last training step.
         master: NeMo-RL's master config as plain mappings.
-        section: section of the master config, grpo or dpo.
-        root: folder of the checkout.
+        section: the algorithm's section in the master config, grpo or dpo.
+        root: folder of NeMo-RL's checkout.
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
-        config: config of the job, for `trust_remote_code`.
+        config: the job's config, for `trust_remote_code`.
     """
     if _read_record(run_dir) != _record(step, master, section):
         # An existing model belongs to other steps; remove it before the record changes.
@@ -143,7 +143,7 @@ def leave_model(
 
 
 def command(saved: Saved, to: Path, root: Path) -> str:
-    """Conversion command according to NeMo-RL's documentation (docs/design-docs/checkpointing.md)."""
+    """Return the shell command that converts a checkpoint, following NeMo-RL's docs/design-docs/checkpointing.md."""
     iteration = _iteration(saved)
     name, extra = ("dcp", []) if iteration is None else ("megatron", ["--extra", "mcore"])
     words = ["uv", "run", *extra, "python", f"examples/converters/convert_{name}_to_hf.py"]
@@ -206,7 +206,7 @@ def _convert(
 
 
 def _adapters(policy: Mapping[str, Any]) -> str | None:
-    """Enabled config section of adapters, whose checkpoints are not whole models; None if there is none."""
+    """Return the config section that enables adapters, whose checkpoints are not whole models; None if none does."""
     for backend, section in (("dtensor_cfg", "lora_cfg"), ("megatron_cfg", "peft")):
         above = policy.get(backend) or {}
         if above.get("enabled") and (above.get(section) or {}).get("enabled"):
@@ -215,12 +215,12 @@ def _adapters(policy: Mapping[str, Any]) -> str | None:
 
 
 def _iteration(saved: Saved) -> Path | None:
-    """Megatron's folder in a checkpoint; None for a DTensor checkpoint."""
+    """Return the folder of Megatron's newest iteration in a checkpoint; None for a DTensor checkpoint."""
     return max(saved.weights.glob("iter_*"), default=None)
 
 
 def _as_safetensors(folder: Path) -> None:
-    """Convert the pickled file that NeMo-RL writes to safetensors, for other jobs and tools."""
+    """Replace the pickled weights file that NeMo-RL writes with safetensors files, for other jobs and tools."""
     torch, hub = import_module("torch"), import_module("huggingface_hub")
     state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
     hub.save_torch_state_dict(state, folder)

@@ -1,6 +1,6 @@
 """Baselines, standard deviations and rewards over groups (all responses to one prompt) in NeMo-RL.
 
-NeMo-RL has no hooks for these, so names in its modules are replaced during a run:
+NeMo-RL has no hooks for these, so functions and classes in its modules are replaced during a run:
 
 what                  where                                            versions
 baseline and std      grpo.calculate_baseline_and_std_per_prompt,      all, sync and async
@@ -9,10 +9,11 @@ rewards, sync         grpo.scale_rewards                               all
 rewards, async        the estimator of grpo._create_advantage_estimator  0.6 and later
 rewards, async        grpo.BatchedDataDict.from_batches                0.5
 
-NeMo-RL's own computation differs in three ways (0.5 to 0.7 and main). With leave-one-out it also uses the standard
-deviation of the other responses. This is 0 for the only success of a group: the response is not normalised, and dynamic
-sampling drops it, although only it has a signal. The variance is a difference of squares in float32, so that groups of
-equal rewards such as 0.1 may get a deviation above 0. And identical prompts of one step become one group.
+NeMo-RL's own computation differs in three ways (0.5 to 0.7 and main). First, with leave-one-out it also takes the
+standard deviation over the other responses. This is 0 for a group's only success, so that response is not normalised,
+and dynamic sampling drops it although it carries the signal. Second, the variance is a difference of squares in
+float32, so groups of equal rewards such as 0.1 may get a deviation above 0. Third, identical prompts within one step
+are merged into one group.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ from nemo_ext.rl.nemo_rl import compat
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Settings of baselines, deviations and rewards of groups.
+    """How a group's baselines, standard deviations and rewards are computed.
 
     Attributes:
         generations: number of responses per prompt.
-        leave_one_out: True if the baseline of a response is the mean of the other responses, False for the group mean.
-        biased: True if the variance divides by the number of responses n instead of n - 1.
-        reward: group reward function; None for the environments' rewards.
-        tasks: NeMo-RL's names of the tasks that `reward` applies to; None for all.
+        leave_one_out: True if a response's baseline is the mean reward of the others, False for the group mean.
+        biased: True if the variance has the denominator n, the number of responses, instead of n - 1.
+        reward: group reward function; if None, the environments' rewards are used.
+        tasks: NeMo-RL's names of the tasks that `reward` applies to; None if it applies to all.
     """
 
     generations: int
@@ -69,13 +70,14 @@ class Groups:
         Args:
             prompts: token ids of the prompts, `[batch, tokens]`.
             rewards: rewards, `[batch]`.
-            valid_mask: `[batch]`, 0 excludes a response from the statistics of its group.
+            valid_mask: `[batch]`; 0 excludes a response from its group's statistics.
             leave_one_out_baseline: unused; replaced by `leave_one_out`.
             std_rewards: rewards for the standard deviation, `[batch]`; `rewards` if None.
 
         Returns:
-            Baselines and standard deviations, `[batch]` each. Deviations are computed over the whole group and exactly
-            0 for equal rewards. In a group with fewer than two valid responses, the baselines are the rewards.
+            Baselines and standard deviations, `[batch]` each. Deviations are computed over all valid responses of the
+            group and are exactly 0 for equal rewards. With fewer than two valid responses in a group, its baselines
+            equal the rewards.
         """
         del leave_one_out_baseline
         baseline, std = rewards.clone(), torch.zeros_like(rewards)
@@ -96,14 +98,14 @@ class Groups:
         return baseline, std
 
     def rewritten(self, batch: Mapping[str, Any], marker: Sequence[int]) -> torch.Tensor:
-        """Rewards of a batch with the group reward applied, `[batch]`.
+        """Return a batch's rewards with the group reward applied, `[batch]`.
 
         Args:
             batch: NeMo-RL's batch with `message_log`, `total_reward`, `task_name` and `extra_env_info`.
             marker: token ids of `</think>`.
 
         Raises:
-            ValueError: the batch does not consist of whole groups, or `reward` returns an invalid number or value.
+            ValueError: the batch does not consist of whole groups, or `reward` does not return one finite number each.
         """
         rewards = batch["total_reward"].clone()
         if self.reward is None:
@@ -128,16 +130,17 @@ class Groups:
 
 
 def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None) -> Groups:
-    """Settings of a run's groups.
+    """Create a run's `Groups` from its settings.
 
     Args:
         generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
-        group: `environments`, names of the environments it applies to (default: all), and settings of `group_reward`.
+        group: settings of `group_reward`, and `environments`, the names of the environments it applies to (by default
+            all).
 
     Raises:
-        ValueError: names the key.
+        ValueError: a setting is invalid; the message names its key.
     """
     defaults = {"baseline": "mean", "normalise": "unbiased_std"}
     settings = checked(Advantage, {**defaults, **(advantage or {})}, "advantage")
@@ -152,7 +155,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
 
 
 class _Estimator:
-    """NeMo-RL's advantage estimator with group rewards."""
+    """Wrapper of NeMo-RL's advantage estimator that applies group rewards first."""
 
     def __init__(self, inner: Any, rewrite: Callable[[Any], torch.Tensor]) -> None:
         self._inner = inner
@@ -174,13 +177,13 @@ class _Estimator:
 def scored(
     groups: Groups, tokenizer: Any, *, asynchronous: bool, learn: Callable[[npt.ArrayLike], None] | None = None
 ) -> Iterator[None]:
-    """Context in which NeMo-RL uses these settings of groups in this process.
+    """Context in which NeMo-RL computes baselines, deviations and rewards in this process as `groups` specifies.
 
     Args:
-        groups: settings of groups.
-        tokenizer: tokenizer of the policy.
+        groups: how they are computed.
+        tokenizer: the policy's tokenizer.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
-        learn: function that is called with the rewards of every generated batch, `[prompts, responses]`, before dynamic
+        learn: function that is called with every generated batch's rewards, `[prompts, responses]`, before dynamic
             sampling; only in the synchronous loop.
     """
     module = compat.grpo()
@@ -212,15 +215,15 @@ def scored(
 
 
 def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: bool = False) -> tuple[int, int]:
-    """Numbers of generated tokens of a conversation: reasoning tokens and other tokens.
+    """Return the numbers of reasoning tokens and of other tokens that were generated in a conversation.
 
-    If `</think>` does not have separate tokens because the tokenizer joined it with another character, the tokens of
-    the response are divided in proportion to its characters.
+    If `</think>` has no tokens of its own because the tokenizer joined it with another character, the response's tokens
+    are split in proportion to its characters.
 
     Args:
         log: messages with `role`, `content` and `token_ids`; the prompt is one user message.
         marker: token ids of `</think>`.
-        opened: True if the prompt ends inside a trace.
+        opened: True if the prompt ends inside a reasoning trace.
     """
     thinking = answer = 0
     for message in log:
@@ -253,7 +256,7 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Rows of each group: adjacent rows, as NeMo-RL repeats prompts, or if rows are missing, rows of equal prompts."""
+    """Yield each group's rows: adjacent rows, as NeMo-RL repeats prompts, or rows of equal prompts if some are gone."""
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
         blocks = prompts.view(-1, generations, *prompts.shape[1:])
@@ -266,7 +269,7 @@ def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
 
 
 def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
-    """Number of tokens up to the end of the first marker; None without a marker."""
+    """Return the number of tokens up to the end of the first marker; None if there is no marker."""
     if not marker:
         return None
     for begin in range(len(ids) - len(marker) + 1):
@@ -284,7 +287,7 @@ def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Batch class that applies group rewards when groups are joined, which only async_grpo_train does."""
+    """Return a batch class that applies group rewards when groups are joined, which only async_grpo_train does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

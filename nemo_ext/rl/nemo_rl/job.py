@@ -1,4 +1,4 @@
-"""`nemo-ext rl engine=nemo_rl`: conversion of the composed config to NeMo-RL's master config and adapter settings."""
+"""`nemo-ext rl engine=nemo_rl`: converts the composed config to NeMo-RL's master config, trains and exports."""
 
 import os
 import sys
@@ -25,12 +25,13 @@ from nemo_ext.rl.settings import NemoRl
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     """Train with NeMo-RL from NEMO_RL_ROOT or PYTHONPATH, and export the model to `RUN_DIR/model`.
 
-    A run directory with a checkpoint is resumed; a finished run without its model exports it. If NeMo-RL ended at its
-    time limit (`checkpointing.checkpoint_must_save_by`), the process exits as if interrupted.
+    If the run directory has a checkpoint, the run is resumed. If the run is finished but has no model, only the model
+    is exported. If NeMo-RL ended at its time limit (`checkpointing.checkpoint_must_save_by`), the process exits as if
+    interrupted.
 
     Raises:
-        ValueError: NeMo-RL is not installed, does not have a key or cannot express the algorithm; or the tasks or pairs
-            are invalid; or the model has Python files and `trust_remote_code` is not set.
+        ValueError: NeMo-RL is not installed, lacks a key or cannot express the algorithm; or tasks or pairs are
+            invalid; or the model has Python files and `trust_remote_code` is not set.
     """
     checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
     adapter, master = settings_of(config, algorithm, checkout)
@@ -67,7 +68,11 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 def settings_of(
     config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Adapter settings and master config for `nemo_ext.rl.nemo_rl.run.run`; raises as `run`."""
+    """Return the adapter settings and the master config for `nemo_ext.rl.nemo_rl.run.run`.
+
+    Raises:
+        ValueError: a setting is invalid, or NeMo-RL lacks a key or cannot express the algorithm.
+    """
     settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: set the number of steps")
@@ -109,7 +114,7 @@ def settings_of(
 def on_cluster(
     config: Mapping[str, Any], nodes: int, gpus_per_node: int, gpu_memory_gib: float | None
 ) -> dict[str, Any]:
-    """Config with the sizes of a cluster where it does not set them."""
+    """Return the config with a cluster's sizes filled in where the config does not set them."""
     section = config["nemo_rl"]
     sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     memory = section.get("gpu_memory_gib") or gpu_memory_gib
@@ -119,7 +124,7 @@ def on_cluster(
 def _lay_out(
     config: Mapping[str, Any], settings: NemoRl, algorithm: Algorithm, draft: Draft, user_values: Mapping[str, Any]
 ) -> None:
-    """Write the layout into a draft of the settings, and print it."""
+    """Plan the layout, write it into a draft of the settings, and print it."""
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
@@ -136,7 +141,7 @@ def _lay_out(
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:
-    """Save format of DTensor's workers that can be converted to `RUN_DIR/model`."""
+    """Return settings for a save format of DTensor's workers that can be converted to `RUN_DIR/model`."""
     dtensor = policy.get("dtensor_cfg") or {}
     if not dtensor.get("enabled"):
         return {}

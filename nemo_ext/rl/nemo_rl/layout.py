@@ -1,7 +1,7 @@
-"""Layouts: which GPUs train and which generate, and the parallel sizes of both.
+"""Layouts: which GPUs train, which generate, and with which parallel sizes.
 
-Sizes that are stated (in a file of `hydra_conf/rl/layout` or by the user) are kept. The others are chosen so that one
-copy of the model uses the fewest GPUs on which it fits, by the cost model of `nemo_ext.architecture`.
+Sizes stated by the user or in a file in `hydra_conf/rl/layout` are kept. The others are chosen so that one copy of the
+model uses the fewest GPUs on which it fits, according to the cost model in `nemo_ext.architecture`.
 """
 
 import json
@@ -31,13 +31,13 @@ from nemo_ext.rl.nemo_rl.draft import Draft
 
 GIB = 1 << 30
 TRAINING_SHARE = 0.85
-"""Fraction of a GPU's memory that the estimate of training may fill (choice). The estimate excludes buffers,
+"""Maximum fraction of a GPU's memory that the estimate for training may fill (choice). The estimate excludes buffers,
 fragmentation and, if generation shares the GPU, the memory that vLLM holds while it sleeps."""
 COLOCATED_SHARES, OWN_SHARE = (0.6, 0.8), 0.8
-"""`gpu_memory_utilization` of vLLM (choice): on GPUs that also train, the second only if the first does not suffice;
-on separate GPUs."""
+"""vLLM's `gpu_memory_utilization` (choice): on GPUs that also train, the second value only if the first is too small;
+then on separate GPUs."""
 SEQUENCES = 4
-"""Minimum number of whole sequences in vLLM's cache (choice)."""
+"""Minimum number of full-length sequences that must fit into vLLM's cache (choice)."""
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 PATHS = {
     "nodes": "cluster.num_nodes",
@@ -66,7 +66,7 @@ _PARALLEL = {
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Stated:
-    """Stated sizes of a layout; None for sizes that are computed.
+    """Stated sizes of a layout; sizes that are None are computed.
 
     Attributes:
         source: paper and section.
@@ -74,9 +74,9 @@ class Stated:
         nodes: total number of nodes, including nodes for generation.
         gpus_per_node: number of GPUs per node.
         gpu_memory_gib: memory of each GPU in GiB.
-        generation_nodes: number of nodes that only generate; 1 on a single node, with `generation_gpus` of its GPUs.
-        generation_gpus: number of GPUs that only generate on each of these nodes.
-        generation_tensor_parallel: tensor-parallel size in vLLM.
+        generation_nodes: number of nodes that only generate; 1 on a single node, where `generation_gpus` GPUs do.
+        generation_gpus: number of GPUs on each of these nodes that only generate.
+        generation_tensor_parallel: vLLM's tensor-parallel size.
         colocated: False if generation has separate GPUs, which asynchronous training requires.
         tensor_parallel, context_parallel, pipeline_parallel, expert_parallel: parallel sizes in training.
         micro_batch: number of responses or pairs per microbatch.
@@ -102,7 +102,7 @@ class Stated:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Layout of training; `bytes` is the estimated memory of the fullest GPU, 0 if unknown."""
+    """Layout of training; `bytes` is the estimated memory use of the fullest GPU, 0 if unknown."""
 
     layout: Layout
     micro_batch: int
@@ -111,7 +111,10 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Layout of generation in vLLM; `nodes` and `gpus` (per node) are None if the training GPUs also generate."""
+    """Layout of generation in vLLM; `nodes` and `gpus` (per node) are None if the training GPUs also generate.
+
+    `share` is vLLM's `gpu_memory_utilization`.
+    """
 
     nodes: int | None
     gpus: int | None
@@ -129,7 +132,7 @@ class Plan:
     generation: Generation | None
 
     def describe(self) -> str:
-        """One-line summary of the layout."""
+        """Format the layout as one line for the log."""
         how, generation = self.training.layout, self.generation
         line = f"layout: training {how.describe()} on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
         line += ", activations recomputed" if how.recompute == "full" else ""
@@ -141,12 +144,12 @@ class Plan:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the layouts that papers state."""
+    """Return the names of the layouts stated in papers."""
     return tuple(config_files("rl/layout"))
 
 
 def load(name: str) -> Stated:
-    """Load a layout that a paper states; raises ValueError if it is unknown."""
+    """Load a layout stated in a paper; raise ValueError if the name is unknown."""
     layouts = config_files("rl/layout")
     if name not in layouts:
         raise ValueError(f"nemo_rl.layout={name}: {nearest(name, layouts)}; null computes one")
@@ -156,10 +159,16 @@ def load(name: str) -> Stated:
 
 
 def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_memory_gib: float | None) -> Stated:
-    """Sizes stated by a named layout and by the user (NeMo-RL's keys, dotted), who takes precedence.
+    """Combine the sizes stated in a named layout and by the user, who takes precedence.
+
+    Args:
+        name: name of the layout; None if only the user states sizes.
+        user_values: mapping from NeMo-RL's dotted keys to the user's values.
+        backend: megatron or dtensor.
+        gpu_memory_gib: memory of each GPU in GiB; None if unknown.
 
     Raises:
-        ValueError: the layout is for another backend or other numbers of nodes or GPUs, or a size is invalid.
+        ValueError: the layout is for another backend or for other numbers of nodes or GPUs, or a size is invalid.
     """
     layout = load(name) if name is not None else Stated()
     if layout.backend not in (None, backend):
@@ -180,7 +189,7 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
 
 
 def description_of(policy: str) -> Description | None:
-    """Model of a Hugging Face folder; None, with a notice, if its sizes cannot be determined."""
+    """Read a model's description from its Hugging Face folder; if that fails, print a notice and return None."""
     file = Path(policy).expanduser() / "config.json"
     try:
         return read(json.loads(file.read_text(encoding="utf-8")))[1]
@@ -199,18 +208,18 @@ def plan(
     micro_batch: int,
     generation_bytes: int = 2,
 ) -> Plan:
-    """Layout of a run.
+    """Plan a run's layout.
 
     Args:
-        algorithm: algorithm, of which context length, batch and asynchrony matter.
-        model: model; None if unknown, in which case sizes that are not stated are 1.
+        algorithm: algorithm, whose context length, batch and asynchrony matter.
+        model: the model; None if unknown, in which case sizes that are not stated are 1.
         fixed: stated sizes; the default is one node with one GPU of 80 GiB.
         backend: megatron or dtensor.
         micro_batch: maximum microbatch size.
         generation_bytes: bytes per weight in vLLM.
 
     Raises:
-        ValueError: no allowed layout fits; gives the reason and the memory that the best one needs.
+        ValueError: no allowed layout fits; the message gives the reason and the memory that the best one needs.
     """
     nodes, gpus = fixed.nodes or 1, fixed.gpus_per_node or 1
     search = _Search(algorithm, model, fixed, backend, micro_batch, gpus)
@@ -236,7 +245,7 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Nodes for generation and GPUs of each, the most even split first; ValueError if none is possible."""
+    """Return the possible (generation nodes, GPUs on each), most even split first; ValueError if there are none."""
     where = f"{nodes} nodes with {gpus} GPUs" if nodes > 1 else f"one node with {gpus} GPUs"
     if nodes == 1:
         generating, total = fixed.generation_gpus, gpus
@@ -259,7 +268,7 @@ def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
 
 
 class _Search:
-    """Search for the layouts of one model and algorithm."""
+    """Searches for the layouts of one model and algorithm."""
 
     def __init__(
         self, algorithm: Algorithm, model: Description | None, fixed: Stated, backend: str, micro_batch: int, gpus: int
@@ -271,7 +280,7 @@ class _Search:
         self.length = algorithm.lengths.context or 1
 
     def training(self, world: int) -> Division:
-        """Layout of training on `world` GPUs; raises as `plan`."""
+        """Find the layout of training on `world` GPUs; raise ValueError if none fits."""
         smallest, reasons = None, dict[str, None]()
         for tensor, pipeline, context in self._sizes():
             parts = tensor * pipeline * context
@@ -302,7 +311,13 @@ class _Search:
         raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Layout of vLLM on `world` GPUs; raises as `plan`."""
+        """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
+
+        Args:
+            world: number of GPUs that generate.
+            shares: values of `gpu_memory_utilization` to try, in order.
+            weight: bytes per weight.
+        """
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:
@@ -333,7 +348,7 @@ class _Search:
         return cost.total_params(architecture) * weight / tensor + SEQUENCES * cached / shared
 
     def _sizes(self) -> list[tuple[int, int, int]]:
-        """Sizes TP, PP and CP to try, ordered by number of GPUs, then by number of stages."""
+        """Return the (TP, PP, CP) sizes to try, ordered by number of GPUs, then by number of pipeline stages."""
         fixed, megatron = self.fixed, self.backend == "megatron"
         # DTensor shards weights over all GPUs anyway, and few model classes have a plan for tensor parallelism.
         tensors = powers(min(self.gpus, 16)) if megatron else [1]
@@ -349,13 +364,15 @@ class _Search:
         return parallel_sizes(tensors, pipelines, contexts)
 
     def _context_is_one(self) -> bool:
-        """True if context parallelism is unavailable: Megatron's requires packs, which pairs do not use; DTensor's
-        does not support Mamba."""
+        """Return whether context parallelism is unavailable.
+
+        Megatron's requires packed sequences, which pairs do not use, and DTensor's does not support Mamba.
+        """
         assert self.model is not None
         return self.pairs if self.backend == "megatron" else "M" in self.model.kinds
 
     def _division(self, tensor: int, pipeline: int, context: int, data: int, recompute: bool) -> Division | str:
-        """Layout with one response or pair per microbatch, or the reason why there is none."""
+        """Return the layout with the stated microbatch size (default 1), or the reason why it is impossible."""
         micro = self.fixed.micro_batch or 1
         if self.algorithm.batch % (data * micro):
             return f"batch={self.algorithm.batch} is not a multiple of data parallel {data} x micro-batch {micro}"
@@ -385,9 +402,9 @@ class _Search:
         return max(expert_sizes(self.model.blocks, ranks, self.gpus))
 
     def _bytes(self, layout: Layout) -> int:
-        """Estimated memory of the fullest GPU.
+        """Estimate the memory use of the fullest GPU, in bytes; 0 if the model is unknown.
 
-        The logits need eight bytes each, FP32 for the loss and for its gradient, of which `activation_bytes` has six.
+        Each logit needs eight bytes, FP32 for the loss and for its gradient, of which `activation_bytes` counts six.
         DTensor shards weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers one block and its
         gradient at a time.
 
@@ -414,7 +431,7 @@ class _Search:
         return state + gathered + logits + activation_bytes(architecture, layout, seq_length=self.length)
 
     def _with_larger_micro_batch(self, division: Division) -> Division:
-        """Same layout with the largest microbatch that fits, a power of two times the first."""
+        """Return the same layout with the largest microbatch that fits, a power of two times the given one."""
         while not self.fixed.micro_batch and self.model is not None:
             micro, data = 2 * division.micro_batch, division.layout.data_parallel
             if micro > self.max_micro_batch or self.algorithm.batch % (data * micro):
@@ -432,16 +449,18 @@ class _Search:
 
 
 def is_paired(model: Description) -> bool:
-    """True if every layer is an attention and an MLP block, as in Megatron-Bridge's own models."""
+    """Return whether every layer is an attention block followed by an MLP block, as in Megatron-Bridge's own models."""
     kinds = "".join("L" if block.is_linear else block.kind for block in model.blocks)
     return kinds == "*-" * (len(kinds) // 2)
 
 
 def _in_stages(model: Description, stages: int) -> Architecture:
-    """Architecture with the pipeline stages of its bridge: ours balance parameters, Megatron-Bridge's own count layers.
+    """Return the model's architecture, split into pipeline stages as its bridge does.
+
+    Our bridges balance parameters; Megatron-Bridge's own give all stages the same number of layers.
 
     Raises:
-        ValueError: the layers cannot be divided evenly.
+        ValueError: the layers cannot be split evenly.
     """
     architecture = model.architecture
     if stages == 1:

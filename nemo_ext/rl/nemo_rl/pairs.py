@@ -1,4 +1,4 @@
-"""NeMo-RL datasets of preference pairs (`nemo_ext.rl.pairs`) for DPO and RPO."""
+"""Preference pairs (`nemo_ext.rl.pairs`) as datasets for NeMo-RL's DPO and our RPO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

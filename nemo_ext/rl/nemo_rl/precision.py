@@ -1,8 +1,8 @@
-"""Rendering of a precision plan for NeMo-RL: vLLM quantises each new policy, and Megatron trains in FP8.
+"""Translation of a precision plan for NeMo-RL: vLLM quantises each new policy, and Megatron trains in FP8.
 
 NeMo-RL's generation supports FP8 with blocks of 128x128 and, in newer versions, MXFP8. Modules are excluded by keywords
-in their names (`quantization_ignored_layer_kws`), which works for single blocks; `num_first_layers_in_bf16` of 0.5 to
-0.7 makes a nested list, which vLLM ignores.
+in their names (`quantization_ignored_layer_kws`), which can select individual blocks. `num_first_layers_in_bf16` is not
+used, because in NeMo-RL 0.5 to 0.7 it produces a nested list, which vLLM ignores.
 """
 
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient

@@ -1,9 +1,9 @@
-"""Rehearsal of NeMo-RL's own `setup` with a run's config, without GPUs and Ray, to find errors before the cluster does.
+"""Dry run of NeMo-RL's own `setup` with a run's config, without GPUs or Ray, to find errors before the job is queued.
 
-Real are the checkout's config classes, `grpo.setup` or `dpo.setup`, the checks in the constructors of `Policy` and
+It runs the checkout's real config classes, `grpo.setup` or `dpo.setup`, the checks in the constructors of `Policy` and
 `VllmGeneration`, and the division of a batch. Stand-ins replace the cluster, the worker processes, loggers, checkpoints
-and the data, of which only the size matters. Checks in workers are omitted: they need Megatron-Bridge, Automodel or
-vLLM.
+and the data, of which only the size matters. Checks inside workers are omitted, as they need Megatron-Bridge, Automodel
+or vLLM.
 
     python -m nemo_ext.rl.nemo_rl.rehearsal CONFIG.json      # {"section": "grpo", "config": {...}}
 """
@@ -24,11 +24,11 @@ from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Section
 
 REFUSED, NO_PACKAGES = 1, 3
-"""Exit codes: NeMo-RL refuses the config; NeMo-RL cannot be imported."""
+"""Exit codes: NeMo-RL rejects the config; NeMo-RL cannot be imported."""
 
 
 class _Cluster:
-    """Stand-in for RayVirtualCluster, with nodes and GPUs that do not exist."""
+    """Stand-in for RayVirtualCluster whose nodes and GPUs need not exist."""
 
     _sorted_bundle_indices = None
 
@@ -46,7 +46,7 @@ class _Cluster:
 
 
 class _Workers(MagicMock):
-    """Stand-in for RayWorkerGroup, with the caller's data-parallel size."""
+    """Stand-in for RayWorkerGroup with the caller's data-parallel size."""
 
     def __init__(self, *arguments: Any, sharding_annotations: Any = None, **others: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Workers(MagicMock):
 
 
 class _Data:
-    """Stand-in for a dataset, with the number of items that a run needs."""
+    """Stand-in for a dataset with as many items as a run needs."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -71,7 +71,12 @@ class _Data:
 
 
 def rehearse(master: Mapping[str, Any], section: Section) -> None:
-    """Set up a run with a config, changed in place; raises ValueError if NeMo-RL refuses it or cannot be imported."""
+    """Set up a run with a master config; raise ValueError if NeMo-RL rejects the config or cannot be imported.
+
+    Args:
+        master: master config, whose `policy.generation` is completed in place.
+        section: the algorithm's section, grpo or dpo.
+    """
     module = compat.grpo() if section == "grpo" else compat.dpo()
     config = {**master}
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")
@@ -135,7 +140,18 @@ def _stand_ins(module: Any) -> Iterator[None]:
 
 
 def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
-    """Divide items over the data-parallel ranks and into microbatches, as training does."""
+    """Divide items among the data-parallel ranks and into microbatches, as training does.
+
+    Args:
+        policy: NeMo-RL's policy.
+        size: number of items to divide.
+        batch: global batch size.
+        micro: microbatch size.
+        pairs: number of sequences per item: 2 for preference pairs, else 1.
+
+    Raises:
+        ValueError: a rank's part of the batch is not a multiple of the microbatch size.
+    """
     torch = importlib.import_module("torch")
     kind = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     ranks = policy.sharding_annotations.get_axis_size("data_parallel")
@@ -147,7 +163,7 @@ def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
 
 
 def _packing(policy: Mapping[str, Any]) -> None:
-    """Checks of the workers on context parallelism and packs, for both backends."""
+    """Check context parallelism and sequence packing as both backends' workers do; raise ValueError."""
     packs, megatron = policy["sequence_packing"]["enabled"], policy["megatron_cfg"]["enabled"]
     context = policy["megatron_cfg" if megatron else "dtensor_cfg"]["context_parallel_size"]
     if context > 1 and packs != megatron:
@@ -158,7 +174,7 @@ def _packing(policy: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Rehearse the config in a file; prints the reason of a refusal as its last line and returns the exit code."""
+    """Check the config in a file with `rehearse`; print the reason if it is rejected, and return the exit code."""
     run = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         compat.grpo()

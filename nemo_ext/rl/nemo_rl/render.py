@@ -1,7 +1,7 @@
-"""Rendering of an algorithm as changes to the example config of the installed NeMo-RL, and settings of our adapter.
+"""Translation of an algorithm into changes to the installed NeMo-RL's example config and settings of our adapter.
 
-`Checkout.config` makes the complete master config from the changes, and `nemo_ext.rl.nemo_rl.run` trains with it. The
-features of a version are determined from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
+`Checkout.config` builds the complete master config from the changes, and `nemo_ext.rl.nemo_rl.run` trains with it. A
+version's features are determined from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def render(
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
         checkout: NeMo-RL version to render for.
         backend: training backend; NeMo-RL's configs have optimizer sections for both.
-        precision: precision of generation and training; None for the default of NeMo-RL's configs.
+        precision: precision plan for generation and training; None for the default of NeMo-RL's configs.
     """
     draft = Draft(checkout, algorithm)
     draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
@@ -216,7 +216,7 @@ def _optimizer(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
 
 
 def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
-    """List of schedulers in NeMo-RL's format for torch's SequentialLR."""
+    """Return the list of schedulers in NeMo-RL's format for torch's SequentialLR; `last` is the final learning rate."""
     schedule, warmup = algorithm.schedule, algorithm.warmup
     if schedule.kind == "constant":
         after = ("ConstantLR", {"factor": 1.0, "total_iters": _FOREVER})

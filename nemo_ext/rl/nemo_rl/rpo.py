@@ -16,17 +16,17 @@ from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.rpo import Distance, rpo_loss
 
 REWARDS = "preference_rewards"
-"""Key of the true rewards in a batch, `[2 x pairs]`: chosen, rejected, chosen, ..."""
+"""Key of the true rewards in a batch, `[2 x pairs]`, in the order chosen, rejected, chosen, ..."""
 
 
 _DPOLoss: Any = compat.part(compat.dpo(), "DPOLossFn")
 
 
 class RPOLoss(_DPOLoss):
-    """NeMo-RL's DPO loss with RPO's distance as the preference part; SFT part, weights and metrics are unchanged.
+    """NeMo-RL's DPO loss with RPO's distance as the preference loss; SFT loss, weights and metrics are unchanged.
 
     Args:
-        loss: NeMo-RL's loss from `dpo.setup`; its `reference_policy_kl_penalty` is beta.
+        loss: NeMo-RL's loss from `dpo.setup`, whose `reference_policy_kl_penalty` is beta.
         eta: scale of the true rewards (Llama-Nemotron: 3.0 for Super).
         distance: distance between the two margins.
 
@@ -79,7 +79,7 @@ class WithRewards:
 
 @contextlib.contextmanager
 def padded_rewards() -> Iterator[None]:
-    """Context in which NeMo-RL pads the true rewards together with the last validation batch."""
+    """Context in which NeMo-RL also pads the true rewards when it pads the last validation batch."""
     module = compat.dpo()
     pad = module.maybe_pad_last_batch
 

@@ -1,8 +1,8 @@
 """Training with NeMo-RL's algorithms, policies and training loops on our environments and data.
 
-`run` corresponds to NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, with our datasets and environments. Several
-environments would require this in any case: in 0.6 and 0.7 NeMo-RL's `setup_response_data` fails on a list in
-`data.train`.
+`run` corresponds to NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, but uses our datasets and environments. Using
+several environments would require this in any case, because NeMo-RL's `setup_response_data` in 0.6 and 0.7 fails if
+`data.train` is a list.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _PAIRS = ("pairs", "rpo")
 
 @dataclass(frozen=True)
 class End:
-    """End of training.
+    """How training ended.
 
     Attributes:
         step: last step.
@@ -62,16 +62,16 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
             or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
-            `environments`, settings of `environment.TaskEnvironment` by name; `tool_style`; `advantage` and `group`,
-            see `group_rewards.groups_of`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means (see
-            `sequence_sum`).
+            `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
+            and `group`, see `group_rewards.groups_of`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means
+            (see `sequence_sum`).
 
-            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if they hold
-            rendered texts); for RPO `rpo` with `eta` and `distance`.
-        metrics: file to which the metrics of FIGURES are appended; None for none.
+            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if the pairs are
+            already rendered); for RPO also `rpo` with `eta` and `distance`.
+        metrics: file to which the metrics in FIGURES are appended; if None, they are not written.
 
     Returns:
-        End of the training.
+        How training ended.
 
     Raises:
         ValueError: a key is unknown or inconsistent, a file is invalid, or NeMo-RL cannot be imported.
@@ -176,7 +176,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Level of the loss that only the adapter supports; None for NeMo-RL's own levels."""
+    """Return the loss level if only the adapter supports it, or None for NeMo-RL's own; ValueError if inconsistent."""
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum"):
@@ -213,7 +213,7 @@ def _dpo(
 
 @contextlib.contextmanager
 def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
-    """Context in which the results of `dpo.setup` train with RPO's loss."""
+    """Context in which training with `dpo.setup`'s results uses RPO's loss and the pairs' true rewards."""
     # Imported late, because its class derives from NeMo-RL's.
     rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
     check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
@@ -229,17 +229,17 @@ FIGURES = {
     "validation": {"accuracy": "eval_reward"},
     "validation-default": {"accuracy": "eval_rewards/accuracies"},
 }
-"""TRL's names of NeMo-RL's metrics in metrics.jsonl, by the prefix under which they are logged and by their name."""
+"""Mapping from NeMo-RL's logging prefix and metric name to TRL's name, which is used in metrics.jsonl."""
 
 
 class WithEnvironments:
-    """Wrapper of a logger's `log_metrics` that also logs the metrics of environments, once per step.
+    """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
 
-    They are logged under `train/` and `validation/`; NeMo-RL never requests metrics of environments. Key figures are
-    also written to metrics.jsonl, from which `status` and pipelines read them.
+    NeMo-RL never requests these metrics; they are logged under `train/` and `validation/`. Key figures are also written
+    to metrics.jsonl, from which `status` and pipelines read them.
 
     Attributes:
-        of_step: functions that return more metrics of a training step, by prefix.
+        of_step: mapping from prefixes to functions that return more metrics of a training step.
         last_step: last training step that was logged.
     """
 
@@ -289,7 +289,7 @@ class WithEnvironments:
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
-    """Settings of the actor of each environment that the tasks use, by name."""
+    """Return a mapping from each environment that the tasks use to its actor's settings."""
     section = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
     check_keys(section, known_environments(), required=(), where="environments")
@@ -328,10 +328,10 @@ def _start_ray() -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """End of a training run of `steps` steps whose log ends at step `logged`, which may be incomplete.
+    """Determine how a run of `steps` steps ended whose log ends at step `logged`, which may be incomplete.
 
     Raises:
-        RuntimeError: an asynchronous run ended early; NeMo-RL prints the error and returns normally.
+        RuntimeError: an asynchronous run ended early, in which case NeMo-RL prints the error and returns normally.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):

@@ -1,6 +1,6 @@
-"""Policy-gradient loss for NeMo-RL's `grpo_train` that sums over the tokens of a response and averages over responses.
+"""Policy-gradient loss for NeMo-RL's `grpo_train` that sums over a response's tokens and averages over responses.
 
-NeMo-RL's own losses average over all tokens of a batch, or over the token means of responses. The class is pickled by
+NeMo-RL's own losses average over all tokens in a batch, or over the responses' token means. The class is pickled by
 reference, so workers import this module.
 """
 
@@ -19,16 +19,16 @@ _SCALED = ("loss", "kl_penalty")
 class SequenceSumLoss(_PolicyLoss):
     """NeMo-RL's policy-gradient loss at level `sequence_sum`.
 
-    NeMo-RL divides every microbatch by the number of tokens or responses of the whole batch over all ranks. The token
-    mean times tokens / responses is therefore the sum over tokens divided by the number of responses, for any division
-    of the batch.
+    NeMo-RL divides every microbatch's loss by the number of tokens or responses in the whole batch over all ranks. The
+    token mean times tokens / responses is therefore the sum over tokens divided by the number of responses, however the
+    batch is divided.
 
     Args:
-        loss: NeMo-RL's loss from `grpo.setup` with `token_level_loss=false`, so that trainers which normalise gradients
+        loss: NeMo-RL's loss from `grpo.setup` with `token_level_loss=false`, so that trainers that normalise gradients
             themselves divide by the number of responses.
 
     Raises:
-        ValueError: the loss has a term that NeMo-RL normalises by the tokens of each microbatch.
+        ValueError: the loss has a term that NeMo-RL normalises by each microbatch's tokens.
     """
 
     def __init__(self, loss: Any) -> None:

@@ -1,4 +1,4 @@
-"""Automatic registration of our bridges in Ray workers when they import Megatron-Bridge (docs/bridge.md)."""
+"""Registers our bridges in Ray workers as soon as these import Megatron-Bridge (docs/bridge.md)."""
 
 import os
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from nemo_ext.job.progress import notice
 
 HOOK = "worker_process_setup_hook"
 VARIABLE = "RAY_RUNTIME_ENV_HOOK"
-"""Environment variable with the function that changes the runtime environment of Ray jobs."""
+"""Environment variable that names the function that modifies the runtime environment of Ray jobs."""
 
 
 def use() -> None:
-    """Set Ray's hook, so that workers of the next `ray.init` register our bridges, unless the user has set a hook."""
+    """Set Ray's hook so that workers of the next `ray.init` register our bridges; a hook set by the user is kept."""
     ours = f"{__name__}.{with_bridges.__name__}"
     if os.environ.setdefault(VARIABLE, ours) != ours:
         missing = f"does not register our bridges in workers; let it call {ours}"
@@ -20,7 +20,7 @@ def use() -> None:
 
 
 def with_bridges(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Runtime environment whose workers register our bridges, unless it has its own worker setup hook.
+    """Return the runtime environment with a setup hook that registers our bridges, unless it already has a hook.
 
     Ray calls this function with `RAY_RUNTIME_ENV_HOOK=nemo_ext.rl.nemo_rl.workers.with_bridges`.
     """
@@ -30,7 +30,7 @@ def with_bridges(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
 def _register_with_bridge() -> None:
     """Install an import hook that calls `nemo_ext.register` right after megatron.bridge is imported.
 
-    Sent to workers by value, because workers whose environment does not have nemo_ext must start as well.
+    The function is sent to workers by value, because workers whose environment lacks nemo_ext must also start.
     """
     import importlib.util
     import sys

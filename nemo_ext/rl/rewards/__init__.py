@@ -1,4 +1,4 @@
-"""Rewards: pure functions of verdicts, lengths and scores of a judge, for one response or a group.
+"""Rewards for a response or a group, as pure functions of verdicts, lengths and a judge's scores.
 
-Trainers import the function that they need; only `nemo_ext.rl.rewards.rlhf` sends requests to a judge.
+Trainers import the functions they need. Only `nemo_ext.rl.rewards.rlhf` sends requests to a judge.
 """

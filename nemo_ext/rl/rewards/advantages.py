@@ -1,4 +1,4 @@
-"""Advantages within groups of responses to one prompt, for engines without them and for tests of adapters.
+"""Advantages within groups of responses to one prompt, for engines that lack them and for testing adapters.
 
 Rewards are `[..., responses]`: the last axis is the group.
 """
@@ -20,23 +20,23 @@ def group_advantages(
     normalise: Normalisation = "std",
     epsilon: float = 1e-6,
 ) -> Array:
-    """Rewards minus the group's baseline, divided by the group's standard deviation.
+    """Compute advantages: rewards minus the group's baseline, divided by the group's standard deviation.
 
     GRPO (arXiv 2402.03300): mean, std. OLMo 3: mean, none. RLOO (arXiv 2402.14740): leave_one_out, none. Domyn-Small,
-    section 4.4: leave_one_out, unbiased_std ("normalised by the unbiased within-group standard deviation"). Without
-    variance, as in a group of one response, advantages are exactly 0.
+    section 4.4: leave_one_out, unbiased_std ("normalised by the unbiased within-group standard deviation"). If all
+    rewards of a group are equal, or it has a single response, advantages are exactly 0.
 
     Args:
         rewards: rewards, `[..., responses]`.
-        baseline: mean of the group, or, for each response, of the other responses.
-        normalise: division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none.
+        baseline: mean over the group (`mean`), or over the other responses of the group (`leave_one_out`).
+        normalise: divide by the standard deviation with denominator n (`std`) or n - 1 (`unbiased_std`), or not at all.
         epsilon: constant added to the standard deviation.
 
     Returns:
         Advantages, `[..., responses]`.
 
     Raises:
-        ValueError: no rewards, a reward is not finite, or unknown `baseline` or `normalise`.
+        ValueError: there are no rewards, a reward is not finite, or `baseline` or `normalise` is unknown.
     """
     values = _finite(rewards)
     size = values.shape[-1]
@@ -59,14 +59,13 @@ def group_advantages(
 
 
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
-    """True for groups whose rewards differ by at most `tolerance`, from which nothing is learnt.
+    """Return, for rewards `[..., responses]`, which groups' rewards differ by at most `tolerance`, `[...]`.
 
-    `[..., responses]` -> `[...]`.
-
-    Dynamic sampling drops such groups (DAPO, arXiv 2503.14476, section 3.2; Domyn-Small, section 4.4; OLMo 3).
+    Such groups give no training signal, and dynamic sampling drops them (DAPO, arXiv 2503.14476, section 3.2;
+    Domyn-Small, section 4.4; OLMo 3).
 
     Raises:
-        ValueError: no rewards, or a reward is not finite.
+        ValueError: there are no rewards, or a reward is not finite.
     """
     values = _finite(rewards)
     return np.asarray(values.max(axis=-1) - values.min(axis=-1) <= tolerance)

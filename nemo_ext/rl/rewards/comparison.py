@@ -1,6 +1,6 @@
-"""Rewards of a group of responses, from comparisons of each with the next and from their relative lengths.
+"""Rewards for a group of responses, from comparisons of each response with the next and from relative lengths.
 
-Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare differs in details, where this follows the paper.
+Nemotron 3 Nano, section 3.3.2. Where NeMo Gym's server genrm_compare differs in details, this follows the paper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Judgement of two responses by a judge.
+    """A judge's judgement of two responses.
 
     Attributes:
-        helpfulness: scores of the first and second response as shown, 1 to 5.
-        ranking: preference from 1 (the first is far superior) to 6 (the second is).
+        helpfulness: scores from 1 to 5 of the responses shown first and second.
+        ranking: preference from 1 (the first is far superior) to 6 (the second is far superior).
 
     Raises:
-        ValueError: out of range, or NaN.
+        ValueError: a number is NaN or out of range.
     """
 
     helpfulness: tuple[float, float]
@@ -42,7 +42,7 @@ class Judgement:
 
     @property
     def scores(self) -> tuple[float, float]:
-        """Helpfulness, with the ranking as tie-breaker (equations 2 and 3): from -1.5 to 7.5."""
+        """Helpfulness of both responses, with the ranking as tie-breaker (equations 2 and 3); from -1.5 to 7.5."""
         first, second = self.helpfulness
         if first != second:
             return first, second
@@ -54,11 +54,11 @@ class LengthControl:
     """Length control within a group; the defaults are the paper's. Values out of range raise ValueError.
 
     Attributes:
-        thinking: lambda of the lengths of the traces, equation 6.
-        answer: lambda of the lengths of the answers.
-        thinking_bonus: beta for the shortest trace, if its base reward is above the percentile.
-        answer_bonus: beta for the shortest answer, under the same condition.
-        percentile: percentile of the base rewards, 0 to 100.
+        thinking: coefficient lambda of the reasoning traces' lengths, equation 6.
+        answer: coefficient lambda of the answers' lengths.
+        thinking_bonus: bonus beta for the shortest trace, if its base reward is above the percentile.
+        answer_bonus: bonus beta for the shortest answer, under the same condition.
+        percentile: percentile of the group's base rewards, 0 to 100.
     """
 
     thinking: Coefficient = 0.5
@@ -70,16 +70,16 @@ class LengthControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
-    """Rewards of the responses of a group.
+    """Rewards of a group's responses, with their components; each tuple has one value per response.
 
     Attributes:
-        rewards: total reward of each response.
-        base: part of the reward from the judge.
-        length: part from lengths; the sum over the group is zero.
-        bonus: bonus for the shortest good responses.
-        judged: True for responses with a judged match; the other responses have the mean base of these.
-        missing: number of comparisons without a judgement.
-        problem: reason why one of them has no judgement.
+        rewards: total rewards.
+        base: base rewards, from the judge or the environment.
+        length: length components, which sum to zero over the group.
+        bonus: bonuses for the shortest good responses.
+        judged: True for responses that were judged; the other responses get the mean base reward of these.
+        missing: number of missing judgements.
+        problem: reason why one of them is missing; "" if none is.
     """
 
     rewards: tuple[float, ...]
@@ -92,11 +92,11 @@ class GroupRewards:
 
 
 def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[int, int]]:
-    """Pairs of responses to compare, (shown first, shown second): each with the next, the last with the first.
+    """Return the pairs to compare, (shown first, shown second): each response with the next, the last with the first.
 
     "Each response is also judged twice in different positions": each pair is shown in both orders, 2N comparisons.
-    With `both_orders=False` there are N, as in NeMo Gym, in which each response is once first and once second, but
-    against different responses. A pair occurs at most once in each order: two responses make one pair, one makes none.
+    With `both_orders=False` there are N comparisons, as in NeMo Gym: each response is shown first once and second
+    once, but against different responses. No ordered pair is repeated, and a single response has no comparison.
 
     Raises:
         ValueError: `size` is negative.
@@ -112,19 +112,20 @@ def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[i
 def base_rewards(
     size: int, judgements: Mapping[tuple[int, int], Judgement | None]
 ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Mean score of each response over its matches; the score of a match is the mean over the judged orders.
+    """Compute each response's mean score over its opponents; the score against one is the mean over both orders.
 
-    Comparisons without a judgement are ignored. A response without any gets the mean of the other responses, so that
-    with the group's mean as baseline nothing is learnt from it; if the whole group has none, all get the neutral 3.
+    Comparisons without a judgement are ignored. A response without judged comparisons gets the mean of the others, so
+    its advantage is zero if the baseline is the group's mean. If no comparison was judged, all get the neutral 3.
 
     Args:
-        judgements: judgements by (shown first, shown second); None where the judge gave none.
+        size: number of responses in the group.
+        judgements: mapping from (shown first, shown second) to judgements; None where the judge gave none.
 
     Returns:
-        Rewards, and for each a flag that is True if it comes from a judgement.
+        One reward per response, and one flag per response that is True if its reward comes from a judgement.
 
     Raises:
-        ValueError: a comparison with a response that is not in the group, or of a response with itself.
+        ValueError: a comparison names a response that is not in the group, or compares a response with itself.
     """
     matches: list[dict[int, list[float]]] = [{} for _ in range(size)]
     for (first, second), judgement in judgements.items():
@@ -142,7 +143,7 @@ def base_rewards(
 
 
 def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
-    """Weights from 1 for the shortest to 0 for the longest, minus their mean, equations 4 and 5; 0 if all are equal.
+    """Return weights from 1 (shortest) to 0 (longest) minus their mean, equations 4 and 5; 0 if lengths are equal.
 
     Raises:
         ValueError: a length is negative.
@@ -166,20 +167,20 @@ def group_rewards(
     answer_lengths: Sequence[int],
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """Base rewards, with length control of thinking and answers within the group, and bonuses.
+    """Compute a group's rewards: base rewards from judgements, plus length control and bonuses within the group.
 
     Cases that the paper leaves open:
     - An empty answer counts as long as the longest one, and neither it nor an empty trace can get a bonus (as in NeMo
       Gym).
     - Equally short responses all get the bonus if they are good enough, since a group has no order.
     - The percentile is taken over the judged responses, with linear interpolation; only these can get a bonus.
-    - Without any judgement lengths do not count either, and all rewards are equal: otherwise a judge that is down would
-      teach nothing but brevity.
+    - If no comparison was judged, lengths do not count either and all rewards are equal. Otherwise, an unavailable
+      judge would teach the policy nothing but brevity.
 
     Args:
-        judgements: judgements of the `circular_comparisons`.
-        thinking_lengths: length of each response's trace, in tokens or characters; 0 for no trace.
-        answer_lengths: length of the answer after the trace.
+        judgements: mapping from the pairs of `circular_comparisons` to judgements; None where there is none.
+        thinking_lengths: length of each response's reasoning trace, in tokens or characters; 0 if there is no trace.
+        answer_lengths: length of each response's answer after the trace, in the same unit.
         control: coefficients; the paper's if None.
 
     Raises:
@@ -201,10 +202,11 @@ def control_lengths(
     judged: Sequence[bool] | None = None,
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """`group_rewards` for known base rewards, from a verifier for example.
+    """Compute a group's rewards as `group_rewards` does, but from known base rewards, such as a verifier's.
 
     Args:
         base: base reward of each response.
+        thinking_lengths, answer_lengths, control: see `group_rewards`.
         judged: True for each response that was judged; None if all were.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A reward as a weighted sum of named parts, each within its declared range."""
+"""A reward as a weighted sum of named components, each within a declared range."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ from nemo_ext.job.settings import nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One part of a reward.
+    """One component of a reward.
 
     Attributes:
         name: name in values and metrics.
-        weight: factor of the clipped value; may be negative.
-        low: lower bound of the value, before the weight.
-        high: upper bound of the value, before the weight.
+        weight: factor applied to the clipped value; may be negative.
+        low: lower bound of the value before weighting.
+        high: upper bound of the value before weighting.
 
     Raises:
-        ValueError: empty range, or a weight or bound that is not finite.
+        ValueError: the range is empty, or the weight or a bound is not finite.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Reward:
 
     Attributes:
         total: sum of `parts`.
-        parts: clipped and weighted values by component, for metrics.
+        parts: mapping from component names to clipped and weighted values, for metrics.
     """
 
     total: float
@@ -48,10 +48,14 @@ class Reward:
 
 
 def combine(components: Sequence[Component], values: Mapping[str, float]) -> Reward:
-    """Weighted sum of values, each clipped to its component's range.
+    """Return the weighted sum of values, each clipped to its component's range.
+
+    Args:
+        components: components of the reward.
+        values: mapping from component names to values.
 
     Raises:
-        ValueError: duplicate names of components, or a value is missing, NaN or of no component.
+        ValueError: components share a name, or a value is missing, NaN or for an unknown component.
     """
     names = [component.name for component in components]
     if twice := {name for name in names if names.count(name) > 1}:

@@ -1,7 +1,7 @@
-"""Generative reward model (GenRM): its prompts, parsing of its judgements, and its reward in training.
+"""Prompts for a generative reward model (GenRM), parsing of its judgements, and the reward for training it.
 
-Roles and keys are the same as in NVIDIA's GenRM, NeMo Gym's genrm_compare and `nemo_ext.data.preference.genrm`;
-helpfulness is 1 to 5, the ranking 1 to 6.
+Roles and keys are those of NVIDIA's GenRM, NeMo Gym's genrm_compare and `nemo_ext.data.preference.genrm`. Helpfulness
+ranges from 1 to 5, the ranking from 1 to 6.
 """
 
 import json
@@ -42,19 +42,19 @@ R: {FIRST_SUPERIOR} response 1 is much better, 2 better, 3 slightly better, 4 re
 
 
 def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
-    """Messages of a comparison for a model whose chat template has the roles `response_1` and `response_2`.
+    """Return the messages of a comparison for a model whose chat template has roles `response_1` and `response_2`.
 
     Args:
         prompt: conversation up to the responses.
-        first: answer shown first, without its trace ("only final answer is judged by GenRM", section 3.3.2).
-        second: answer shown second.
+        first: answer shown first, without reasoning ("only final answer is judged by GenRM", section 3.3.2).
+        second: answer shown second, without reasoning.
     """
     shown = [{"role": f"response_{place}", "content": _shown(text)} for place, text in ((1, first), (2, second))]
     return openai_messages(prompt) + shown
 
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
-    """Messages of a comparison for any chat model, with instructions; arguments as for `genrm_messages`."""
+    """Return the messages of a comparison for any chat model, with instructions; same arguments as `genrm_messages`."""
     turns = [f"{message.role}: {_message_text(message)}" for message in prompt]
     conversation, first, second = "\n\n".join(turns), _shown(first), _shown(second)
     mark = nonce(conversation, first, second)
@@ -70,9 +70,9 @@ def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> l
 def parse_judgement(text: str) -> Judgement | None:
     """Parse the judgement in a GenRM's answer; None if there is none, or if it is ambiguous.
 
-    A judgement is a flat JSON object after the trace, with `score_1`, `score_2` and `ranking`, each a number in its
-    range. If several differ, only one at the end of the answer counts: others may be quotations. NeMo Gym uses the
-    neutral value for a missing key, and the first or last of several objects, wherever it is.
+    A judgement is a flat JSON object after the reasoning, with `score_1`, `score_2` and `ranking`, each a number in its
+    range. If several objects differ, only one at the very end of the answer counts, since the others may be quotations.
+    NeMo Gym uses the neutral value for a missing key, and the first or last of several objects, wherever it is.
     """
     answer = parse_response(text).answer
     candidates = [
@@ -93,19 +93,20 @@ def genrm_reward(
     format_penalty: float = 10.0,
     ranking_weight: float = 1.0,
 ) -> Reward:
-    """Reward of a GenRM in training: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
+    """Compute the reward for training a GenRM: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
 
     Nemotron 3 Nano, section 3.3.1, equation 1: C1 = `format_penalty`, C2 = `ranking_weight`. If the format is
-    violated, only the penalty applies. With the paper's coefficients the worst possible predictions earn -13, less than
-    no predictions.
+    violated, only the penalty applies. With the paper's coefficients, the worst possible predictions earn -13, less
+    than a response without predictions.
 
     Args:
-        answer: response of the GenRM, parsed by `parse_judgement`.
+        answer: the GenRM's response, parsed with `parse_judgement`.
         helpfulness: true scores of the responses in the order shown; an unknown one (None) adds no term.
         ranking: true ranking.
+        format_penalty, ranking_weight: coefficients C1 and C2.
 
     Raises:
-        ValueError: the data's scores are out of range.
+        ValueError: a true score is out of range.
     """
     truth = true_judgement(helpfulness, ranking)
     predicted = parse_judgement(answer)
@@ -125,7 +126,7 @@ def _message_text(message: Message) -> str:
 
 
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
-    """Judgement in the data, with the lowest score in place of an unknown one.
+    """Return the judgement given by the data, with the lowest score in place of an unknown one.
 
     Raises:
         ValueError: a score is out of range.

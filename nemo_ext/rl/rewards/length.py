@@ -1,4 +1,4 @@
-"""Length rewards, and the mask of overlong filtering. Lengths are numbers of generated tokens."""
+"""Length penalties, and the mask for overlong filtering. Lengths are numbers of generated tokens."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from nemo_ext.chat.response import Response
 
 
 def linear_length_penalty(tokens: int, *, max_tokens: int = 8192, at_max: float = -0.25) -> float:
-    """Penalty of 0 for no tokens, `at_max` for `max_tokens` and more, linear in between.
+    """Return a penalty that falls linearly from 0 at no tokens to `at_max` at `max_tokens`, and stays there.
 
     Domyn-Small, section 4.2: "decreasing linearly from 0 to -0.25 at the 8,192-token maximum response length".
 
@@ -18,7 +18,9 @@ def linear_length_penalty(tokens: int, *, max_tokens: int = 8192, at_max: float 
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, buffer_tokens: int, at_max: float = -1.0) -> float:
-    """DAPO's soft overlong punishment: 0 up to `max_tokens - buffer_tokens`, then linear to `at_max` at `max_tokens`.
+    """Return DAPO's soft overlong penalty: 0 up to `max_tokens - buffer_tokens`, then linear to `at_max`.
+
+    It reaches `at_max` at `max_tokens` and stays there.
 
     DAPO (arXiv 2503.14476), section 3.4, with L_max = `max_tokens` (20 480 there) and L_cache = `buffer_tokens` (4096).
 
@@ -32,10 +34,10 @@ def overlong_penalty(tokens: int, *, max_tokens: int, buffer_tokens: int, at_max
 
 
 def overlong_mask(responses: Iterable[Response]) -> list[bool]:
-    """Overlong filtering: False for responses cut off at the length limit, which are excluded from the loss.
+    """Return False for each response truncated at the length limit, which overlong filtering excludes from the loss.
 
-    DAPO (arXiv 2503.14476), section 3.4; Nemotron 3 Nano, section 3.2.5. Their rewards still count in the group's
-    baseline, as in NeMo-RL's `overlong_filtering`.
+    DAPO (arXiv 2503.14476), section 3.4; Nemotron 3 Nano, section 3.2.5. The rewards of these responses still count
+    towards the group's baseline, as in NeMo-RL's `overlong_filtering`.
     """
     return [response.finished for response in responses]
 

@@ -1,8 +1,8 @@
-"""Rewards by name, as in the settings of an environment: of one response, from its verdict and facts of its task.
+"""Rewards for one response, selected by name in an environment's settings.
 
 reward: outcome                                   1 for a correct response, else 0 (the default)
 reward: {name: score}                             the verdict's score, which may be partial
-reward: {name: domyn_math, max_tokens: 8192}      see `nemo_ext.rl.rewards.verifiable`, also for the next
+reward: {name: domyn_math, max_tokens: 8192}      for this and the next, see `nemo_ext.rl.rewards.verifiable`
 reward: {name: accuracy_format, format_weight: 1}
 reward: {name: genrm_training, format_penalty: 10, ranking_weight: 1}     for tasks of `genrm`
 """
@@ -23,12 +23,12 @@ from nemo_ext.rl.verdict import Verdict
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a task that a reward may use besides the verdict.
+    """Facts about a task that a reward may use in addition to the verdict.
 
     Attributes:
-        thinking: True if reasoning is requested, or, where the model has no modes, if the prompt begins it.
-        thinking_opened: True if the prompt ends inside a trace.
-        reference: reference of the task.
+        thinking: True if reasoning is requested or, for models without modes, if the prompt opens it.
+        thinking_opened: True if the prompt ends inside a reasoning trace.
+        reference: the task's reference.
     """
 
     thinking: bool = False
@@ -37,7 +37,7 @@ class Facts:
 
     @classmethod
     def from_task(cls, task: Task, *, thinking_opened: bool) -> "Facts":
-        """Facts about a task; `thinking_opened` says whether its prompt ends inside a trace."""
+        """Collect the facts about a task; `thinking_opened` says whether its prompt ends inside a reasoning trace."""
         return cls(thinking_opened if task.thinking is None else task.thinking, thinking_opened, task.reference)
 
 
@@ -46,12 +46,12 @@ Scoring = Callable[[Verdict, Response, Facts], Reward]
 
 @dataclass(frozen=True)
 class NamedReward:
-    """Reward that was selected by name.
+    """A reward selected by name.
 
     Attributes:
         score: function that returns the reward of one response.
-        counts_tokens: True if it needs `Response.tokens`.
-        reference: keys of the task's reference that it reads.
+        counts_tokens: True if `score` needs `Response.tokens`.
+        reference: required keys of the task's reference, which `score` reads.
     """
 
     score: Scoring
@@ -59,16 +59,16 @@ class NamedReward:
     reference: tuple[str, ...] = ()
 
     def check(self, reference: Mapping[str, Any]) -> None:
-        """Raises ValueError if a task's reference does not have a key that the reward reads."""
+        """Raise ValueError if a task's reference does not have a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
             raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is missing")
 
 
 def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
-    """Reward for a setting: a name, or a mapping with `name` and the reward's arguments.
+    """Return the reward for a setting: a name, or a mapping with `name` and the reward's arguments.
 
     Raises:
-        ValueError: unknown reward, or unknown or invalid argument of it.
+        ValueError: the reward or one of its arguments is unknown, or an argument is invalid.
     """
     if setting is not None and not isinstance(setting, str | Mapping):
         raise ValueError(f"{where} must be a name, or a mapping with a name, not {setting!r}")
@@ -118,4 +118,4 @@ _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),
 }
 _REFERENCES: Mapping[str, Mapping[str, Any]] = {"genrm_training": {"ranking": 1}}
-"""Example reference, with the required keys, of each reward that reads the task's reference."""
+"""For each reward that reads the task's reference, an example reference with the required keys."""

@@ -1,4 +1,4 @@
-"""Rewards of a group by a reward model: requests to the judge, then `nemo_ext.rl.rewards.comparison`."""
+"""Rewards for a group from a reward model: sends requests to the judge, then calls `nemo_ext.rl.rewards.comparison`."""
 
 import math
 import re
@@ -20,9 +20,9 @@ from nemo_ext.rl.rewards.genrm import genrm_messages, instructed_messages, parse
 
 Show = Callable[[Sequence[Message], str, str], list[dict[str, Any]]]
 SHOWN: Mapping[str, Show] = {"genrm": genrm_messages, "instructed": instructed_messages}
-"""`genrm` for a judge whose chat template has the roles response_1 and response_2, `instructed` for any other."""
+"""Functions that write comparisons: `genrm` for judges whose template has roles response_1 and 2, else `instructed`."""
 LONGEST = 40_000
-"""Number of characters at which an answer is cut for the judge (choice)."""
+"""Number of characters at which an answer is truncated for the judge (choice)."""
 _REWARD = re.compile(r"\s*(?:reward\s*:)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
@@ -37,19 +37,19 @@ async def rlhf_rewards(
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
-    """Rewards of the responses to one prompt, from 2N concurrent comparisons, or N with `both_orders=False`.
+    """Compute the rewards of the responses to one prompt from 2N concurrent comparisons, or N without `both_orders`.
 
     Args:
         judge: judge, which never raises or hangs; comparisons without a judgement are ignored and counted.
         prompt: conversation up to the responses.
-        responses: responses of the group.
-        lengths: (trace, answer) of each response in tokens of the policy, 0 if empty; None without a tokenizer, for
-            lengths in characters as in NeMo Gym's genrm_compare.
-        show: function that makes the prompt of a comparison, a value of `SHOWN`.
-        both_orders: compare each pair in both orders; see `circular_comparisons`.
+        responses: the group's responses.
+        lengths: lengths (reasoning, answer) of each response in the policy's tokens, 0 if empty; if None, lengths are
+            counted in characters, as in NeMo Gym's genrm_compare.
+        show: function that writes the messages of a comparison; a value of `SHOWN`.
+        both_orders: whether to compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
-        max_answer_characters: length at which an answer is cut for the judge (choice), so that answers longer than the
-            judge can read are judged too.
+        max_answer_characters: length at which an answer is truncated for the judge (choice), so that answers longer
+            than the judge can read are judged too.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     pairs = circular_comparisons(len(responses), both_orders=both_orders)
@@ -74,15 +74,15 @@ async def reward_model_rewards(
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
-    """Rewards of the responses to one prompt by a reward model that returns a number for each.
+    """Compute the rewards of the responses to one prompt with a reward model that returns a number for each.
 
     The request is the conversation with the answer as its last message. The model replies `reward:-3.25`, as
     Llama-3.1-Nemotron-70B-Reward does behind NVIDIA's NIM, or just the number. A response without a reward gets the
-    mean of the other responses, or 0 if the whole group has none.
+    mean of the others, or 0 if the whole group has none.
 
     Args:
         judge, prompt, responses, lengths, max_answer_characters: as for `rlhf_rewards`.
-        control: length control in units of the rewards; None to disable it.
+        control: length control in units of the rewards; not applied if None.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     before = openai_messages(prompt)

@@ -1,6 +1,6 @@
-"""Rewards of single responses from a verifier's verdict and the format, combined as in the papers.
+"""Rewards for single responses from a verifier's verdict and the format, combined as in the papers.
 
-Format scores come from `nemo_ext.rl.rewards.format`; the caller knows the mode that the prompt requests.
+Format scores come from `nemo_ext.rl.rewards.format`, whose caller knows which thinking mode the prompt requests.
 """
 
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ DOMYN_MATH = (
 
 
 def outcome_reward(verdict: Verdict) -> float:
-    """1 for a correct response, else 0: Domyn-Small's multi-environment stage, section 4.4, and Nemotron 3 Nano's RLVR.
+    """Return 1 for a correct response, else 0, as in Domyn-Small (section 4.4) and Nemotron 3 Nano's RLVR.
 
-    An error is 0 as well; callers can exclude it from the loss by checking `verdict.outcome`.
+    A verifier error also gives 0; callers can exclude it from the loss by checking `verdict.outcome`.
     """
     return float(verdict.outcome == "correct")
 
 
 def domyn_math_reward(verdict: Verdict, *, format_score: float, tokens: int, max_tokens: int = 8192) -> Reward:
-    """Domyn-Small's math reward, section 4.2: correctness, format and length, from -2.65 to 4.
+    """Compute Domyn-Small's math reward, section 4.2: correctness, format and length, from -2.65 to 4.
 
     The paper states the range as "approximately [-3, +4]"; its three components add up to [-2.65, 4].
 
     Args:
-        verdict: verdict, worth 3 x {correct 1, wrong 0, verifier error -0.8}.
-        format_score: mean of two checks, 0, 0.5 or 1.
+        verdict: verdict, which contributes 3 x {correct 1, wrong 0, verifier error -0.8}.
+        format_score: mean of the two format checks: 0, 0.5 or 1.
         tokens: number of generated tokens.
         max_tokens: number of tokens at which the length penalty reaches -0.25.
 
@@ -50,9 +50,9 @@ def domyn_math_reward(verdict: Verdict, *, format_score: float, tokens: int, max
 def accuracy_format_reward(
     verdict: Verdict, *, format_score: float, accuracy_weight: float = 1.0, format_weight: float = 1.0
 ) -> Reward:
-    """Llama-Nemotron's reward, section 5.1: accuracy by a judge, and the tags that the mode requires.
+    """Compute Llama-Nemotron's reward, section 5.1: accuracy from a judge, plus the tags that the mode requires.
 
-    The paper states no weights; 1 for both is a choice.
+    The paper states no weights; 1 for both is our choice.
 
     Raises:
         ValueError: a value or a weight is not finite.

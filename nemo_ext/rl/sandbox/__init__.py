@@ -1,8 +1,8 @@
-"""Sandbox for untrusted programs: each runs in its own processes, which leave nothing behind.
+"""Sandbox for untrusted programs, which run in processes of their own that leave nothing behind.
 
-limits.py     resource limits of a program
-sandbox.py    queue of programs, from threads and from asyncio
-box.py        host side of a supervisor, which runs the programs of one answer
-isolation.py  the isolation that works on this machine
+limits.py     a program's resource limits
+sandbox.py    queue of programs, for threads and asyncio
+box.py        host side of a supervisor, which runs one answer's programs
+isolation.py  the isolation that is available on this machine
 inside/       code of the supervisor: standard library only, without the host's memory or environment
 """

@@ -1,4 +1,4 @@
-"""Host side of a supervisor, which runs the programs of one answer."""
+"""Host side of a supervisor, which runs one answer's programs."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from nemo_ext.rl.sandbox.prelude import preloaded, prelude
 _PACKAGE = str(Path(__file__).parent)
 _STARTING_SECONDS = 60.0
 _GRACE_SECONDS = 60.0
-"""Extra time for a supervisor beyond a program's own limits, for very busy machines."""
+"""Seconds that a supervisor may take beyond a program's own limits, for very busy machines."""
 
 _SENT_AHEAD = 32 << 10
 
@@ -32,7 +32,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/nix/store"),
 )
-"""Paths that programs may read besides the interpreter; missing paths are skipped."""
+"""Paths that programs may read in addition to the interpreter; missing paths are skipped."""
 
 CPP_OPTIONS = ("-O2", "-std=gnu++20", "-pipe")
 
@@ -45,12 +45,12 @@ class Run:
 
     Attributes:
         ended: exit or signal, or the limit that was exceeded: time (wall clock), cpu, memory, output, processes, disk.
-        status: exit status, or the signal's number.
+        status: exit status or signal number.
         stdout: standard output, up to the limit.
-        stderr: start of standard error, for messages.
-        value: JSON result of a function, written by the program and so no more trustworthy than stdout.
-        seconds: wall clock time.
-        cpu_seconds: processor time.
+        stderr: beginning of standard error, for messages.
+        value: a function's result as JSON; the program writes it, so it is no more trustworthy than stdout.
+        seconds: wall clock time in seconds.
+        cpu_seconds: processor time in seconds.
     """
 
     ended: Ending
@@ -84,7 +84,7 @@ class Settings:
 
     Attributes:
         python: path of an interpreter, 3.10 or later.
-        packages: folders that Python programs import from besides the standard library.
+        packages: folders that Python programs can import from, in addition to the standard library.
         readable: files and folders that programs may read.
         compiler: path of the C++ compiler.
     """
@@ -96,7 +96,7 @@ class Settings:
 
     @classmethod
     def detect(cls, *, python: str | None = None, packages: Sequence[str] | None = None) -> "Settings":
-        """Settings with this interpreter, its site-packages, and g++ where it is installed."""
+        """Create settings with this interpreter, its site-packages, and g++ if it is installed."""
         if packages is None:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if python is None else []
         prefix = sys.base_prefix if python is None else str(Path(python).resolve().parents[1])
@@ -110,7 +110,7 @@ class Settings:
 
 
 class Nursery:
-    """Running interpreter that forks supervisors; thread-safe. It ends no later than this process."""
+    """A running interpreter that forks supervisors; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -141,7 +141,7 @@ class Nursery:
         return ours
 
     def close(self) -> None:
-        """End the interpreter; supervisors that it has forked continue."""
+        """End the interpreter; supervisors that it has already forked continue."""
         with self._lock:
             self._stop()
 
@@ -177,10 +177,10 @@ class Nursery:
 
 
 class Box:
-    """Host side of a supervisor. Used by one thread, but any thread may call `kill`.
+    """Host side of a supervisor. It is used by one thread, but any thread may call `kill`.
 
     Raises:
-        SandboxError: the supervisor cannot start in the requested confinement.
+        SandboxError: the supervisor cannot start with the requested confinement.
     """
 
     def __init__(
@@ -250,11 +250,11 @@ class Box:
         return self._run({**header, "limits": asdict(limits)}, _encoded(source), limits)
 
     def run(self, stdin: bytes, limits: Limits) -> Run:
-        """Run the compiled program, or call its function."""
+        """Run the compiled program, or call its function, with `stdin` as input."""
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """`run` for each input in turn; the next run starts while the caller handles the last result.
+        """Do `run` for each input in turn; the next run starts while the caller handles the last result.
 
         Closing the iterator early ends the box, since a program may still be running.
         """
@@ -274,7 +274,7 @@ class Box:
                 self.kill()
 
     def kill(self) -> None:
-        """End the box and all that runs in it at once; callers waiting for it get a SandboxError."""
+        """Immediately end the box and everything running in it; callers waiting for it get a SandboxError."""
         with suppress(OSError):
             self._host.shutdown(socket.SHUT_WR)
 
@@ -342,7 +342,7 @@ main()
 
 
 def _environment() -> dict[str, str]:
-    """Environment of the interpreter; only the library path is inherited."""
+    """Return the interpreter's environment variables, of which only the library path is inherited."""
     # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:

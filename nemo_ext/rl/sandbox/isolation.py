@@ -8,11 +8,11 @@ KINDS = get_args(Kind)
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; programs never cause this error."""
+    """Raised if the sandbox itself fails; programs never cause this error."""
 
 
 class BusyError(SandboxError):
-    """A request waited longer than `queue_seconds` for a slot."""
+    """Raised if a request waited longer than `queue_seconds` for a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

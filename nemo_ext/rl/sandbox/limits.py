@@ -1,4 +1,4 @@
-"""Resource limits of a program."""
+"""A program's resource limits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,14 +37,14 @@ class Limits:
     disk_megabytes: Whole = 64
 
     def changed(self, changes: Mapping[str, Any], where: str = "limits") -> "Limits":
-        """Copy with the changes that a config or a task names.
+        """Return a copy with the changes given in a config or task.
 
         Raises:
-            ValueError: invalid change; the message names the key and the accepted values.
+            ValueError: a change is invalid; the message names the key and the accepted values.
         """
         checked(Limits, changes, where, strict=True)
         return replace(self, **changes)
 
 
 COMPILATION = Limits(cpu_seconds=30, wall_seconds=60, memory_megabytes=2048, disk_megabytes=64)
-"""Limits of g++ -O2, which takes a second or two for a contest program; templates can keep it busy forever."""
+"""Limits for g++ -O2, which takes a second or two for a contest program but can be kept busy forever by templates."""

@@ -26,7 +26,7 @@ _LIBRARIES = {"numpy"}
 
 
 def prelude(source: str) -> str:
-    """Import lines for the names that the source mentions."""
+    """Return the import lines for the names that the source mentions."""
     stars, words = _star_names(), set(_WORD.findall(source))
     lines = [f"from {stars[word]} import {word}" for word in sorted(words & stars.keys())]
     # Whole modules come last, as in Gym: `datetime` and `copy` are the modules.
@@ -34,7 +34,7 @@ def prelude(source: str) -> str:
 
 
 def preloaded(source: str) -> list[str]:
-    """Modules imported by the source that can be imported once, before all of its runs."""
+    """Return the modules imported by the source that can be imported once, before all of its runs."""
     found: dict[str, None] = {}
     for match in _IMPORT.finditer(source):
         for part in match[1].split(" import ")[0].split(","):

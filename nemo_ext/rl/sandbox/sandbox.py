@@ -1,4 +1,4 @@
-"""Queue of untrusted programs, for threads and asyncio: `concurrency` of them run at a time, the rest wait.
+"""Queue of untrusted programs, for threads and asyncio: at most `concurrency` run at a time while the rest wait.
 
 sandbox = Sandbox()
 print(sandbox.describe())
@@ -25,19 +25,19 @@ Language = Literal["python", "cpp"]
 
 
 class Sandbox:
-    """Sandbox for untrusted programs. Thread-safe; it may serve several event loops.
+    """Sandbox for untrusted programs. It is thread-safe and can serve several event loops.
 
     Args:
         limits: limits of each run.
         concurrency: maximum number of boxes at a time; by default the number of processors.
-        queue_seconds: maximum time that a request waits for a slot; None for no limit.
+        queue_seconds: maximum number of seconds that a request waits for a slot; unlimited if None.
         isolation: auto uses namespaces where available, namespaces requires them, processes never uses them.
         strict: same as `isolation="namespaces"`.
-        python: interpreter for programs, with the standard library only; by default this one, with its packages.
-        packages: folders that programs import from.
+        python: interpreter for programs, with only the standard library; by default this one, with its packages.
+        packages: folders that programs can import from.
 
     Raises:
-        ValueError: invalid argument.
+        ValueError: an argument is invalid.
         SandboxError: namespaces are required and not available; the message says why.
     """
 
@@ -74,7 +74,7 @@ class Sandbox:
             self.describe()
 
     def describe(self) -> Isolation:
-        """Isolation that works on this machine, determined on the first call by running a test program.
+        """Return the isolation available on this machine, determined on the first call by running a test program.
 
         Raises:
             SandboxError: namespaces are required and not available, or no program can be run at all.
@@ -124,7 +124,7 @@ class Sandbox:
             self._gate.leave()
 
     async def session_async(self, work: Callable[[Box], T]) -> T:
-        """`session` for asyncio: `work` runs in a thread. Cancelling ends it and its box at once."""
+        """Do `session` for asyncio, with `work` running in a thread. Cancelling ends it and its box immediately."""
         turn = self._gate.enter()
         with self._waiting(turn):
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
@@ -164,7 +164,7 @@ class Sandbox:
     def run(
         self, source: str, *, stdin: str | bytes = b"", language: Language = "python", limits: Limits | None = None
     ) -> Run:
-        """Run one program once; returns the compiler's run if it does not compile.
+        """Run a program once and return the result, or the compiler's result if it does not compile.
 
         Raises:
             BusyError: it waited longer than `queue_seconds`.
@@ -204,7 +204,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Give up the turn if waiting for it fails; raises BusyError after `queue_seconds`."""
+        """Context that gives up the place in the queue if waiting fails; a timeout raises BusyError."""
         try:
             yield
         except BaseException as error:
@@ -230,7 +230,7 @@ class _Gate:
         return len(self._turns)
 
     def enter(self) -> "Future[None]":
-        """Future that is done when a slot is free; call `leave` afterwards."""
+        """Return a future that is done when a slot is free; call `leave` afterwards."""
         turn: Future[None] = Future()
         with self._lock:
             if self._free:

@@ -1,8 +1,8 @@
-"""Generated tasks, to try every environment without external data.
+"""Generators of tasks for trying every environment without external data.
 
 Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, which returns a correct answer,
-and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level, tasks cycle through all. A task
-depends only on the seed, the level and its index: a larger count starts with the same tasks.
+and `LEVELS`, the number of difficulty levels. Level 1 is the easiest; without a level, tasks cycle through all levels.
+A task depends only on the seed, the level and its index, so a larger count starts with the same tasks.
 """
 
 import importlib
@@ -29,10 +29,10 @@ GENERATORS: Mapping[str, str] = {
 
 
 def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
-    """Tasks from the generator of a name.
+    """Generate tasks with the generator `name`; `settings` are its own arguments.
 
     Raises:
-        ValueError: unknown generator, or a number out of range.
+        ValueError: the generator is unknown, or a number is out of range.
     """
     if name not in GENERATORS:
         raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
@@ -47,10 +47,10 @@ def whole(random: np.random.Generator, least: int, most: int) -> int:
 
 
 def indexed_levels(count: int, level: int | None, levels: int) -> Iterator[tuple[int, int]]:
-    """Index and level of each task: the requested level, or else each level in turn.
+    """Yield the index and level of each task: the requested level, or all levels in turn if it is None.
 
     Raises:
-        ValueError: level out of range.
+        ValueError: the level is out of range.
     """
     if level is not None and checked_whole("level", level, least=1) > levels:
         raise ValueError(f"level={level}: expected 1 to {levels}")

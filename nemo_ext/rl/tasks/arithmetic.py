@@ -23,14 +23,17 @@ _ASKED = {
 def tasks(
     count: int, *, seed: int, level: int | None = None, format: Format = "boxed", largest: int = 9
 ) -> Iterator[Task]:
-    """Problems of the levels 1 (sums of digits) to 8 (quadratic equations).
+    """Generate problems at levels 1 (sums of digits) to 8 (quadratic equations).
 
     Args:
+        count: number of problems.
+        seed: random seed.
+        level: level of all problems; None for all levels in turn.
         format: requested format of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
-        largest: largest number in a sum of level 1, which has `(largest + 1)^2` questions.
+        largest: largest number in a level-1 sum; level 1 has `(largest + 1)^2` questions.
 
     Raises:
-        ValueError: unknown level or format, or `largest` is below 1.
+        ValueError: the level or format is unknown, or `largest` is below 1.
     """
     if format not in _ASKED:
         raise ValueError(f"settings.format: unknown {format!r}: {nearest(str(format), _ASKED)}")
@@ -49,7 +52,7 @@ def tasks(
 
 
 def solution(task: Task) -> str:
-    """Correct answer with its derivation, for training and tests."""
+    """Return the correct answer with its derivation, for training and tests."""
     _, seed, level, index = task.id.split("/")
     number, _, largest = level.partition("-")
     _, work, answer = _problem(int(seed), int(number), int(index), int(largest or 9))

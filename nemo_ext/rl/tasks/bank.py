@@ -1,8 +1,8 @@
 """Conversations at the service desk of `nemo_ext.rl.worlds.bank`, in three levels.
 
-1  the customer states number, date of birth and one request at once
+1  the customer states customer number, date of birth and one request all at once
 2  the model must ask for the date of birth
-3  the model must also look up the number by name; there are two requests, or one to be met in a different way
+3  the model must also look up the number by name; there are two requests, or one that must be met in a different way
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Wish = tuple[str, list[Call]]
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Tasks of a level, or of all levels in turn."""
+    """Generate tasks at one level, or at all levels in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "bank-tasks", task_level, index)
         tables = int(random.integers(1000))
@@ -50,7 +50,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...]:
-    """Correct calls for the customer's requests."""
+    """Return the correct tool calls for the customer's requests."""
     return solution_calls(task.reference)
 
 
@@ -134,6 +134,6 @@ def _card(database: Database, customer: str, state: str) -> tuple[str, Row]:
 
 
 def _own(database: Database, customer: str, table: str) -> list[tuple[str, Row]]:
-    """Rows of a table that belong to the customer's accounts."""
+    """Return the rows of a table that belong to the customer's accounts."""
     own = {key for key, row in database.rows("accounts") if row["customer"] == customer}
     return [item for item in database.rows(table) if item[1]["account"] in own]

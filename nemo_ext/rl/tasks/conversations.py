@@ -1,7 +1,7 @@
 """Conversations whose user adds, changes and withdraws instructions, in four levels, for `instructions`.
 
-The last answer must follow all instructions in force at the end. The level is the number of changes; the answers in
-between are correct when they are given. Repeating the previous answer, or following only the last message, is wrong.
+The last answer must follow all instructions in force at the end. The level is the number of changes. The answers in
+between were correct when given. Repeating the previous answer, or following only the last message, is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +23,11 @@ _AT_FIRST = 3
 """Number of instructions in the first message."""
 
 Active = dict[int, dict[str, Any]]
-"""Instructions in force, by index in `ALTERNATIVES`, in the order in which the user gave them."""
+"""Instructions in force, keyed by index in `ALTERNATIVES`, in the order in which the user gave them."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Conversations with `level` changes, or with one to four in turn."""
+    """Generate conversations with `level` changes, or with one to four in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "conversations", task_level, index)
         while (conversation := _conversation(random, task_level)) is None:  # some draws contradict each other
@@ -43,12 +43,16 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Text that follows all instructions in force at the end."""
+    """Write a text that follows all instructions in force at the end."""
     return write_answer(task.reference)
 
 
 def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Message, ...], Mapping[str, Any]] | None:
-    """Messages up to the last question, and its reference; None if some answer is wrong, or too little is enough."""
+    """Draw the messages up to the last question, and its reference.
+
+    Return None if no answer can follow the drawn instructions, or if repeating the previous answer or following only
+    the last message would be enough.
+    """
     active: Active = {}
     for place in random.permutation(len(ALTERNATIVES))[:_AT_FIRST]:
         active[int(place)] = draw_instruction(random, one_of(random, ALTERNATIVES[place]))
@@ -70,7 +74,10 @@ def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Mess
 
 
 def _change(random: np.random.Generator, active: Active, *, last: bool) -> tuple[Active, dict[str, Any], str]:
-    """Instructions in force after a change, the new one, and the user's message; the last change withdraws nothing."""
+    """Draw a change: return the instructions then in force, the new instruction, and the user's message.
+
+    The last change does not withdraw an instruction.
+    """
     places = list(active)
     changeable = [place for place in places if active[place]["kwargs"]]
     ways = ["add", *(["change"] if changeable else []), *(["withdraw"] if not last and len(active) > 2 else [])]

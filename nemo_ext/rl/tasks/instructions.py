@@ -1,6 +1,6 @@
-"""Prompts with one to ten instructions that a program can check (as many as in Llama-Nemotron, section 6.1).
+"""Prompts with one to ten instructions that a program can check, as in Llama-Nemotron, section 6.1.
 
-The level is the number of instructions. They are drawn so that one answer can follow all, which `solution` writes.
+The level is the number of instructions. They are drawn so that a single answer, written by `solution`, can follow all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Prompts with `level` instructions, or with one to ten in turn."""
+    """Generate prompts with `level` instructions, or with one to ten in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "instructions", task_level, index)
         topic = one_of(random, TOPICS)
@@ -74,7 +74,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Text that follows all of a task's instructions."""
+    """Write a text that follows all of a task's instructions."""
     return write_answer(task.reference)
 
 
@@ -83,7 +83,7 @@ def _places(random: np.random.Generator, number: int) -> list[int]:
 
 
 def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:
-    """Draw the arguments of a rule by its id; returns an instruction as in a reference."""
+    """Draw arguments for the rule with this id and return the instruction as written in a reference."""
     number = partial(whole, random)
 
     def several(choices: tuple[str, ...], most: int) -> list[str]:
@@ -123,7 +123,7 @@ def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:
 
 
 def write_answer(reference: Mapping[str, Any]) -> str:
-    """Write a text that follows the instructions of a reference, as long as they require."""
+    """Write a text that follows a reference's instructions and is as long as they require."""
     arguments = {each["id"]: each["kwargs"] for each in reference["instructions"]}
     parts = _parts(arguments)
     for length in range(40):
@@ -134,7 +134,7 @@ def write_answer(reference: Mapping[str, Any]) -> str:
 
 
 def _parts(arguments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sentences with the contents that the instructions require."""
+    """Return sentences with the contents that the instructions require."""
     parts = [f"Here the word {word} belongs." for word in arguments.get("keywords:existence", {}).get("keywords", ())]
     if frequency := arguments.get("keywords:frequency"):
         parts.append("We wrote " + " and ".join([frequency["keyword"]] * frequency["frequency"]) + ".")
@@ -189,7 +189,7 @@ def _is_long_enough(arguments: Mapping[str, Mapping[str, Any]], text: str) -> bo
 
 
 def _filler(number: int) -> str:
-    """Filler sentence, different for each number up to several hundred."""
+    """Return a filler sentence, which differs for each number up to several hundred."""
     subject = _SUBJECTS[number % len(_SUBJECTS)]
     verb = _VERBS[(number // 2) % len(_VERBS)]
     return f"{subject} {verb} {_OBJECTS[(number // 3) % len(_OBJECTS)]}."

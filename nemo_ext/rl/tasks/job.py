@@ -1,4 +1,4 @@
-"""Job that writes files of tasks, generated or from records, and of conversations that solve them."""
+"""The `nemo-ext rl_tasks` job: writes a file of tasks, generated or from records, and conversations that solve them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from nemo_ext.rl.tasks.records import SCORES, tasks_from_records
 COUNT = 1000
 """Default number of generated tasks."""
 _WORKED_OUT = ("arithmetic", "tables")
-"""Generators whose solutions are a derivation and, after an empty line, the answer."""
+"""Generators whose solutions consist of a derivation, an empty line and the answer."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Write tasks to `output`, and conversations with correct answers to `solutions` if it is set.
+    """Write tasks to `output` and, if `solutions` is set, conversations with correct answers to that file.
 
     Raises:
-        ValueError: invalid config; the message names the key and the accepted values.
+        ValueError: the config is invalid, or no task can be made.
     """
     settings = checked(TaskSettings, config)
     tasks = _from_records(settings) if settings.records else _generated(settings)
@@ -59,7 +59,7 @@ def _generated(config: TaskSettings) -> list[Task]:
 
 
 def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:
-    """Tasks whose prompt occurs neither in the files nor in an earlier task."""
+    """Return the tasks whose prompts occur neither in the files nor in an earlier task; ValueError if none remain."""
     taken = {task.prompt for path in files for task in TaskFile(path).tasks}
     known = len(taken)
     new = []
@@ -90,7 +90,7 @@ def _from_records(settings: TaskSettings) -> list[Task]:
 
 
 def solved_task(task: Task, generator: str) -> Sample:
-    """Training conversation that solves a task; with thinking on, the derivation is the trace."""
+    """Return a training conversation that solves a task; with thinking on, any derivation becomes the reasoning."""
     answer = import_module(GENERATORS[generator]).solution(task)
     if isinstance(answer, tuple):
         messages = list(_calling(task, answer))
@@ -103,10 +103,10 @@ def solved_task(task: Task, generator: str) -> Sample:
 
 
 def judged_comparison(task: Task) -> Sample:
-    """Training conversation of a comparison whose answer is the judgement in the data.
+    """Return a training conversation for a comparison, in which the response is the data's own judgement.
 
     Raises:
-        ValueError: the data do not have all scores.
+        ValueError: the task's reference does not have all scores.
     """
     if missing := [key for key in SCORES if task.reference.get(key) is None]:
         raise ValueError(f"solutions: {task.id} has no {', '.join(missing)}: use records with all scores")
@@ -116,9 +116,9 @@ def judged_comparison(task: Task) -> Sample:
 
 
 def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
-    """Messages of a solution with tools: questions to the user, all calls with their results, and a last message.
+    """Yield the messages of a solution with tools: questions to the user, all calls with results, and a final message.
 
-    Only the calls if the environment has a single turn.
+    In a single-turn environment, yield only the message with the calls.
     """
     numbered = tuple(replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls))
     environment = make(task.environment)

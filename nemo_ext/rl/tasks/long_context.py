@@ -1,8 +1,8 @@
 """Long-context problems, mostly as in RULER (arXiv 2404.06654, section 3), with generated instead of downloaded texts.
 
-Columns: id, domain (the length), length, context, question, answers, wrong (texts that a right answer does not name).
-`length` is a number of tokens per context, of four characters each, or several numbers that take turns. Settings out of
-range raise ValueError.
+Columns: id, domain (the length), length, context, question, answers, wrong (strings that a correct answer must not
+contain). `length` is the number of tokens per context, each counted as four characters, or several numbers used in
+turn. Settings out of range raise ValueError.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sent
 CHARACTERS = 4
 """Number of characters counted as one token."""
 LEAST = 128
-"""Minimum length in tokens; a context exceeds the requested length only if its needles do."""
+"""Minimum length in tokens; a context only exceeds the requested length if its needles alone do."""
 _DEPTHS = 10
 
 Lengths = int | Sequence[int]
@@ -33,14 +33,14 @@ def needles(
     values: int = 1,
     asked: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Codes of things, hidden in a long text: RULER's needles in a haystack.
+    """Generate questions about things' codes that are hidden in a long text: RULER's needles in a haystack.
 
-    The first requested code moves through the text from problem to problem (column `depth`, from 0 to 1).
+    The position of the first requested code moves through the text from problem to problem (column `depth`, 0 to 1).
 
     Args:
-        keys: number of things with codes (4: RULER's multi-key).
-        values: number of codes per thing (4: multi-value).
-        asked: number of things in the question (4: multi-query).
+        keys: number of things with codes (4 in RULER's multi-key task).
+        values: number of codes per thing (4 in multi-value).
+        asked: number of things in the question (4 in multi-query).
     """
     _check(1, 8, keys=keys, values=values, asked=asked)
     if asked > keys:
@@ -71,7 +71,7 @@ def needles(
 def variables(
     count: int, *, seed: int, length: Lengths = 1024, chains: int = 2, hops: int = 4
 ) -> Iterator[dict[str, Any]]:
-    """Variables assigned from each other: RULER's variable tracking (whose default is one chain with 4 hops).
+    """Generate questions about variables assigned from each other: RULER's variable tracking (default: 4 hops).
 
     Args:
         chains: number of chains, each with a different value; the question is about the first.
@@ -102,9 +102,9 @@ def variables(
 
 
 def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int = 5) -> Iterator[dict[str, Any]]:
-    """The most frequent words of a long list: RULER's common words.
+    """Generate questions for the most frequent words in a long list: RULER's common words.
 
-    About a quarter of the list are common words, each of them three times as frequent as any other word.
+    Common words make up about a quarter of the list, and each is three times as frequent as any other word.
 
     Args:
         common: number of words that the question asks for.
@@ -123,7 +123,7 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
 
 
 def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -> Iterator[dict[str, Any]]:
-    """Questions about one or two of many short documents, instead of RULER's SQuAD and HotpotQA.
+    """Generate questions about one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
 
     Args:
         hops: number of documents needed for the answer, 1 or 2.
@@ -156,11 +156,11 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
 def deliveries(
     count: int, *, seed: int, length: Lengths = 1024, towns: int = 4, asked: Asked = "order"
 ) -> Iterator[dict[str, Any]]:
-    """Dated deliveries to towns, in random order: which town came third, or how much a town received in total.
+    """Generate questions about dated deliveries to towns in random order: which came third, or a town's total.
 
     Args:
         towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
-        asked: `order` for the town at a position in the order of days; `total` for the sum of a town's deliveries.
+        asked: `order` to ask which town comes at a position by date; `total` to ask for the sum of a town's deliveries.
     """
     _check(3, 8, towns=towns)
     if asked not in ("order", "total"):
@@ -200,7 +200,7 @@ def _check(least: int, most: int, **settings: int) -> None:
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
-    """For each row, its number among rows of the same length, and the length."""
+    """Yield, for each row, its number among the rows of the same length, and that length."""
     lengths = [length] if isinstance(length, int) else list(length)
     for each in lengths:
         checked_whole("settings.length", each, least=LEAST)
@@ -211,7 +211,7 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Sentences that fill a context together with `taken` characters; at least ten."""
+    """Return at least ten sentences, which fill a context together with `taken` other characters."""
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

@@ -31,13 +31,16 @@ LEVELS = len(_ROWS)
 
 
 def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = LENGTH) -> Iterator[Task]:
-    """Questions of the levels 1 to 7.
+    """Generate questions at levels 1 to 7.
 
     Args:
-        length: number of tokens per text, or several numbers in turn within each level.
+        count: number of questions.
+        seed: random seed.
+        level: level of all questions; None for all levels in turn.
+        length: number of tokens per text, or several numbers used in turn within each level.
 
     Raises:
-        ValueError: level or length out of range.
+        ValueError: the level or length is out of range.
     """
     rows: dict[int, Iterator[Mapping[str, Any]]] = {}
     for _, task_level in indexed_levels(count, level, LEVELS):
@@ -55,5 +58,5 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
 
 
 def solution(task: Task) -> str:
-    """Correct answer, without a sentence around it."""
+    """Return the correct answer, without a sentence around it."""
     return ", ".join(task.reference["answers"])

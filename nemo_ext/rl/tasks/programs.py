@@ -27,7 +27,7 @@ _MOST_SAME = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Kind of task: K in its statement and solution is the number of the task, drawn from `least` to `most`."""
+    """A kind of task, in whose statement and solution K stands for the task's number, drawn from `least` to `most`."""
 
     level: int
     least: int
@@ -51,7 +51,7 @@ _KINDS: list[_Kind] = []
 
 
 def _kind(level: int, least: int, most: int, draw: _Draw) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as a kind: its docstring is the statement, its body the solution."""
+    """Return a decorator that registers a function as a kind; its docstring is the statement, its body the solution."""
 
     def listed(solution: Callable[..., Any]) -> Callable[..., Any]:
         _KINDS.append(_Kind(level, least, most, draw, solution))
@@ -263,14 +263,17 @@ def no_neighbours(numbers: list[int], K: int) -> Any:
 def tasks(
     count: int, *, seed: int, level: int | None = None, style: Style | None = None, tests: int = 8
 ) -> Iterator[Task]:
-    """Tasks for the environment `code`, in Python.
+    """Generate Python tasks for the environment `code`.
 
     Args:
-        style: style of all tasks; None alternates after each round of levels.
+        count: number of tasks.
+        seed: random seed.
+        level: level of all tasks; None for all levels in turn.
+        style: style of all tasks; None to alternate after each round of levels.
         tests: number of tests per task.
 
     Raises:
-        ValueError: unknown level or style, or fewer than two tests.
+        ValueError: the level or style is unknown, or there are fewer than two tests.
     """
     checked_whole("tests", tests, least=2)
     if style not in (None, "function", "stdin"):
@@ -284,7 +287,7 @@ def tasks(
 
 
 def solution(task: Task) -> str:
-    """Correct answer to a task."""
+    """Return a correct answer to a task."""
     seed, level, index = task.id.removeprefix("programs-").rsplit("-", 2)
     kind, number, _ = _drawn(int(seed), int(level), int(index))
     source = _source(kind, number)
@@ -294,7 +297,7 @@ def solution(task: Task) -> str:
 
 
 def _drawn(seed: int, level: int, index: int) -> tuple[_Kind, int, np.random.Generator]:
-    """Kind of a task, its number, and the generator that its tests are drawn from."""
+    """Return a task's kind, its number K, and the random generator that its tests are drawn from."""
     random = generator(seed, "programs", level, index)
     kinds = [kind for kind in _KINDS if kind.level == level]
     kind = kinds[random.integers(len(kinds))]
@@ -333,7 +336,7 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
 
 
 def _source(kind: _Kind, number: int) -> str:
-    """Function of the solution, with the number in place of K."""
+    """Return the source of the solution's function, with `number` in place of K."""
     _, _, body = inspect.getsource(kind.solution).split('"""', 2)
     # A negative number gets parentheses, which keep the precedence of operators.
     literal = str(number) if number >= 0 else f"({number})"

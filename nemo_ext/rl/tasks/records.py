@@ -1,4 +1,4 @@
-"""Tasks from existing records: prompts of conversations, and comparisons that train a reward model."""
+"""Tasks made from existing records: prompts of conversations, and comparisons for training a reward model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,20 +15,22 @@ from nemo_ext.rl.task import Task
 _RECORDS, _BYTES = 100_000, 64 << 20
 ROLES = ("response_1", "response_2")
 SCORES = ("score_1", "score_2", "ranking")
-"""Keys of a judgement."""
+"""Keys of a judgement in a record."""
 
 
 def tasks_from_records(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
-    """A task for each record, in the files' order; skipped records are counted in `report`.
+    """Yield one task per record, in file order; skipped records are counted in `report`.
 
-    chat      conversations in any format of `nemo-ext sft_data`, whose messages up to the last question are the prompt
-    genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, with instructions to compare them
+    chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
+    genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
 
     Args:
+        environment: environment of the tasks, chat or genrm.
         paths: paths and globs of JSONL or Parquet files.
+        report: counts of skipped records, which are updated.
 
     Raises:
-        ValueError: this environment has no tasks from records, or a file cannot be read.
+        ValueError: the environment does not support tasks from records, or a file cannot be read.
     """
     if environment not in _READERS:
         raise ValueError(f"environment: no tasks from records for {environment!r}: {nearest(environment, _READERS)}")
@@ -60,7 +62,7 @@ def _chats(source: ConversationSource, part: Any, report: ConversationReport) ->
 
 
 def _prompt(sample: Sample) -> tuple[Message, ...]:
-    """Messages up to the last question."""
+    """Return the messages up to the last user message; empty if there is none."""
     asked = [place for place, message in enumerate(sample.messages) if message.role == "user"]
     return sample.messages[: asked[-1] + 1] if asked else ()
 

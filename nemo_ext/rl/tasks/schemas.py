@@ -27,7 +27,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Descriptions of the levels 1 (two texts) to 4 (lists of objects)."""
+    """Generate descriptions at levels 1 (two strings) to 4 (lists of objects)."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         kind, schema, value = _draw(seed, task_level, index)
         content = (
@@ -44,7 +44,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Correct answer, the object that the prompt describes, for training and tests."""
+    """Return the correct answer, which is the object that the prompt describes, for training and tests."""
     _, seed, level, index = task.id.split("/")
     return json.dumps(_draw(int(seed), int(level), int(index))[2])
 
@@ -92,7 +92,7 @@ def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[d
 
 
 def _words(kind: str, record: Mapping[str, Any]) -> str:
-    """Description of the object in sentences."""
+    """Describe the object in sentences."""
     sentences = [f"There is a {kind}."]
     for name, value in record.items():
         shown = name.replace("_", " ")

@@ -25,7 +25,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Table with names in the first column and distinct integers in each other column."""
+    """A table with names in the first column and distinct integers in each of the others."""
 
     kind: str
     names: tuple[str, ...]
@@ -33,18 +33,18 @@ class Table:
     values: np.ndarray  # [rows, columns]
 
     def markdown(self) -> str:
-        """Table in Markdown, as the prompt shows it."""
+        """Return the table in Markdown, as shown in the prompt."""
         rows = [[self.kind, *self.columns], ["---"] * (1 + len(self.columns))]
         rows += [[name, *map(str, values)] for name, values in zip(self.names, self.values, strict=True)]
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 Question = tuple[str, str, Sequence[str]]
-"""Question, its answer, and candidates for wrong choices."""
+"""A question, its answer, and candidates for wrong choices."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest)."""
+    """Generate questions at levels 1 (look up a number) to 5 (a column's value where another column is largest)."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tables", task_level, index)
         table = _table(random, rows=int(random.integers(3, 4 + task_level)))
@@ -62,7 +62,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Correct answer, for training and tests."""
+    """Return the correct answer, for training and tests."""
     letter = task.reference["answer"]
     return f"The answer is {task.reference['choices'][LETTERS.index(letter)]}.\n\n\\boxed{{{letter}}}"
 
@@ -120,7 +120,7 @@ LEVELS = len(_LEVELS)
 
 
 def _choices(random: np.random.Generator, answer: str, wrong: Sequence[str]) -> tuple[list[str], int]:
-    """Four different choices in random order, and the index of the correct one."""
+    """Return four different choices in random order, and the index of the correct one."""
     others = [choice for choice in dict.fromkeys(wrong) if choice != answer]
     picked = [others[place] for place in random.permutation(len(others))[: len(LETTERS) - 1]]
     right = int(random.integers(len(LETTERS)))

@@ -120,7 +120,7 @@ _TOOLS = tuple(map(Tool, _FUNCTIONS))
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Requests of the levels 1 to 5."""
+    """Generate requests at one level from 1 to 5, or at all levels in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tool-calls", task_level, index)
         order = [_TOOLS[place] for place in random.permutation(len(_TOOLS))]
@@ -158,12 +158,12 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...] | str:
-    """Correct calls, or a sentence if there are none."""
+    """Return the correct tool calls, or a sentence if no call is correct."""
     return solution_calls({"calls": task.reference["expected"]}) or _NOTHING
 
 
 def _call(random: np.random.Generator, tool: Tool, *, optional: bool) -> Call:
-    """Draw a call, with arguments by their names; with `optional`, optional arguments occur half of the time."""
+    """Draw a call of a tool with its required arguments; with `optional`, each optional one occurs half the time."""
     seen: set[str] = set()
     return call_of(
         tool.name,
@@ -196,7 +196,7 @@ def _several(random: np.random.Generator, draw: Callable[[], Any], most: int) ->
 
 
 def _literal(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
-    """Function that draws a value of a Literal, never the same twice in one call."""
+    """Return a function that draws a value of the Literal `kind`, never the same twice in one tool call."""
 
     def drawn(random: np.random.Generator, seen: set[str]) -> Any:
         value = one_of(random, [each for each in get_args(kind) if each not in seen])

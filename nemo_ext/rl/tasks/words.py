@@ -1,4 +1,4 @@
-"""Words, names and sentences for generated problems. Nothing that they state is true."""
+"""Words, names and sentences for generated problems. Nothing they state is true."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -57,7 +57,7 @@ def pick(random: np.random.Generator, words: tuple[str, ...]) -> str:
 
 
 def sentences(random: np.random.Generator) -> Iterator[str]:
-    """Infinitely many sentences, such as "The old baker repaired the red clock near the gate at noon."."""
+    """Yield infinitely many sentences, such as "The old baker repaired the red clock near the gate at noon."."""
     while True:
         yield (
             f"The {pick(random, ADJECTIVES)} {pick(random, PEOPLE)} {pick(random, VERBS)} the "
@@ -66,7 +66,7 @@ def sentences(random: np.random.Generator) -> Iterator[str]:
 
 
 def unseen(random: np.random.Generator, seen: set[str], syllables: int = 3) -> str:
-    """Invent a name that is not in `seen`, and add it there; longer when names of this length run out."""
+    """Invent a name that is not in `seen`, and add it there; names get longer when those of one length run out."""
     for tries in count():
         length = syllables + tries // _TRIES
         name = "".join(pick(random, _SYLLABLES) for _ in range(length)).capitalize()

@@ -4,7 +4,7 @@
 2  the same change to several rows, or a change to a row that must be selected among several
 3  a condition, or changes in two databases
 
-Wording and rows are drawn from the seed; the reference has the correct calls for these tables.
+Wording and rows are drawn from the seed; the reference contains the correct tool calls for these tables.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,11 +32,11 @@ _TEXTS = (
     "Please send me the latest numbers.",
 )
 _MOST = 4
-"""Maximum number of rows to change in one task, so that it can be done within the turns."""
+"""Maximum number of rows to change in one task, so that it can be done within the allowed turns."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Tasks of a level, or of all levels in turn."""
+    """Generate tasks at one level, or at all levels in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "workplace-tasks", task_level, index)
         tables = int(random.integers(1000))
@@ -56,7 +56,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...]:
-    """Correct calls of a task."""
+    """Return a task's correct tool calls."""
     return solution_calls(task.reference)
 
 
@@ -224,7 +224,7 @@ def _for_each(found: list[str], call: Callable[[str], Call], question: str) -> D
 
 
 def _next_event(random: np.random.Generator, database: Database) -> tuple[str, Row]:
-    """First event with the name and participant of a randomly drawn one."""
+    """Return the first event with the name and participant of a randomly drawn event."""
     events = sorted(database.rows("events"), key=lambda item: item[1]["start"])
     _, chosen = one_of(random, events)
     pair = (chosen["name"], chosen["participant"])

@@ -1,1 +1,1 @@
-"""TRL: GRPO, RLOO and DPO on one machine, on a Hugging Face model. TRL is imported only when it is used."""
+"""Adapter for TRL: GRPO, RLOO, DPO and RPO on one machine, for Hugging Face models. TRL is only imported when used."""

@@ -1,6 +1,6 @@
-"""Rendering of an algorithm as arguments of TRL's GRPOConfig, RLOOConfig or DPOConfig.
+"""Translation of an algorithm into arguments for TRL's GRPOConfig, RLOOConfig or DPOConfig.
 
-The adapter handles rewards, shares of environments and the order of prompts. TRL is imported only to create a config.
+The adapter handles rewards, environment shares and prompt order. TRL is only imported to create a config.
 """
 
 import dataclasses
@@ -13,19 +13,16 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
 
-def render(
-    algorithm: Algorithm, *, micro_batch: int = 1, processes: int = 1, by_adapter: Collection[str] = ()
-) -> Rendered:
-    """Render the algorithm as arguments of `config_class`, for processes that generate with transformers.
+def render(algorithm: Algorithm, *, micro_batch: int = 1, by_adapter: Collection[str] = ()) -> Rendered:
+    """Translate the algorithm into arguments for `config_class`, for one process that generates with transformers.
 
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
         micro_batch: number of responses or pairs per microbatch.
-        processes: number of data-parallel processes, which share the batch.
-        by_adapter: our keys that TRL cannot express and the caller handles, such as `lengths.prompt`.
+        by_adapter: algorithm keys that TRL cannot express but the caller handles, such as `lengths.prompt`.
 
     Raises:
-        ValueError: the batch is not a multiple of the microbatches of all processes.
+        ValueError: the batch size is not a multiple of the microbatch size.
     """
     at_a_time = micro_batch * processes
     if algorithm.batch % at_a_time:
@@ -59,7 +56,7 @@ def render(
 
 
 def config_class(algorithm: Algorithm) -> type[Any]:
-    """TRL's config class for the algorithm."""
+    """Return TRL's config class for the algorithm."""
     import trl
 
     names = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "rpo": "DPOConfig"}
@@ -68,20 +65,20 @@ def config_class(algorithm: Algorithm) -> type[Any]:
 
 
 def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any) -> Any:
-    """Create TRL's config; `others` take precedence. ValueError for unknown arguments and refused values."""
+    """Create TRL's config, in which `others` take precedence; raise ValueError for unknown or invalid arguments."""
     arguments = {**settings, **others}
     check_arguments(algorithm, arguments)
     return config_class(algorithm)(**arguments)
 
 
 def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
-    """Refuse arguments that the installed TRL's config does not have; ValueError suggests the nearest."""
+    """Raise ValueError for arguments that the installed TRL's config does not have, suggesting the nearest one."""
     known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
     check_keys(names, known, required=(), where="trl")
 
 
 def scaled(algorithm: PolicyGradient) -> str:
-    """TRL's `scale_rewards` nearest to the algorithm's advantage."""
+    """Return the value of TRL's `scale_rewards` that is closest to the algorithm's advantage."""
     return "none" if algorithm.advantage.normalise == "none" else "group"
 
 

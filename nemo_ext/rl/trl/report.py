@@ -1,4 +1,4 @@
-"""Report of a TRL run: rewards, lengths and outcomes per step, and memory."""
+"""Report on a TRL run: rewards, lengths and outcomes per step, and memory use."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
-    """Write report.md and its plots, with the curricula that were made during training; returns its path."""
+    """Write report.md and its plots, including the curricula made during training, and return its path."""
     logs = read_metrics(run_dir / METRICS)
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
@@ -61,7 +61,7 @@ def _curricula(curricula: Curricula) -> list[list[str]]:
 
 
 def _label(name: str) -> str:
-    """Name of a metric's line in a plot; marks validation metrics."""
+    """Return the label of a metric's line in a plot, which marks validation metrics."""
     name = _LABEL.sub("", name)
     return f"{name.removeprefix('eval_')}, validation" if name.startswith("eval_") else name
 

@@ -1,7 +1,7 @@
-"""Rollouts for TRL: prompts of tasks, rewards of responses, conversations, and a record of everything.
+"""Rollouts for TRL: task prompts, rewards of responses, conversations, and a record of everything.
 
-TRL passes texts to reward functions without special tokens, which in some tokenizers include `<think>`; here responses
-are decoded from their tokens.
+TRL strips special tokens from the texts that it passes to reward functions, and in some tokenizers `<think>` is one.
+Here, responses are therefore decoded from their tokens.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Function of prompts and a maximum number of new tokens that returns responses, all as token ids."""
+"""Function that takes prompts and a maximum number of new tokens and returns responses; both are token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Response, or all responses of a conversation with the observations between them.
+    """One response, or all responses of a conversation and the observations between them.
 
     Attributes:
-        episode: initial episode.
-        prompt: token ids of the prompt.
+        episode: initial state of the task.
+        prompt: token ids of the prompt; empty for single responses.
         tokens: token ids after the prompt.
-        mask: 1 for generated tokens, 0 for tokens of observations.
+        mask: one value per token in `tokens`: 1 if generated, 0 if part of an observation.
         turn: outcome of the last response.
     """
 
@@ -43,18 +43,19 @@ class Rollout:
 
 @dataclass
 class Rollouts:
-    """Prompts, verification and records of a run.
+    """A run's prompts, verification and records.
 
     Attributes:
         tokenizer: Hugging Face tokenizer.
-        prompts: chat template of the model.
-        environments: environments by name.
+        prompts: the model's chat template.
+        environments: mapping from names to environments.
         generations: number of responses per prompt, which are adjacent in a batch.
-        group: group reward function; None for the environments' rewards.
+        group: group reward function; if None, the environments' rewards are used.
         record: path of the JSONL file to append to.
-        tokens: maximum number of tokens of a response, or of all responses and observations of a conversation.
-        same: ids of tasks that have the prompt and reference of another task and count as that task.
-        ends: ids that end a response; a trainer adds the ids in the model's generation config.
+        tokens: maximum number of tokens in a response, or in all responses and observations of a conversation.
+        same: ids of tasks that duplicate another task's prompt and reference and count as that task.
+        validated: sizes of the batches validated since the last log.
+        ends: token ids that end a response; a trainer adds those in the model's generation config.
     """
 
     tokenizer: Any
@@ -75,14 +76,14 @@ class Rollouts:
 
     @property
     def has_conversations(self) -> bool:
-        """True if an environment has several turns."""
+        """True if any environment has several turns."""
         return any(episodes.environment.begin is not None for episodes in self.environments.values())
 
     def prompt(self, task: Task) -> str:
-        """Prompt text of a task; TRL passes the text back, by which the task is found again.
+        """Return a task's prompt as text and remember the task, which is found again when TRL passes the text back.
 
         Raises:
-            ValueError: another task with a different environment or reference has the same text.
+            ValueError: another task with a different environment or reference has the same prompt.
         """
         text, opened = self.prompts.prompt(task)
         known = self._begun.get(text)
@@ -97,15 +98,15 @@ class Rollouts:
         return text
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of prompts, without added special tokens."""
+        """Return the prompts' token ids, without adding special tokens."""
         return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
     def verified(self, texts: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Rollout]:
-        """Verify single responses; returns their rollouts.
+        """Verify single responses and return their rollouts.
 
         Args:
-            texts: texts of the prompts.
-            responses: token ids, including the end token unless cut off at the length limit.
+            texts: the prompts' texts.
+            responses: token ids, including the end token unless truncated at the length limit.
 
         Raises:
             ValueError: an environment has several turns.
@@ -122,7 +123,7 @@ class Rollouts:
         ]
 
     def conversations(self, texts: Sequence[str], generate: Generate) -> list[Rollout]:
-        """Generate turn by turn, with the environments' observations, until all conversations are over."""
+        """Generate turn by turn, inserting the environments' observations, until all conversations are over."""
         initial = [self._begun[text] for text in texts]
         current = list(initial)
         prompts = self.encoded(texts)
@@ -161,7 +162,7 @@ class Rollouts:
         ]
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Rewards of a batch in which responses to one prompt are adjacent."""
+        """Return the rewards of a batch in which responses to the same prompt are adjacent."""
         totals = [rollout.turn.reward.total if rollout.turn.reward else 0.0 for rollout in rollouts]
         if self.group is None:
             return totals
@@ -179,7 +180,7 @@ class Rollouts:
                 file.write(json.dumps(line) + "\n")
 
     def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
-        """Record of a rollout; its text has no end token, but `finished` shows whether there was one."""
+        """Return a rollout's record; its text has no end token, but `finished` shows whether there was one."""
         task, verdict = rollout.episode.task, rollout.turn.verdict
         ended = rollout.tokens[-1:] and rollout.tokens[-1] in self.ends
         line = {
@@ -195,7 +196,7 @@ class Rollouts:
         return line | ({"reason": verdict.reason} if verdict and verdict.reason else {})
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of all environments since the last call, by `environment/metric`."""
+        """Return all environments' metrics since the last call, under the names `environment/metric`."""
         return {
             f"{name}/{metric}": value
             for name, episodes in self.environments.items()

@@ -1,4 +1,4 @@
-"""Training with TRL's GRPO, RLOO and DPO trainers on our tasks, verifiers and rewards."""
+"""Training with TRL's GRPO, RLOO and DPO trainers, using our tasks, verifiers and rewards."""
 
 import gc
 import json
@@ -38,11 +38,11 @@ from nemo_ext.rl.trl.rollouts import Rollouts
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
-"""Keys that TRL cannot express and that this module handles."""
+"""Algorithm keys that TRL cannot express but that this module handles."""
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
-    """Train to the end of the schedule, from the last checkpoint of the run directory if there is one.
+    """Train to the end of the schedule, starting from the run directory's last checkpoint if there is one.
 
     Returns:
         True if a signal arrived during the last step, although the run is finished.
@@ -75,13 +75,13 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
 
 @dataclass(frozen=True)
 class _Ready:
-    """Prepared parts of a run, for tasks and for pairs.
+    """What a run needs for training, on tasks or on pairs.
 
     Attributes:
         model: Hugging Face folder of the initial model.
         tokenizer: Hugging Face tokenizer with its chat template.
-        rendered: algorithm rendered for TRL.
-        trusted: True if Python files in the model's folder may run.
+        rendered: the algorithm translated for TRL.
+        trusted: True if Python files in the model's folder may be run.
         stop: callback that ends training after a signal.
         trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
     """
@@ -128,10 +128,10 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
 
 
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
-    """Train from the last checkpoint to the end or to the next measurement of pass rates.
+    """Train from the last checkpoint to the end of the run, or until pass rates must be measured again.
 
     Returns:
-        Whether there was anything left to do; None if training ended with a checkpoint for a measurement.
+        Whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
     """
     run_dir, trainers, tokenizer = Path(config["run_dir"]), ready.trainers, ready.tokenizer
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
@@ -210,7 +210,10 @@ def _measure(
     ready: _Ready,
     phases: sampler.Phases,
 ) -> None:
-    """Measure pass rates and make curricula that are due at a checkpoint or were interrupted."""
+    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted.
+
+    `make` creates a trainer for a model folder and settings.
+    """
     updates = algorithm.updates_per_step
     if checkpoint is not None:
         step = _step_of(checkpoint) // updates
@@ -260,7 +263,7 @@ def _free_memory() -> None:
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
-    """Checkpoint with the best validation reward, the latest of several; `checkpoint` if none was validated."""
+    """Return the checkpoint with the best validation reward, the latest among equals; `checkpoint` if there is none."""
     for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
         candidate = checkpoint.with_name(f"checkpoint-{step * updates}")
         if (candidate / "trainer_state.json").is_file():
@@ -269,7 +272,7 @@ def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int
 
 
 def _run_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
-    """Arguments of TRL's config that do not depend on the algorithm."""
+    """Return the arguments for TRL's config that come from the run rather than the algorithm."""
     updates = algorithm.updates_per_step  # TRL counts updates, but a run can only resume at the start of a step
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
@@ -296,7 +299,10 @@ def _run_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 def _tasks(
     config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any, done: int
 ) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
-    """Rollouts, planned training tasks, validation tasks, and curricula made during training."""
+    """Return rollouts, planned training tasks, validation tasks, and the curricula to be made during training.
+
+    `done` is the number of updates before the run is resumed.
+    """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
         raise ValueError("rl.schedule.steps=null: set the number of steps")
@@ -346,7 +352,7 @@ def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricul
 
 
 def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
-    """Config of an environment's episodes; the algorithm's number of turns is the default of `max_turns`."""
+    """Return the config of an environment's episodes; `max_turns` defaults to the algorithm's number of turns."""
     settings = dict(use.settings)
     if turns > 1 and make(name, settings).begin is not None:
         settings.setdefault("max_turns", turns)
@@ -354,7 +360,7 @@ def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any
 
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
-    """Exclude tasks with longer prompts; a curriculum must not have any."""
+    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if a curriculum has any."""
     excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit))
     if not excluded:
         return
@@ -375,7 +381,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """True if the file that is written last is complete; a kill may have truncated it."""
+    """Return whether a checkpoint's last-written file is complete; a kill may have truncated it."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_bytes())
     except (OSError, ValueError):
@@ -384,7 +390,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> dict[str, Any] | None:
-    """State of `nemo_ext.rl.trl.trainers.Drawn` in a checkpoint; None without a checkpoint."""
+    """Return the state of `nemo_ext.rl.trl.trainers.Drawn` from a checkpoint; None if there is no checkpoint."""
     if checkpoint is None:
         return None
     state = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")

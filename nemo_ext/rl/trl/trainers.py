@@ -39,7 +39,7 @@ from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
 class _Phased:
-    """Trainer mixin that records phases of which transformers' callbacks report only the end."""
+    """Trainer mixin that records the phases for which transformers' callbacks only report the end."""
 
     phases = Phases(None)
 
@@ -53,13 +53,13 @@ class _Phased:
 
 
 class Drawn(TrainerCallback, ExportableState):
-    """Tasks that the trainer draws itself, because the step alone does not determine them.
+    """Draws tasks for the trainer in cases where the step alone does not determine them.
 
-    Every checkpoint holds the number of drawn tasks, so that a resumed run draws the next ones.
+    Every checkpoint stores the number of drawn tasks, so a resumed run draws the next ones.
 
     Args:
-        tasks: tasks of the run.
-        saved: state in the checkpoint from which the run resumes; None at the start.
+        tasks: the run's tasks.
+        saved: state from the checkpoint that the run resumes from; None at the start.
     """
 
     def __init__(self, tasks: PlannedTasks, saved: Mapping[str, Any] | None = None) -> None:
@@ -81,7 +81,7 @@ class Drawn(TrainerCallback, ExportableState):
         return [self._tasks.nth(*place) for place in places]
 
     def learn(self, rewards: Sequence[float], generations: int) -> None:
-        """Update adaptive shares from the rewards of drawn groups, group by group in the order of drawing."""
+        """Update adaptive shares from the drawn groups' rewards, `[groups * generations]`, in the order of drawing."""
         if self.shares is None:
             return
         groups = np.reshape(rewards, (-1, generations))
@@ -89,16 +89,16 @@ class Drawn(TrainerCallback, ExportableState):
         self.shares.learn(datasets, signals_of(groups))
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, in the form that the trainer saves."""
+        """Return the state for a checkpoint, in the form that the trainer saves."""
         state = {"number": self.number, "shares": None if self.shares is None else self.shares.state()}
         return {"args": state, "attributes": {}}
 
 
 class _OurPrompts(_Phased):
-    """Trainer mixin for prompts that are already rendered by the chat template, with special tokens.
+    """Trainer mixin for prompts that are already rendered with the chat template, including special tokens.
 
     Attributes:
-        drawn: tasks that replace the tasks of the dataset; None for the dataset.
+        drawn: source of tasks that replaces the dataset; None to use the dataset.
     """
 
     rollouts: Rollouts
@@ -138,33 +138,33 @@ class _OurPrompts(_Phased):
         return generated
 
     def respond(self, prompts: list[str]) -> list[Rollout]:
-        """Generate and verify responses to prompts."""
+        """Generate responses to prompts and verify them."""
         _, responses, *others = self._generate(prompts)
         extra = others[3] if len(others) > 3 else {}  # RLOO's trainer has no conversations
         return extra.get("rollout") or self.rollouts.verified(prompts, responses)
 
     def training_rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Rewards of generated groups, from which adaptive shares also learn."""
+        """Return the rewards of generated groups, and update the adaptive shares from them."""
         rewards = self.rollouts.rewards(rollouts)
         if self.drawn is not None:
             self.drawn.learn(rewards, self.num_generations)
         return rewards
 
     def _next_prompts(self, count: int) -> list[str]:
-        """Prompts of the next tasks, each repeated once per response."""
+        """Draw `count` tasks and return their prompts, each repeated once per response."""
         assert self.drawn is not None
         texts = map(self.rollouts.prompt, self.drawn.next(count))
         return [text for text in texts for _ in range(self.num_generations)]
 
 
 class _Grpo(_OurPrompts, GRPOTrainer):
-    """GRPO with the advantages of `group_advantages` and replacement of groups without reward variance.
+    """GRPO with advantages from `group_advantages`, which can replace groups without reward variance.
 
     Attributes:
-        advantage: settings of advantages; None for TRL's advantages.
-        rounds: maximum number of generation rounds per step, including the first, after which groups without variance
-            are kept; None keeps all groups.
-        start: initial model for the KL divergence in validations; None for none.
+        advantage: settings of advantages; None to use TRL's advantages.
+        rounds: maximum number of generation rounds per step, including the first; after these, groups without variance
+            are kept. None to keep all groups.
+        start: initial model, for measuring the KL divergence in validations; None to skip this.
     """
 
     advantage: Advantage | None = None
@@ -186,7 +186,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return loss
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
-        """KL to the initial model in nats per response token, by the estimator k3 as in TRL."""
+        """Estimate the KL divergence from the initial model in nats per response token, with k3 as in TRL."""
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
@@ -249,7 +249,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return _merged([*varied, *flat[len(dropped) :]])
 
     def _groups(self, prompts: list[str]) -> list[dict[str, Any]]:
-        """Generate and reward groups; returns the columns of each group by name, None for columns that TRL omits."""
+        """Generate and reward groups; return each group's columns by name, None for columns that TRL omits."""
         prompt_ids, responses, mask, texts, logprobs, extra, *_ = super()._generate(prompts)
         rollouts = extra.get("rollout") or self.rollouts.verified(prompts, responses)
         columns = {
@@ -267,11 +267,11 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
 
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
-    """Microbatch without columns that are padding in every row; the loss is unchanged.
+    """Return a microbatch without columns that are padding in every row, which leaves the loss unchanged.
 
     Args:
-        batch: TRL's microbatch, with `[rows, prompt]` and `[rows, completion]`.
-        without_advantage: whether to keep rows with an advantage of 0; otherwise one of them is kept if all are 0.
+        batch: TRL's microbatch, with tensors `[rows, prompt]` and `[rows, completion]`.
+        without_advantage: whether to keep rows with an advantage of 0; otherwise, one of them is kept if all are 0.
     """
     rows, width = batch["completion_mask"].shape
     selected = torch.arange(rows, device=batch["completion_mask"].device)
@@ -295,11 +295,11 @@ def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, 
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 _COLUMNS = ("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs")
-"""Columns that TRL's `_generate` returns, in order."""
+"""Names of the columns that TRL's `_generate` returns, in order."""
 
 
 def _merged(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Groups in the form of TRL's `_generate`; it passes the extra columns to the reward function."""
+    """Join groups into the result of TRL's `_generate`, whose extra columns are passed to the reward function."""
 
     def column(name: str) -> list[Any] | None:
         parts = [group[name] for group in groups]
@@ -334,9 +334,9 @@ class _WithMargins:
 
 
 class _Rpo(_Dpo):
-    """RPO trainer: DPO's loss has weight 0 (`nemo_ext.rl.trl.render`); its SFT loss and metrics are unchanged.
+    """RPO trainer, in which DPO's loss has weight 0 (`nemo_ext.rl.trl.render`); SFT loss and metrics are unchanged.
 
-    The batch holds the reference log-probabilities (`precompute_ref_log_probs`).
+    The batch contains the reference log-probabilities (`precompute_ref_log_probs`).
     """
 
     data_collator: Any
@@ -383,16 +383,18 @@ def policy_gradient(
     """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        model: Hugging Face folder.
-        settings: arguments of TRL's config.
+        algorithm: algorithm to train with.
+        model: Hugging Face folder of the model.
+        settings: arguments for TRL's config.
+        tokenizer: Hugging Face tokenizer.
         rollouts: prompts and rewards.
-        train: tasks of the run; with `sampling.drop_zero_variance` all tasks that may be drawn.
-        validation: validation tasks.
-        drawn: state of `Drawn` in the checkpoint from which the run resumes; used only with
+        train: the run's tasks; with `sampling.drop_zero_variance`, all tasks that may be drawn.
+        validation: validation tasks; None if there are none.
+        drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
 
     Raises:
-        ValueError: a setting that TRL does not have, or RLOO with an environment of several turns.
+        ValueError: TRL does not have a setting, or RLOO is used with a multi-turn environment.
     """
     trainers = {"grpo": _Grpo, "rloo": _Rloo}
     arguments: dict[str, Any] = {}
@@ -443,7 +445,7 @@ def _end_at(trainer: Any, ends: frozenset[int]) -> None:
 
 
 def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
-    """Transformers' `generate` with one prefill for adjacent equal prompts, `[rows, tokens]`."""
+    """Call transformers' `generate` with one prefill for adjacent equal prompts; return token ids, `[rows, tokens]`."""
     generate = type(model).generate
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
@@ -466,7 +468,7 @@ def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tens
 
 
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
-"""Name of the cache argument of transformers' models, which depends on the version."""
+"""Name of the cache argument of transformers' models, which depends on the version of transformers."""
 
 
 def answer(
@@ -474,15 +476,15 @@ def answer(
 ) -> None:
     """Generate and verify responses to tasks as in training, without training.
 
-    The seed and the number of a batch alone determine its responses, so that an interrupted run gives the same ones.
+    A batch's responses depend only on the seed and the batch's number, so an interrupted run gives the same ones.
 
     Args:
         trainer: trainer made by `policy_gradient`.
         tasks: tasks to respond to.
-        record: path of the JSONL file to append to; complete batches in it are not repeated.
+        record: path of the JSONL file to append to; batches that are complete in it are not repeated.
         samples: number of responses per task.
         at_once: number of tasks per batch.
-        seed: seed of the sampling.
+        seed: sampling seed.
     """
     ours: Any = trainer
     ours.model.eval()
@@ -525,12 +527,16 @@ def preference(
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        prompts: chat template of the model; None if it has none and the pairs are rendered.
-        pairs: paths of the files by split.
+        algorithm: algorithm to train with.
+        model: Hugging Face folder of the model.
+        settings: arguments for TRL's config.
+        tokenizer: Hugging Face tokenizer.
+        prompts: the model's chat template; None if it has none and the pairs are already rendered.
+        pairs: mapping from splits (train, validation) to paths.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
 
     Raises:
-        ValueError: a file is missing or has no true rewards, or TRL does not have a setting.
+        ValueError: a file is missing, invalid or lacks true rewards, or TRL does not have a setting.
     """
     files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():
@@ -553,7 +559,7 @@ def preference(
 def _pairs(
     path: Path, where: str, prompts: Prompts | None, tokenizer: Any, limit: int | None, *, with_rewards: bool
 ) -> Dataset:
-    """Tokenized pairs of a file without pairs longer than `limit`, which TRL would truncate and train on."""
+    """Tokenize a file's pairs, except those longer than `limit` tokens, which TRL would truncate and train on."""
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
     except ValueError as error:
@@ -576,11 +582,11 @@ def _pairs(
 
 
 _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
-"""Columns that TRL's collator reads."""
+"""Names of the columns that TRL's collator reads."""
 
 
 class Log(TrainerCallback):
-    """Callback that writes every log with the environments' metrics to a file, and prints one line per step."""
+    """Callback that writes every log, with the environments' metrics, to a file and prints one line per step."""
 
     def __init__(self, path: Path, rollouts: Rollouts | None) -> None:
         self._path, self._rollouts = path, rollouts
@@ -615,7 +621,11 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Let the trainer draw its tasks; ValueError for several processes, or different tasks with the same prompt."""
+    """Make the trainer draw its tasks.
+
+    Raises:
+        ValueError: there are several processes, or different tasks have the same prompt.
+    """
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
             "rl.sampling.drop_zero_variance and tasks.train.adapt: TRL supports them in a single process only; remove "
@@ -629,7 +639,7 @@ def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) ->
 
 
 class Due(TrainerCallback):
-    """Callback that ends training with a checkpoint when pass rates are due; a step has `updates` updates."""
+    """Callback that ends training with a checkpoint when pass rates must be measured; a step has `updates` updates."""
 
     def __init__(self, curricula: Curricula, updates: int) -> None:
         self.now = False
@@ -650,19 +660,22 @@ class Due(TrainerCallback):
 
 
 def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[int, float]]:
-    """Step and reward of each validation in a trainer's logs."""
+    """Return (step, reward) of each validation in a trainer's logs; a step has `updates` updates."""
     return [(log["step"] // updates, log["eval_reward"]) for log in logs if log.get("eval_reward") is not None]
 
 
 class Stop(TrainerCallback):
-    """Callback that ends training with a checkpoint after the step of a signal; a second signal ends at once."""
+    """Callback that ends training with a checkpoint after the step in which a signal arrives.
+
+    A second signal ends training immediately.
+    """
 
     def __init__(self, updates: int) -> None:
         self.asked = False
         self._updates = updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """End training at the end of a step; called by the trainer after each update."""
+        """End training after a whole step if a signal has arrived; called by the trainer after each update."""
         if self.asked and state.global_step % self._updates == 0:
             control.should_save = control.should_training_stop = True
 
@@ -685,7 +698,7 @@ class Stop(TrainerCallback):
 
 
 class _Reward:
-    """TRL reward function: rewards of the verifiers, or of groups if the algorithm has a group reward."""
+    """TRL reward function that returns the verifiers' rewards, or group rewards if the algorithm has them."""
 
     __name__ = "verified"
 
@@ -712,7 +725,7 @@ class _Reward:
 
 
 def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | None]:
-    """TRL's `rollout_func`: generate all turns of all conversations of a batch."""
+    """Generate all turns of all conversations in a batch; this is TRL's `rollout_func`."""
 
     def generate(ids: list[list[int]], room: int) -> list[list[int]]:
         limit = trainer.generation_config.max_new_tokens

@@ -1,1 +1,1 @@
-"""Verifiers of responses to tasks. They import no framework and never raise on model output."""
+"""Verifiers that judge responses to tasks. They import no training framework and never raise on model output."""

@@ -1,6 +1,6 @@
-"""Prompts without a correct answer, rewarded only by a judge that compares the responses of a group.
+"""Prompts without a correct answer; rewards come only from a judge that compares a group's responses.
 
-Nemotron 3 Nano, section 3.3.2. The judge and the length control are settings of the group, `rl.group`.
+Nemotron 3 Nano, section 3.3.2. The judge and the length control are configured in `rl.group`.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ def check(reference: Mapping[str, Any]) -> None:
 
 
 def verify(response: Response, reference: None) -> Verdict:
-    """Correct if there is an answer."""
+    """Return correct if there is an answer."""
     return Verdict.correct() if response.answer.strip() else Verdict.wrong("no answer")
 
 
 def environment() -> Environment:
-    """The environment `chat`."""
+    """Create the environment `chat`."""
     return Environment(name="chat", check=check, verify=verify, judged_in_groups=True)

@@ -1,13 +1,14 @@
-"""Programs, verified by running them on tests: each answer in its own sandbox, each test in its own process.
+"""Verifies programs by running them on tests, each answer in its own sandbox and each test in its own process.
 
     {language: python | cpp, style: stdin, tests: [{input: "1 2\\n", output: "3\\n", tolerance?: 1e-6}], limits?: {...}}
     {language: python, style: function, function: name, tests: [{args: [...], kwargs?: {...}, expected: ...}]}
     {language: python, style: asserts, tests: ["assert f(1) == 2", ...]}
 
-An answer's program is its last fenced block of the language, or its last block without a language. All tests must pass.
-Expected outputs stay in this process: a program gets inputs only, and its output is compared here, so it cannot pass by
-tampering with its own interpreter or reading its memory. A function's result is returned as JSON. Asserts, as in
-HumanEval and MBPP, run in the program's own process, which could tamper with them: for evaluation, not for rewards.
+An answer's program is its last fenced block in the language, or its last block without a language. All tests must pass.
+Expected outputs stay in this process: a program receives only inputs, and its output is compared here, so it cannot
+pass by tampering with its own interpreter or reading its memory. A function's result is returned as JSON. Asserts, as
+in HumanEval and MBPP, run in the program's own process, which could tamper with them, so use them for evaluation but
+not for rewards.
 """
 
 import contextlib
@@ -44,12 +45,12 @@ _NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?", re.ASCII
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """One test.
+    """One test of a program or function.
 
     Attributes:
         input: standard input, or the call's arguments as JSON.
-        expected: expected standard output, or expected result as a JSON value.
-        tolerance: absolute or relative tolerance of numbers; None compares exactly.
+        expected: expected standard output, or the expected result as a JSON value.
+        tolerance: absolute and relative tolerance for numbers; if None, they are compared exactly.
     """
 
     __test__ = False
@@ -67,8 +68,8 @@ class Reference:
         language: python or cpp.
         function: name of the function to call; None for programs that read standard input.
         asserts: whether the tests are statements that run after the program.
-        tests: tests, at least one.
-        limits: changes to the sandbox's limits for one test.
+        tests: the tests, at least one.
+        limits: changes to the sandbox's limits, which apply to each test.
     """
 
     language: Literal["python", "cpp"]
@@ -130,17 +131,17 @@ class _Call:
 
 
 def _asserts(test: Any, where: str) -> Test:
-    """Parse a test that consists of statements."""
+    """Parse a test that consists of Python statements; `where` names it in error messages."""
     if not isinstance(test, str) or not test.strip():
         raise ValueError(f"{where} must be Python statements, not {test!r:.80}")
     return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
 
 
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
-    """Parse a task's reference.
+    """Parse a task's reference, which may have at most `max_tests` tests.
 
     Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
+        ValueError: the reference is invalid; the message names the key and the accepted values.
     """
     raw = checked(_RawReference, reference, where="reference")  # not as JSON: tests may be long
     if raw.style == "function":
@@ -170,10 +171,13 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
 
 
 def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
-    """Run the answer's program on the tests, in this thread.
+    """Run the answer's program on the tests, waiting in this thread.
 
     Args:
-        partial: score wrong answers by the share of tests that pass, for which all tests run; otherwise testing
+        response: response whose answer contains the program.
+        reference: tests to pass.
+        sandbox: sandbox to run the program in.
+        partial: score wrong answers by the share of tests that pass, for which all tests are run; otherwise testing
             stops at the first failure.
     """
     source = program(response.answer, reference.language)
@@ -186,7 +190,7 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
 
 
 async def verify_async(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
-    """`verify` for asyncio: as many at once as the sandbox runs; the rest wait."""
+    """Do the same as `verify` for asyncio; calls beyond the sandbox's concurrency wait."""
     source = program(response.answer, reference.language)
     if source is None:
         return _no_program(response.answer, reference.language)
@@ -208,15 +212,16 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """The environment `code`, with its own sandbox.
+    """Create the environment `code`, with its own sandbox.
 
     Args:
-        max_tests: maximum number of tests; a reference with more is refused.
+        max_tests: maximum number of tests; a reference with more is rejected.
+        partial: whether wrong answers are scored by the share of tests that pass.
         limits: changes to `nemo_ext.rl.sandbox.limits.Limits`; a reference's own limits take precedence.
-        concurrency: number of boxes at once; this and the rest as in `nemo_ext.rl.sandbox.sandbox.Sandbox`.
+        concurrency, queue_seconds, isolation, strict: see `nemo_ext.rl.sandbox.sandbox.Sandbox`.
 
     Raises:
-        ValueError: invalid setting.
+        ValueError: a setting is invalid.
         SandboxError: `strict` is set and namespaces are not available.
     """
     checked_whole("max_tests", max_tests, least=1)
@@ -236,9 +241,9 @@ def environment(
 
 
 def program(answer: str, language: str) -> str | None:
-    """Last closed fence of the language, else the last fence without a language, else None.
+    """Return the answer's last fenced block in the language, else its last block without a language, else None.
 
-    Models show inputs and outputs in fences too, so the very last fence need not be the program.
+    Models also show inputs and outputs in fenced blocks, so the very last block need not be the program.
     """
     named = unnamed = None
     for tag, inner, _, _ in fences(answer):
@@ -282,13 +287,13 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
 
 
 def _limits(test: Test, limits: Limits) -> Limits:
-    """Limits of a test: output much longer than expected ends the run."""
+    """Return the limits for a test, under which output much longer than expected ends the run."""
     expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
     return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
 
 
 def _failure(run: Run, test: Test, function: str | None) -> str:
-    """Reason why the program fails the test; "" if it passes."""
+    """Return why the program fails the test; "" if it passes."""
     if not run.ok:
         return _describe(run)
     if function is None:
@@ -302,9 +307,9 @@ def _failure(run: Run, test: Test, function: str | None) -> str:
 
 
 def same_output(output: bytes, expected: bytes, tolerance: float | None = None) -> bool:
-    """True if two outputs have the same words on the same lines, ignoring other white space.
+    """Return whether two outputs have the same words on the same lines, ignoring other white space.
 
-    On lines of numbers alone, numbers compare by value (1.50 and 1.5 are equal), as in NeMo Gym's verifier.
+    On lines that consist only of numbers, these are compared by value (1.50 equals 1.5), as in NeMo Gym's verifier.
     """
     actual, lines = output.strip().split(b"\n"), expected.strip().split(b"\n")
     return len(actual) == len(lines) and all(
@@ -335,10 +340,10 @@ def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
 
 
 def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """True if two JSON values are equal: 1, 1.0 and true are equal, as in Python, and NaN equals nothing.
+    """Return whether two JSON values are equal: as in Python, 1 equals 1.0 and true, and NaN equals nothing.
 
     Raises:
-        RecursionError: the values are nested too deep.
+        RecursionError: the values are nested too deeply.
     """
     if isinstance(expected, list):
         return (
@@ -366,6 +371,6 @@ def _no_program(answer: str, language: str) -> Verdict:
 
 
 def _describe(run: Run) -> str:
-    """How the run ended, with the last line of stderr."""
+    """Describe how the run ended, with its last line of stderr."""
     lines = run.stderr.decode(errors="replace").strip().splitlines()
     return f"{run}: {lines[-1][:200]}" if lines else str(run)

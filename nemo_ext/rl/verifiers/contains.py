@@ -1,7 +1,7 @@
-"""Short answers that must occur in a response: codes, names and words, as RULER (arXiv 2404.06654) scores them.
+"""Checks that a response contains short answers such as codes, names and words, as RULER does (arXiv 2404.06654).
 
 RULER scores the share of answers that occur anywhere. Here, listing everything or repeating the context does not pay
-off: a response may not be long, and naming known wrong answers lowers the score.
+off, because responses must be short and naming known wrong answers lowers the score.
 """
 
 import functools
@@ -28,13 +28,13 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Texts that a right answer names.
+    """Strings that a correct response contains.
 
     Attributes:
-        answers: the texts.
-        all: whether all of them must occur, rather than one.
-        wrong: texts that a right answer does not name.
-        whole_words: whether a text counts only where no letter or digit touches it.
+        answers: the strings.
+        all: whether all of them must occur, rather than just one.
+        wrong: strings that a correct response must not contain.
+        whole_words: whether an occurrence counts only if no letter or digit is adjacent to it.
     """
 
     answers: tuple[str, ...]
@@ -53,10 +53,10 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a task's reference: {answers: [texts] or one, all: false, wrong: [texts], whole_words: true}.
+    """Parse a task's reference: {answers: one string or a list, all: false, wrong: [strings], whole_words: true}.
 
     Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
+        ValueError: the reference is invalid; the message names the key and the accepted values.
     """
     given: dict[str, JsonValue] = dict(reference)
     for key in ("answers", "wrong"):
@@ -66,9 +66,10 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Correct if the answer names the expected texts and no wrong ones.
+    """Return correct if the response contains the expected strings and no wrong ones.
 
-    With `all`, the score is the number of right texts named, divided by all right texts plus the wrong ones named.
+    With `all`, the score is the number of expected strings found, divided by the number of expected strings plus the
+    number of wrong ones found. A response of more than `max_characters` characters is wrong.
     """
     if not response.answer:
         return Verdict.wrong("no answer")
@@ -94,7 +95,7 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
-    """The environment `contains`.
+    """Create the environment `contains`.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.
@@ -107,13 +108,13 @@ def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
 
 
 def normal(text: str) -> str:
-    """Normalize a text for comparison: case, character widths, quotes, dashes, commas in numbers and white space."""
+    """Normalize a string for comparison: case, character widths, quotes, dashes, commas in numbers and white space."""
     plain = _THOUSANDS.sub("", unicodedata.normalize("NFKC", text).translate(_MARKS))
     return " ".join(plain.casefold().split())
 
 
 def _occurs(sought: str, text: str, whole_words: bool) -> bool:
-    """True if a text occurs in another; both are normalized."""
+    """Return whether `sought` occurs in `text`; both are normalized."""
     return bool(_pattern(sought).search(text)) if whole_words and sought in text else sought in text
 
 

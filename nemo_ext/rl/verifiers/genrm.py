@@ -1,6 +1,7 @@
-"""Verifier for training a reward model: it must prefer the same response as the data. The reward is `genrm_training`.
+"""Verifier for training a generative reward model, which must prefer the same response as the data.
 
-Tasks: `nemo-ext rl_tasks environment=genrm records=...`, from what `nemo-ext preference_data` writes.
+The reward is `genrm_training`. `nemo-ext rl_tasks environment=genrm records=...` makes the tasks from the output of
+`nemo-ext preference_data`.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ class Reference:
     """Human judgement of two responses.
 
     Attributes:
-        ranking: preference from 1 (the first is far superior) to 6 (the second is).
-        score_1: helpfulness of the first response as shown, 1 to 5; None where not known.
-        score_2: helpfulness of the second one.
+        ranking: preference from 1 (the first is far superior) to 6 (the second is far superior).
+        score_1: helpfulness of the response shown first, 1 to 5; None if unknown.
+        score_2: helpfulness of the response shown second, likewise.
     """
 
     ranking: float
@@ -33,11 +34,11 @@ class Reference:
 
 
 check = partial(checked, Reference, where="reference", strict=True)
-"""Parse a task's reference, {score_1: 4, score_2: null, ranking: 2}; raises ValueError for an invalid one."""
+"""Parses a task's reference, {score_1: 4, score_2: null, ranking: 2}; raises ValueError if it is invalid."""
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Correct if the judgement's ranking prefers the same response as the data; no preference is wrong."""
+    """Return correct if the judgement's ranking prefers the same response as the data; no preference is wrong."""
     judgement = parse_judgement(response.answer)
     if judgement is None:
         return Verdict.wrong("no judgement, or more than one")
@@ -47,5 +48,5 @@ def verify(response: Response, reference: Reference) -> Verdict:
 
 
 def environment() -> Environment:
-    """The environment `genrm`."""
+    """Create the environment `genrm`."""
     return Environment(name="genrm", check=check, verify=verify)

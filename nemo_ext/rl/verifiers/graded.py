@@ -1,7 +1,7 @@
-"""Grades that a judge gives by a rubric: for open-ended answers, and for how safe or harmful a response is.
+"""Grades that a judge assigns using a rubric, for open-ended answers and for how safe or harmful a response is.
 
-MT-Bench's single answers (arXiv 2306.05685, section 3.1), StrongREJECT's and HarmBench's graders (arXiv 2402.10260,
-2402.04249) differ only in the rubric, which the benchmark provides.
+MT-Bench's single-answer grading (arXiv 2306.05685, section 3.1) and the graders of StrongREJECT and HarmBench (arXiv
+2402.10260, 2402.04249) differ only in the rubric, which the benchmark provides.
 """
 
 import functools
@@ -43,9 +43,9 @@ class Reference:
 
     Attributes:
         question: request that the response answers.
-        rubric: criteria for each grade; "" for the environment's.
-        best: highest grade, where 0 is the lowest; None for the environment's.
-        answer: reference answer that the judge sees, or "".
+        rubric: criteria for each grade; if "", the environment's.
+        best: highest grade (the lowest is 0); if None, the environment's.
+        answer: reference answer shown to the judge; "" if there is none.
     """
 
     question: Annotated[str, Field(pattern=r"\S")]
@@ -55,15 +55,15 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> Reference:
-    """Parse a task's reference: {question: text, rubric: text, best: 10, answer: text}.
+    """Parse a task's reference: {question: string, rubric: string, best: 10, answer: string}.
 
     Args:
         reference: reference as written in a task.
-        rubric: rubric of references without one.
-        best: highest grade of references without one.
+        rubric: rubric for references without one.
+        best: highest grade for references without one.
 
     Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
+        ValueError: the reference is invalid; the message names the key and the accepted values.
     """
     parsed = checked(Reference, reference, where="reference", strict=True)
     if not (parsed.rubric or rubric).strip():
@@ -80,17 +80,17 @@ def environment(
     best: int = 10,
     max_answer_characters: int = 20_000,
 ) -> Environment:
-    """The environment `graded`. The score is the grade divided by the best one.
+    """Create the environment `graded`, whose score is the grade divided by the highest grade.
 
     Args:
         judge: judge, or its settings (`JudgeSettings`).
-        rubric: rubric of references without one.
-        best: highest grade of references without one.
+        rubric: rubric for references without one.
+        best: highest grade for references without one.
         max_answer_characters: maximum length of an answer (choice); longer ones get grade 0 and are not shown to the
-            judge, since an answer must not escape its grade by its length.
+            judge, since an answer must not escape grading through its length.
 
     Raises:
-        ValueError: invalid setting; the message names it.
+        ValueError: a setting is invalid; the message names it.
     """
     if not isinstance(rubric, str):
         raise ValueError(f"rubric={rubric!r}: expected a string")
@@ -108,7 +108,7 @@ def environment(
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Grade of the judge divided by the best one, correct if it is the best; `error` if it gives none."""
+    """Score the answer by the judge's grade divided by the highest one, which is correct; `error` without a grade."""
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
@@ -126,7 +126,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Prompt for the judge."""
+    """Write the judge's prompt."""
     mark = nonce(reference.question, reference.rubric, reference.answer, answer)
     parts = {"request": reference.question}
     if reference.answer:
@@ -142,9 +142,9 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_grade(text: str, *, best: int) -> int | None:
-    """Grade in the last line after the judge's trace; None unless there is exactly one, from 0 to `best`.
+    """Return the grade in the last line of the judge's answer; None unless it has exactly one, from 0 to `best`.
 
-    Grades in earlier lines are ignored: a judge may quote the response. Markdown around the grade is allowed.
+    Grades in earlier lines are ignored because a judge may quote the response. Markdown around the grade is allowed.
     """
     lines = parse_response(text).answer.splitlines()
     found = _GRADE.findall(lines[-1]) if lines else []

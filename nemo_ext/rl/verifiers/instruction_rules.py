@@ -1,12 +1,12 @@
-"""Rules that the verifier `instructions` checks, by published id: IFEval's 25, and 29 more of NeMo Gym's server.
+"""Rules that the verifier `instructions` checks, under their published ids: IFEval's 25, and 29 from NeMo Gym's server.
 
-IFEval: Zhou et al. 2023, arXiv:2311.07911. The others: the training constraints of Pyatkin et al. 2025 (IFBench), as in
-the library of Gym's instruction_following server. They are reimplemented because the published code (lm-eval, and Gym's
-library, which is on no package index) downloads NLTK data at run time, raises on some answers, and takes quadratic time
-on others.
+IFEval: Zhou et al. 2023, arXiv:2311.07911. The others are the training constraints of Pyatkin et al. 2025 (IFBench), as
+in the library of Gym's instruction_following server. They are reimplemented because the published code (lm-eval, and
+Gym's library, which is not on any package index) downloads NLTK data at run time, raises on some answers, and takes
+quadratic time on others.
 
 These rules are stricter than the published checks only where doing nothing would be rewarded; `docs/rl/tools.md` lists
-the differences. All take time linear in the answer. Keywords are text, never patterns.
+the differences. All take time linear in the answer's length. Keywords are plain strings, never patterns.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, Field, create_model
 from nemo_ext.job.settings import STRICT, Count, Whole
 
 MOST_WORDS = 30
-"""Maximum number of words of a phrase to repeat."""
+"""Maximum number of words in a phrase to be repeated."""
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 # Languages of IFEval's data, and others that py3langid distinguishes.
 LANGUAGES = (
@@ -76,19 +76,19 @@ _KINDS: Mapping[Any, str] = {
     Literal[LANGUAGES]: "language",
 }
 PARAMETERS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""Type of each parameter of the rules, by its published name."""
+"""Mapping from the published names of the rules' parameters to their types."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule that an answer is checked against.
+    """A rule that an answer is checked against.
 
     Attributes:
-        says: request for a prompt, a format string of the parameters.
-        follows: function of an answer and the parameters, True if the answer follows the rule; if it takes `count`,
-            that is the function that counts keywords.
-        ignored: parameters that occur in data but that the rule does not use.
-        kinds: types of parameters where they differ from `PARAMETERS`.
+        says: instruction for a prompt, as a format string with the parameters.
+        follows: function of an answer and the parameters that returns whether the answer follows the rule. If it has a
+            parameter `count`, it receives the function that counts keywords.
+        ignored: parameters that occur in data but are not used by the rule.
+        kinds: types of the parameters that differ from `PARAMETERS`.
     """
 
     says: str
@@ -104,24 +104,24 @@ class Rule:
         return create_model("kwargs", __config__=STRICT, **fields)
 
     def is_followed(self, answer: str, parameters: Mapping[str, Any], *, whole_words: bool) -> bool:
-        """True if an answer follows the rule; with `whole_words`, keywords inside of words are not counted."""
+        """Return whether an answer follows the rule; with `whole_words`, keywords inside words are not counted."""
         if "count" in inspect.signature(self.follows).parameters:
             return self.follows(answer, **parameters, count=count_words if whole_words else count_texts)
         return self.follows(answer, **parameters)
 
 
 def words(text: str) -> list[str]:
-    """Words of a text; hyphens and apostrophes join."""
+    """Return the words of a text; hyphens and apostrophes join words."""
     return _WORD.findall(text)
 
 
 def paragraphs(text: str) -> list[str]:
-    """Paragraphs of a text, which are separated by blank lines."""
+    """Return the paragraphs of a text, which are separated by blank lines."""
     return [part for part in _PARAGRAPH_END.split(text) if part.strip()]
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, split at end punctuation and blank lines, but not at abbreviations and item numbers."""
+    """Split a text into sentences at end punctuation and blank lines, but not at abbreviations or item numbers."""
     parts = []
     for block in _PARAGRAPH_END.split(text):
         start = 0
@@ -135,7 +135,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _continues(text: str, stop: int, at: int) -> bool:
-    """True if the full stop at `stop` does not end a sentence; the text after it starts at `at`."""
+    """Return whether the full stop at index `stop` does not end a sentence; the text after it starts at index `at`."""
     before = text[max(0, stop - 20) : stop]
     line = before.rpartition("\n")[2]
     if (line != before or stop <= 20) and _ITEM.fullmatch(line):
@@ -151,7 +151,7 @@ def _continues(text: str, stop: int, at: int) -> bool:
 
 
 def language_of(text: str) -> str:
-    """ISO 639-1 code of a text's language, by py3langid; "" if it has no letters."""
+    """Return the ISO 639-1 code of a text's language, as detected by py3langid; "" if the text has no letters."""
     plain = text[:_LANGUAGE_CHARACTERS].lower()
     if not any(map(str.isalpha, plain)):
         return ""
@@ -172,12 +172,12 @@ def _compare(number: int, relation: str, limit: int) -> bool:
 
 
 def count_texts(text: str, keyword: str) -> int:
-    """Number of times that a keyword occurs, inside words too, as the published checks count."""
+    """Count how often a keyword occurs, also inside words, as the published checks do."""
     return text.casefold().count(keyword.casefold())
 
 
 def count_words(text: str, keyword: str) -> int:
-    """Number of times that a keyword occurs as a word."""
+    """Count how often a keyword occurs as a whole word."""
     return len(_whole_word(keyword).findall(text))
 
 
@@ -190,7 +190,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Parts of a text between dividers; None if a part in the middle is empty."""
+    """Return the non-empty parts of a text between dividers; None if a part other than the first or last is empty."""
     parts = [part.strip() for part in text.split(divider)]
     if not all(parts[1:-1]):
         return None

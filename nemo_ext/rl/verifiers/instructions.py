@@ -1,8 +1,8 @@
-"""Instruction following: rules that a program can check (IFEval, Zhou et al. 2023, and IFBench's training constraints).
+"""Instruction following, checked by programmed rules (IFEval, Zhou et al. 2023, and IFBench's training constraints).
 
 A reference is {instructions: [{id, kwargs}], mode: all | share, whole_words: false}, with one to ten instructions
-per prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of
-instructions that are followed.
+per prompt as in Llama-Nemotron, section 6.1. All must be followed for a response to be correct; with `share`, the
+verdict's score is the share of instructions that are followed.
 """
 
 import functools
@@ -35,14 +35,14 @@ def _composed(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """Instruction in a prompt.
+    """One instruction in a prompt.
 
     Attributes:
         id: id of the rule, a key of `RULES`.
         kwargs: parameters of the rule.
 
     Raises:
-        ValueError: unknown rule, or invalid parameters for it.
+        ValueError: the rule is unknown or its parameters are invalid.
     """
 
     id: str
@@ -61,7 +61,7 @@ class Instruction:
         object.__setattr__(self, "kwargs", dict(made))
 
     def says(self) -> str:
-        """Request for the instruction, as written in a prompt."""
+        """Return the instruction as written in a prompt."""
         shown = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in self.kwargs.items()}
         return RULES[self.id].says.format(**shown)
 
@@ -73,7 +73,7 @@ class Reference:
     Attributes:
         instructions: all instructions in the prompt.
         mode: score if only some instructions are followed: 0 (`all`) or their share (`share`).
-        whole_words: whether keywords count only as whole words; IFEval counts them inside words too.
+        whole_words: whether keywords count only as whole words; IFEval also counts them inside words.
     """
 
     instructions: Annotated[tuple[Instruction, ...], Field(min_length=1, max_length=MOST)]
@@ -82,15 +82,20 @@ class Reference:
 
 
 check = functools.partial(checked, Reference, where="reference", strict=True)
-"""Parse a task's reference; raises ValueError for an invalid one."""
+"""Parses a task's reference; raises ValueError if it is invalid."""
 
 
 def verify(
     response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS, published: Any = None
 ) -> Verdict:
-    """Correct if the answer follows all instructions; text with control characters or without words follows none.
+    """Return correct if the answer follows all instructions.
+
+    An answer with control characters, without words or of more than `max_characters` characters is wrong.
 
     Args:
+        response: response to verify.
+        reference: instructions to follow.
+        max_characters: maximum length of an answer in characters.
         published: module `lm_eval.tasks.ifeval.utils`, whose checkers replace ours; None to use ours.
     """
     answer = response.answer
@@ -126,15 +131,15 @@ def _verdict(broken: Sequence[str], reference: Reference) -> Verdict:
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False) -> Environment:
-    """The environment `instructions`.
+    """Create the environment `instructions`.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.
-        published: whether lm-evaluation-harness's checkers verify IFEval's 25 rules, as in papers. Use them only for
-            benchmarks: they reward doing nothing in some cases, and raise on some answers (`error`).
+        published: whether to verify IFEval's 25 rules with lm-evaluation-harness's checkers, as papers do. Use them
+            only for benchmarks, as they reward doing nothing in some cases and raise on some answers (`error`).
 
     Raises:
-        ValueError: invalid setting, or the published checkers or their data are not installed.
+        ValueError: a setting is invalid, or the published checkers or their data are not installed.
     """
     checked_whole("max_characters", max_characters, least=1)
     return Environment(

@@ -1,7 +1,7 @@
-"""Equivalence of an answer and a reference, decided by a judge: open questions, and questions on long documents.
+"""Verifier that lets a judge decide whether answer and reference agree, for open questions and long documents.
 
 Nemotron 3 Nano, section 3.2.1 (long context), and Llama-Nemotron, section 5.1. The judge sees the question, the
-reference and the answer, not the document, as in NeMo Gym's lc_judge.
+reference and the answer, but not the document, as in NeMo Gym's lc_judge.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ Say in a few sentences what agrees and what does not. Then end with a line that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Question and correct answer, which the judge compares the response with.
+    """Question and correct answer, with which the judge compares the response.
 
     Attributes:
         question: question without the document.
         answer: correct answer.
-        rubric: further criteria for the judge, or "".
+        rubric: further criteria for the judge; "" if there are none.
     """
 
     question: Annotated[str, Field(pattern=r"\S")]
@@ -52,19 +52,19 @@ class Reference:
 
 
 check = partial(checked, Reference, where="reference", strict=True)
-"""Parse a task's reference; raises ValueError for an invalid one."""
+"""Parses a task's reference; raises ValueError if it is invalid."""
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:
-    """The environment `judge`.
+    """Create the environment `judge`.
 
     Args:
         judge: judge, or its settings (`JudgeSettings`).
         max_answer_characters: maximum length of an answer (choice); longer ones are wrong and not shown to the judge,
-            since an answer must not escape its verdict by being more than the judge can read.
+            since an answer must not escape its verdict by being longer than the judge can read.
 
     Raises:
-        ValueError: invalid setting; the message names it.
+        ValueError: a setting is invalid; the message names it.
     """
     checked_whole("max_answer_characters", max_answer_characters, least=1)
     grader = make_judge(judge)
@@ -78,12 +78,12 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
 
 
 def make_judge(judge: Judge | Mapping[str, Any]) -> Judge:
-    """The judge itself, or a judge from its settings."""
+    """Return the judge itself, or create one from its settings."""
     return judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Verdict of the judge; `error` if it gives none."""
+    """Return the judge's verdict; `error` if it gives none."""
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
@@ -96,7 +96,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Prompt for the judge."""
+    """Write the judge's prompt."""
     mark = nonce(reference.question, reference.answer, reference.rubric, answer)
     parts = {"question": reference.question, "reference answer": reference.answer}
     if reference.rubric:
@@ -106,11 +106,12 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_verdict(text: str, *, correct: str = CORRECT, incorrect: str = INCORRECT) -> bool | None:
-    """True or False by the label that starts the last line after the judge's trace; None unless there is exactly one.
+    """Return True or False according to the label at the start of the last line; None unless it has exactly one label.
 
-    Labels in earlier lines are ignored: a judge may quote the candidate. Markdown around a label is allowed.
+    Labels in earlier lines are ignored because a judge may quote the candidate. Markdown around a label is allowed.
 
     Args:
+        text: the judge's response, whose reasoning is ignored.
         correct: label of a correct answer; neither label may be part of the other.
         incorrect: label of an incorrect answer.
     """

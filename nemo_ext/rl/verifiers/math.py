@@ -1,8 +1,8 @@
-r"""Mathematics: the answer's last \boxed{} compared with a reference.
+r"""Verifier for mathematics, which compares the answer's last \boxed{} with a reference.
 
 `math_notation` parses values and `math_comparison` compares them. Anything outside that grammar (sums, integrals,
-unknown functions) is passed to math-verify (based on sympy), unless it contains words: math-verify reads "5 or six" as
-5. Values must be worked out: if the answer is 92, 36 + 56 is wrong.
+unknown functions) is passed to math-verify (based on sympy), unless it contains words, since math-verify reads
+"5 or six" as 5. Expressions must be fully evaluated: if the answer is 92, 36 + 56 is wrong.
 """
 
 import functools
@@ -25,9 +25,9 @@ Format = Literal["boxed", "text", "bare"]
 MAX_LENGTH = 500
 """Maximum length in characters of an answer passed to sympy."""
 MAX_DEPTH = 40
-"""Maximum nesting depth of brackets; the parser's time grows as a power of it."""
+"""Maximum nesting depth of brackets; the parser's run time grows as a power of it."""
 CLOSE_ENOUGH = 1e-4
-"""Relative tolerance: numbers that differ by more are not equal, even if math-verify rounds them to the same value."""
+"""Relative tolerance; numbers that differ by more are unequal, even if math-verify rounds them to the same value."""
 
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _REASON = re.compile(r",?\s(?:since|because)\b")
@@ -74,9 +74,9 @@ class Reference:
 
     Attributes:
         answer: LaTeX, or a number, expression, equation, set, interval, percentage or word in plain text.
-        format: place of the response's answer: `boxed`, its last \boxed{}; `text`, the text after its last "answer is"
-            or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole response, one line. A box
-            also counts in `text` and `bare`.
+        format: where the response's answer is found: `boxed`, its last \boxed{}; `text`, the text after its last
+            "answer is" or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole response, which
+            must be one line. With `text` and `bare`, a box is also accepted.
     """
 
     answer: str
@@ -84,10 +84,10 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Reference:
-    """Parse a task's reference, whose answer may be a number.
+    """Parse a task's reference, whose answer is a string or a number.
 
     Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
+        ValueError: the reference is invalid; the message names the key and the accepted values.
     """
     answer = reference.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
@@ -109,7 +109,7 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
 
 
 def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
-    """Answer without delimiters and full stop, or the reason why it is refused: (answer, "") or ("", reason)."""
+    """Strip an answer's delimiters and full stop: return (answer, ""), or ("", reason) if it is rejected."""
     if len(answer) > max_length:
         return "", f"longer than {max_length} characters"
     for begin, end in _DELIMITERS:
@@ -135,7 +135,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
 
 
 def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
-    """Correct if the response's answer equals the reference's; `error` if that takes longer than the time limit."""
+    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out."""
     if not response.answer:
         return Verdict.wrong("no answer")
     extracted = _FIND[reference.format](response.answer)
@@ -156,7 +156,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """`verify` that also reports math-verify's own verdict on the whole answer, as papers do, in `more`."""
+    """Do the same as `verify`, and report math-verify's own verdict on the whole answer, as papers do, in `more`."""
     try:
         equal = bool(response.answer) and grader.call(reference.answer, response.answer)
     except WorkerError:
@@ -172,14 +172,14 @@ def environment(
     memory: int = 4096,
     math_verify: bool = False,
 ) -> Environment:
-    """The environment `math`.
+    """Create the environment `math`.
 
     Args:
-        time_limit: seconds for one comparison (NeMo Gym's math_with_judge: 10).
-        workers: maximum number of worker processes; None for one per core, eight at most.
+        time_limit: time limit of one comparison, in seconds (10 in NeMo Gym's math_with_judge).
+        workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
         memory: address space of a worker, in MiB.
-        math_verify: whether to report math-verify's own verdict on each answer too, without effect on the score.
+        math_verify: whether to report math-verify's own verdict on each answer as well; it does not affect the score.
 
     Raises:
         ValueError: a setting is out of range, or math-verify is not installed.
@@ -201,7 +201,7 @@ def environment(
 
 
 def prepare() -> None:
-    """In a worker: import math-verify, and silence its warnings about unparsable text."""
+    """Import math-verify in a worker, and silence its warnings about unparsable text."""
     import logging
 
     logging.disable(logging.CRITICAL)
@@ -210,7 +210,10 @@ def prepare() -> None:
 
 
 def difference(expected: str, answer: str) -> str:
-    """In a worker: reason why a prepared answer is wrong, or "" if it is right; may take any time and memory."""
+    """Return why a prepared answer is wrong, or "" if it is correct.
+
+    This runs in a worker, since it may take any amount of time and memory.
+    """
     from nemo_ext.rl.verifiers import math_comparison
 
     (wanted_name, expected), (given_name, answer) = map(_without_name, (expected, answer))
@@ -253,7 +256,10 @@ def difference(expected: str, answer: str) -> str:
 
 
 def graded(expected: str, answer: str) -> bool:
-    """In a worker: math-verify's own verdict on a whole answer; may take any time and memory."""
+    """Return math-verify's own verdict on a whole answer.
+
+    This runs in a worker, since it may take any amount of time and memory.
+    """
     from math_verify import parse, verify
 
     gold = parse(rf"$\boxed{{{expected}}}$", parsing_timeout=None)
@@ -261,7 +267,7 @@ def graded(expected: str, answer: str) -> bool:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Left side of an equation and the rest, ("", text) for anything else."""
+    """Split an equation into its left side and the rest; return ("", text) for anything else."""
     depth = 0
     for found in _EQUALS.finditer(text):
         depth += (found[0] in "([{") - (found[0] in ")]}")
@@ -271,7 +277,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _without_name(text: str) -> tuple[str, str]:
-    """Name of a result such as P(A|B) or f^{-1}(x), and its value; ("", text) without a name."""
+    """Split off the name of a result, such as P(A|B) or f^{-1}(x), from its value; ("", text) if it has no name."""
     name, rest = _split(text)
     if not rest or not _RESULT.fullmatch(name):
         return "", text
@@ -288,7 +294,7 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Tree of a text and "", or None and the reason why it cannot be parsed."""
+    """Parse a string: return its tree and "", or None and the reason why it cannot be parsed."""
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:
@@ -296,7 +302,7 @@ def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
 
 
 def _equal(expected: str, answer: str) -> bool:
-    """True if math-verify considers two texts equal."""
+    """Return whether math-verify considers two expressions equal and `_apart` does not object."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     gold, parsed = (
@@ -309,10 +315,10 @@ def _equal(expected: str, answer: str) -> bool:
 
 
 def _apart(gold: Any, answer: Any) -> bool:
-    """True if two parsed answers differ although math-verify considers them equal.
+    """Return whether two parsed answers differ although math-verify considers them equal.
 
     math-verify compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
-    considers two equations without real solutions equal, even in different unknowns.
+    considers any two equations without real solutions equal, even if their unknowns differ.
     """
     from sympy import Expr, nan, oo, zoo
     from sympy.core.relational import Relational
@@ -331,7 +337,10 @@ def _apart(gold: Any, answer: Any) -> bool:
 
 
 def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
-    """Contents of the last box in a phrase, else the phrase; if `reasoned`, only up to "since" or "because"."""
+    r"""Return the contents of the last \boxed{} in a text, or the text itself if it has none; None for None.
+
+    If `reasoned`, a text without a box is cut at "since" or "because".
+    """
     if text is None:
         return None
     if (boxed := last_boxed(text)) is not None:
@@ -340,7 +349,7 @@ def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
 
 
 def _nesting(text: str) -> tuple[int, bool]:
-    """Nesting depth of all kinds of brackets, and whether the braces balance, escaped ones aside."""
+    """Return the nesting depth of brackets of all kinds, and whether the braces balance; escaped ones are ignored."""
     deepest = depth = braces = 0
     balanced = True
     for match in _BRACKETS.finditer(text):

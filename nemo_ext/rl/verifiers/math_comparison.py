@@ -1,10 +1,10 @@
 """Comparison of two answers: numbers exactly or to 2680 digits, expressions at sample points, sets by their members.
 
-What the reference works out must be worked out in the answer too. A leading "x = " is ignored, unless both have one
-with different names. All members of a chain of equations must be equal. Lists and {} are unordered, () and [] are
-ordered. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may
-be omitted, but two units must measure the same. A decimal of at least six significant digits equals the number that it
-is rounded from.
+An answer must be evaluated as far as the reference is. A leading "x = " is ignored, unless both have one and the names
+differ. All members of a chain of equations must be equal. Lists and {} are unordered, while () and [] are ordered.
+Intervals, inequalities and unions are equal if they have the same members. 50 % equals both 50 and 0.5. A unit may be
+omitted, but two units must measure the same quantity. A decimal with at least six significant digits equals the number
+that it is rounded from.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from nemo_ext.rl.verifiers.math_notation import MORE, UNITS, Node, whole
 from nemo_ext.rl.verifiers.math_values import MATRIX_POWERS, NoValue, Number, Values, is_capital, points
 
 _DIGITS = {80: 9, 3000: 1}
-"""Digits of a comparison -> number of sample points; many digits tell nearly equal numbers apart."""
+"""Mapping from precision in digits to number of sample points; many digits tell nearly equal numbers apart."""
 _ZERO = Node("number", value=(Fraction(0), None))
 _ONE = Node("number", value=(Fraction(1), None))
 _HUNDRED = Node("number", value=(Fraction(100), None))
@@ -32,17 +32,20 @@ _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def operations(text: str) -> set[str]:
-    """Unevaluated operations in a text, which an answer may have only if its reference has them."""
+    """Return the unevaluated operations in an answer, which it may contain only if its reference does."""
     return set(_OPERATION.findall(text))
 
 
 def worked_out(node: Node) -> bool:
-    """True for numbers, and tuples, lists, sets, intervals and inequalities of them, optionally after "x ="."""
+    """Return whether a node is fully evaluated: a number, or a tuple, list, set, interval or inequality of numbers.
+
+    It may follow "x =".
+    """
     return _literal(node) and any(part.kind in ("number", "time") for part in node.walk())
 
 
 def difference(reference: Node, answer: Node) -> str:
-    """Reason why an answer is wrong, or "" if it is right."""
+    """Return why an answer is wrong; "" if it is correct."""
     candidates = [_measured(reference, _renamed(reference, candidate)) for candidate in _candidates(answer)]
     if worked_out(reference):
         if not _symbols(reference):
@@ -55,7 +58,10 @@ def difference(reference: Node, answer: Node) -> str:
 
 
 def _candidates(answer: Node) -> list[Node]:
-    """The answer, or both numbers of "2/3 ~ 0.667"; a contradiction if the second is not the first one rounded."""
+    """Return the answer in a list, or both numbers of "2/3 ~ 0.667".
+
+    If the second number is not the first one rounded, return a node that equals no reference.
+    """
     if answer.kind != "relation" or "~" not in answer.value:
         return [answer]
     begin = answer.value.index("~") + 1
@@ -69,7 +75,7 @@ def _candidates(answer: Node) -> list[Node]:
 
 
 def _measured(reference: Node, answer: Node) -> Node:
-    """Answer with its letters read as units if the reference has the same units: 220 V."""
+    """Read letters in the answer as units if the reference has the same units (220 V); otherwise leave it unchanged."""
     expected = _last(reference)
     if expected.kind == "unit" and (read := _with_units(answer)) and sorted(read[2].items()) == [*expected.value[1]]:
         return Node("unit", (read[0],), (read[1], expected.value[1]))
@@ -81,7 +87,10 @@ _CONSTANTS = frozenset(("C", "c", "K", "k", "A", "C_1", "c_1", "C_0"))
 
 
 def _renamed(reference: Node, answer: Node) -> Node:
-    """Answer with its parameter renamed to the reference's: 2k pi to 2n pi, x^2 + C to x^2 + c."""
+    """Rename the answer's parameter to the reference's, as in 2k pi to 2n pi or x^2 + C to x^2 + c.
+
+    Other answers are returned unchanged.
+    """
     expected, actual = _last(reference), _last(answer)
     names = [sorted(one - other) for one, other in itertools.permutations((_symbols(expected), _symbols(actual)))]
     if any(len(differing) != 1 for differing in names):
@@ -97,7 +106,7 @@ def _renamed(reference: Node, answer: Node) -> Node:
 
 
 def _is_constant(node: Node, name: str) -> bool:
-    """True if a symbol is a constant of integration: one summand, or a factor of a power of e."""
+    """Return whether a symbol is a constant of integration: a single summand, or a factor of a power of e."""
     if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
         return False
     if node.kind == "add":
@@ -115,7 +124,10 @@ def _with_name(node: Node, name: str, new: str) -> Node:
 
 
 def _without_quantity(answer: Node) -> Node:
-    """Right side of an answer such as m + n = 17, whose left side only names a quantity; other answers unchanged."""
+    """Return the right side of an answer such as m + n = 17, whose left side only names a quantity.
+
+    Other answers are returned unchanged.
+    """
     if _is_equation(answer) and answer.parts[0].kind in ("add", "mul", "div"):
         leaves = [part for part in answer.parts[0].walk() if part.kind not in ("add", "mul", "div", "neg")]
         if all(leaf.kind == "symbol" for leaf in leaves) and len(set(leaves)) == len(leaves):
@@ -129,7 +141,7 @@ def _has_fraction(node: Node) -> bool:
 
 
 def _has_whole_numbers(node: Node) -> bool:
-    """True if all numbers are whole, without fractions, percentages or powers."""
+    """Return whether all numbers are whole and there are no fractions, percentages or powers."""
     return not _has_fraction(node) and all(
         part.kind not in ("percent", "pow") and (part.kind != "number" or whole(part)) for part in node.walk()
     )
@@ -152,7 +164,7 @@ def _literal(node: Node) -> bool:
 
 
 def _terms(node: Node) -> list[Node]:
-    """Terms of a ratio; for anything else, the node alone."""
+    """Return the terms of a ratio; for anything else, a list with only the node."""
     return [*_terms(node.parts[0]), node.parts[1]] if node.kind == "ratio" else [node]
 
 
@@ -165,7 +177,7 @@ def _power_of_ten(node: Node) -> bool:
 
 
 def _name(node: Node) -> Node | None:
-    """Name on the left of a definition: x, a_n, f(x), AB, (x, y), |AB|, words; None for anything else."""
+    """Return the node if it can be the name in a definition: x, a_n, f(x), AB, (x, y), |AB|, words; else None."""
     if node.kind in ("symbol", "words"):
         return None if node.kind == "words" and node.value.startswith(_DENIALS) else node
     if node.kind == "group" and node.value == "()":
@@ -201,7 +213,7 @@ def _symbols(node: Node) -> frozenset[str]:
 
 
 def _chain(node: Node) -> tuple[Node | None, list[Node]]:
-    """Name and further members of a chain of equations; (None, [node]) for anything else."""
+    """Return the name (or None) and the other members of a chain of equations; (None, [node]) for anything else."""
     if _is_equation(node):
         names = [name for part in node.parts if (name := _name(part)) is not None]
         others = [part for part in node.parts if _name(part) is None]
@@ -215,7 +227,7 @@ def _chain(node: Node) -> tuple[Node | None, list[Node]]:
 
 
 def _last(node: Node) -> Node:
-    """Result of an answer, without "x =" and the intermediate results before it."""
+    """Return an answer's final result, without "x =" and intermediate results."""
     if _is_equation(node):
         members = _chain(node)[1]
         return members[-1] if members else node
@@ -225,10 +237,10 @@ def _last(node: Node) -> Node:
 
 
 class _Comparison(Values):
-    """Comparison of a reference with an answer."""
+    """Comparison of a reference with an answer, including the values computed for it."""
 
     def same(self, reference: Node, answer: Node) -> bool:
-        """True if two answers are equal."""
+        """Return whether an answer equals the reference."""
         expected_name, expected = self.defined(reference)
         actual_name, actual = self.defined(answer)
         if expected is None or actual is None:
@@ -252,7 +264,7 @@ class _Comparison(Values):
         return self.same_value(expected, actual)
 
     def defined(self, node: Node) -> tuple[Node | None, Node | None]:
-        """Name and value of a definition; name None if it has none, value None if its members differ."""
+        """Return the name and value of a definition; the name is None if absent, the value if its members differ."""
         if node.kind == "relation" and node.value == (r"\in",) and _name(node.parts[0]):
             return node.parts[0], node.parts[1]
         if node.kind == "group" and node.value in ("", "or", "and") and all(map(_is_definition, node.parts)):
@@ -300,7 +312,7 @@ class _Comparison(Values):
         return self.same_scalar(expected, actual)
 
     def plain(self, node: Node) -> Node:
-        """Node with both signs of +- as a list, and "x = 1, y = 2" as a system."""
+        """Simplify a node: expand +- into a list with both signs, and turn "x = 1, y = 2" into a system."""
         if node.kind == "words" or node.kind == "system":
             return node
         if node.kind != "group" or node.value in ("()", "[]"):
@@ -322,7 +334,7 @@ class _Comparison(Values):
         return node
 
     def same_system(self, expected: Node, actual: Node) -> bool:
-        """True if several unknowns are equal: by name, or in order where only one side names them."""
+        """Return whether several unknowns are equal, matched by name, or by order if only one side names them."""
         if expected.kind == actual.kind:
             values = dict(zip(actual.value, actual.parts, strict=True))
             return set(expected.value) == set(actual.value) and all(
@@ -382,7 +394,7 @@ class _Comparison(Values):
         return not remaining
 
     def same_relation(self, expected: Node, actual: Node) -> bool:
-        """True if equations or inequalities, with all terms moved to the left, are equal up to a factor."""
+        """Return whether equations or inequalities, with all terms moved to the left, are equal up to a factor."""
         if len(expected.value) != 1 or len(actual.value) != 1 or _symbols(expected) != _symbols(actual):
             turned = Node("relation", actual.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in actual.value[::-1]))
             return any(expected.value == each.value and self.all_same(expected, each) for each in (actual, turned))
@@ -448,7 +460,7 @@ class _Comparison(Values):
         return True
 
     def same_matrices(self, expected: Node, actual: Node) -> bool:
-        """True if two expressions are equal with matrices as capital letters, where the order of factors matters."""
+        """Return whether two expressions are equal if capital letters are matrices, so the order of factors matters."""
         symbols = _symbols(expected) | _symbols(actual)
         for point in itertools.islice(points(symbols), 0, 5, 2):
             try:
@@ -460,7 +472,10 @@ class _Comparison(Values):
         return True
 
     def rounded(self, expected: Node, actual: Node, first: Number, second: Number) -> bool:
-        """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
+        """Return whether the less precise of two numbers is the other one rounded to at least six significant digits.
+
+        `first` and `second` are the values of `expected` and `actual`, at least one of which is a decimal.
+        """
         pairs = ((_decimals(expected), first), (_decimals(actual), second))
         decimals, short = min(
             ((places, value) for places, value in pairs if places is not None), key=lambda pair: pair[0]
@@ -469,7 +484,7 @@ class _Comparison(Values):
         return bool(abs(self.lift(short)) >= 100_000 * unit and abs(self.lift(first) - self.lift(second)) <= unit / 2)
 
     def roughly(self, exact: Node, rounded: Node) -> bool:
-        """True if `rounded`, an integer or a decimal, is `exact` rounded."""
+        """Return whether `rounded`, an integer or a decimal, is `exact` rounded."""
         if rounded.kind == "unit":
             rounded = rounded.parts[0]
         try:
@@ -482,7 +497,7 @@ class _Comparison(Values):
     # Sets of real numbers.
 
     def same_members(self, expected: Node, actual: Node) -> bool | None:
-        """True if two sets have the same members; None if their end points do not decide it."""
+        """Return whether two sets have the same members; None if their end points do not determine it."""
         names = [
             frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
             for node in (expected, actual)
@@ -517,7 +532,7 @@ class _Comparison(Values):
 
 
 class _NoSet(Exception):
-    """A node is not a set of real numbers given by its ends."""
+    """Raised if a node is not a set of real numbers described by its end points (an interval, inequality or union)."""
 
 
 def _is_set(node: Node) -> bool:
@@ -531,7 +546,7 @@ def _is_set(node: Node) -> bool:
 
 
 def _ends(node: Node) -> Iterator[Node]:
-    """End points of a set, at which membership may change."""
+    """Yield a set's end points, at which membership may change."""
     if node.kind == "named":
         return
     if node.kind == "group" or node.kind == "relation":
@@ -548,7 +563,13 @@ def _ends(node: Node) -> Iterator[Node]:
 
 
 def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
-    """True if a position, at an end point or between two of them, is in a set."""
+    """Return whether a position, at an end point or between two, is in a set.
+
+    Args:
+        node: the set.
+        at: position on the number line: even at an end point, odd between two.
+        places: mapping from end points to their positions.
+    """
     parts = node.parts
     if node.kind == "named":
         if node.value not in ("R", "empty"):
@@ -585,7 +606,7 @@ _HOLDS: dict[str, Callable[[int, int], bool]] = {
 
 
 def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
-    """Node of several unknowns and their values: x, y and z in this order, others as written."""
+    """Return a node for several unknowns and their values; x, y and z are sorted, others stay in the given order."""
     pairs = list(zip(names, values, strict=True))
     if all(name.kind == "symbol" and name.value in "xyz" for name in names):
         pairs.sort(key=lambda pair: str(pair[0].value))
@@ -593,7 +614,7 @@ def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
 
 
 def _is_order(node: Node) -> bool:
-    """True for a list of letters that states an order: three or more, or not in alphabetical order."""
+    """Return whether a list of letters states an order: three or more letters, or letters not sorted alphabetically."""
     letters = [str(part.value) for part in node.parts if part.kind == "symbol" or part.kind == "words"]
     if len(letters) < len(node.parts) or any(len(letter) > 1 for letter in letters):
         return False
@@ -605,7 +626,7 @@ def _is_braced(node: Node) -> bool:
 
 
 def _signs(node: Node, upper: bool) -> Node:
-    """Node with the upper or lower signs of +- and -+."""
+    """Return the node with only the upper or only the lower signs of +- and -+."""
     parts = tuple(_signs(part, upper) for part in node.parts)
     if node.kind in ("pm", "mp"):
         return parts[0] if upper == (node.kind == "pm") else Node("neg", parts)
@@ -619,7 +640,7 @@ def _both(node: Node) -> list[Node]:
 
 
 def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
-    """Number, size and dimensions of a product of a number and symbols that may be units; None for anything else."""
+    """Read a product of a number and symbols as a value with units: its number, unit size and dimensions, or None."""
     if node.kind == "symbol" and node.value in UNITS:
         dimension, size = UNITS[node.value]
         return _ONE, size, Counter({dimension: 1})
@@ -635,7 +656,7 @@ def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
 
 
 def _are_matrices(*nodes: Node) -> bool:
-    """True for several capital letters of which one is inverted or transposed."""
+    """Return whether the nodes contain several capital letters, at least one of them inverted or transposed."""
     parts = [part for node in nodes for part in node.walk()]
     capitals = {part.value for part in parts if is_capital(part)} - {"T"}
     return len(capitals) > 1 and any(
@@ -644,13 +665,13 @@ def _are_matrices(*nodes: Node) -> bool:
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Direction of a difference ("more", "fewer"), and the units themselves."""
+    """Split dimensions into the direction of a difference ("more", "fewer") and the actual units."""
     ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
     return ways, [(name, power) for name, power in dimensions if name not in MORE]
 
 
 def _decimals(node: Node) -> int | None:
-    """Number of decimals of a decimal number, also in scientific notation; None for anything else."""
+    """Return a decimal number's number of decimals, also in scientific notation; None for anything else."""
     if node.kind == "neg":
         return _decimals(node.parts[0])
     if node.kind == "mul" and node.parts[0].kind == "number" and _power_of_ten(node.parts[1]):
@@ -661,7 +682,7 @@ def _decimals(node: Node) -> int | None:
 
 
 def _hundredth(node: Node) -> Node:
-    """A hundredth of a value, with two more decimals if it has any."""
+    """Return a hundredth of a value, with two more decimals if it is a decimal."""
     if node.kind == "neg":
         return Node("neg", (_hundredth(node.parts[0]),))
     if node.kind == "number" and node.value[1] is not None:

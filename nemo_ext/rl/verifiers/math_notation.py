@@ -1,4 +1,4 @@
-r"""Tokenizer and parser of final answers in LaTeX or plain mathematics, which have this grammar:
+r"""Tokenizer and parser for final answers in LaTeX or plain mathematics, with this grammar:
 
     answer    clause { ("," | ";" | "or" | "and") clause }
     clause    [ "=" | "~" ] region { ("=" | "<" | ">" | "<=" | ">=" | "!=" | "in" | "~") region }
@@ -9,7 +9,8 @@ r"""Tokenizer and parser of final answers in LaTeX or plain mathematics, which h
     power     atom { "!" | "^" power | "_" subscript | degrees }
     atom      number | mixed number | symbol | constant | function power | fraction | root | matrix | brackets
 
-`read` returns the tree. Anything else raises `UnknownNotation`; only spaces, fonts and sizes are skipped.
+`read` returns the tree. Spaces, fonts and sizes are skipped; anything else outside the grammar raises
+`UnknownNotation`.
 """
 
 import functools
@@ -23,16 +24,16 @@ from unicodedata import normalize
 
 
 class UnknownNotation(ValueError):
-    """A text is not in the grammar; the message says where."""
+    """Raised if a string does not follow the grammar; the message says where."""
 
 
 class Ambiguous(UnknownNotation):
-    """Adjacent numbers, which may be one number, two, or a product."""
+    """Raised for adjacent numbers, which may be one number, two, or a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Node of an answer's tree.
+    """A node in an answer's tree.
 
     Attributes:
         kind: `number` (value: Fraction, and its decimals or None), `symbol`, `constant`, `words` (value: name), `add`,
@@ -134,7 +135,7 @@ billions trillions zillion lakh crore bn mn mio mrd
 _FRACTIONS = """fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth
 seventeenth eighteenth nineteenth twentieth hundredth thousandth"""
 MORE = frozenset(("more", "fewer", "less"))
-"""Words for the direction of a difference, as in "3 more apples"."""
+"""Words that state the direction of a difference, as in "3 more apples"."""
 NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.split() for end in ("", "s")}
 
 _SIGNS = {"percent": "%", "percentage": "%", "pct": "%", "degrees": "degree"}
@@ -169,7 +170,10 @@ _TOKENS = {True: _tokens_of(rf"{_SPACES}|,"), False: _tokens_of(_SPACES)}
 
 
 def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
-    """Tokens of a text; with `words`, for the contents of \\text{}, letters form words."""
+    """Split a string into tokens; with `words`, for the contents of \\text{}, letters form words.
+
+    `grouped` is as in `read`.
+    """
     tokens: list[_Token] = []
     position, spaced = 0, False
     while position < len(text):
@@ -212,7 +216,14 @@ def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
 
 
 def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list[_Token]:
-    """Tokens of a run of letters: a word, the name of a function or constant, or one symbol per letter."""
+    """Return the tokens of a run of letters: a word, a function or constant, or one symbol per letter.
+
+    Args:
+        run: the letters.
+        words: whether all runs are words, as in \\text{}.
+        spaced: whether white space precedes the run.
+        after_number: whether a number precedes it.
+    """
     if run.lower() in ("or", "and"):
         return [_Token("sign", run.lower(), spaced)]
     if run.lower() in _SIGNS:
@@ -230,10 +241,11 @@ def read(text: str, *, grouped: bool = True) -> Node:
     """Parse an answer into a tree.
 
     Args:
+        text: the answer, in LaTeX or plain text.
         grouped: whether "1,234" is one number rather than two.
 
     Raises:
-        UnknownNotation: the text is not in the grammar.
+        UnknownNotation: the text does not follow the grammar.
     """
     text = _EMPTY.sub("", text.replace("{:}", ":").translate(_TO_LATEX))
     text = _SYMBOLIC.sub(_unit_in_words, text)
@@ -256,7 +268,7 @@ def _unit_in_words(match: re.Match[str]) -> str:
 
 
 def number(text: str) -> Node:
-    """Exact number from digits, with an optional point and exponent."""
+    """Return the node of an exact number from its digits, with optional decimal point and exponent."""
     mantissa, _, exponent = text.lower().partition("e")
     power = int(exponent or 0)
     if abs(power) > 10_000:
@@ -304,7 +316,7 @@ class _Parser:
         return self.tokens[self.at - 1]
 
     def take(self, *texts: str) -> str | None:
-        """Consume the next token if it is one of these signs, and return it; else None."""
+        """Consume the next token and return its text if it is one of these signs; otherwise return None."""
         if self.kind() in ("sign", "command") and self.peek() in texts:
             return self.next().text
         return None
@@ -318,7 +330,7 @@ class _Parser:
         return items[0] if len(items) == 1 else Node("group", tuple(items), between)
 
     def items(self) -> tuple[list[Node], str]:
-        """Clauses, and "or" or "and" if only that word separates them, else ""."""
+        """Parse clauses; also return "or" or "and" if only that word separates them, else ""."""
         items, between = [self.clause()], set()
         while sign := self.take(",", ";", "or", "and"):
             word = self.take("or", "and") if sign in ",;" else None  # "1, 2, and 3"
@@ -357,7 +369,10 @@ class _Parser:
         return self.unit(node) if self.kind() == "word" or self.peek() == "degree" else node
 
     def words(self) -> Node | None:
-        """Node of two or more bare letters; its part is the product of symbols that they may also mean."""
+        """Parse two or more bare letters as words; the node's part is the product of symbols they may also mean.
+
+        Return None if the next tokens are something else.
+        """
         begins, end = self.at, self.at
         while end < len(self.tokens) and self.tokens[end].kind in ("word", "symbol"):
             end += 1
@@ -385,7 +400,7 @@ class _Parser:
         return Node("time", value=(clock[0] % 12, clock[1], tokens[-1][0].lower()))
 
     def unit(self, value: Node) -> Node:
-        """Value with the unit that follows it: words, at most two of them unknown, with powers and quotients."""
+        """Parse the unit that follows a value: words, at most two of them unknown, with powers and quotients."""
         size, dimensions, sign, power, unknown = Fraction(1), Counter[str](), 1, 1, 0
         while self.kind() == "word" or self.peek() in ("/", "*", "degree") or (dimensions and self.kind() == "symbol"):
             word = self.next().text
@@ -518,7 +533,7 @@ class _Parser:
         return Node("pow", (base, self.exponent())) if self.take("^") else base
 
     def argument(self, *, digit: bool = False) -> Node:
-        """Argument of a command: a group in braces, or one token; with `digit`, only one digit of a number."""
+        """Parse a command's argument: a group in braces or one token; with `digit`, only one digit of a number."""
         if self.take("{"):
             return self.answer_in_braces()
         if digit and self.kind() == "number" and self.peek() and len(self.peek() or "") > 1:
@@ -570,7 +585,7 @@ class _Parser:
         return self.command(text)
 
     def called(self, name: Node) -> Node:
-        """Call of a function of several values, f(1, 2); f(x) is read as a product."""
+        """Parse the call of a function with several arguments, f(1, 2); f(x) is read as a product."""
         if self.peek() != "(" or not self._several():
             return name
         self.next()
@@ -578,7 +593,7 @@ class _Parser:
         return Node("call", (name, *inner.parts), "f")
 
     def _several(self) -> bool:
-        """True if the brackets that begin here have a comma that is not in inner brackets."""
+        """Return whether the brackets that begin here contain a comma outside inner brackets."""
         depth = 0
         for token in self.tokens[self.at :]:
             depth += (token.text in _OPENING) - (token.text in _CLOSES)
@@ -705,5 +720,5 @@ class _Parser:
 
 
 def whole(node: Node) -> bool:
-    """True for a whole number without a sign."""
+    """Return whether a node is a whole number without a sign."""
     return node.kind == "number" and node.value[1] is None and bool(node.value[0].denominator == 1)

@@ -1,4 +1,4 @@
-"""Numerical values of expressions, exact or to many digits, with numbers or matrices in place of symbols."""
+"""Numerical values of expressions, exact or to many digits, with numbers or matrices substituted for symbols."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,26 +10,29 @@ from mpmath import MPContext
 from nemo_ext.rl.verifiers.math_notation import Node
 
 _MAX_BITS = 100_000
-"""Maximum size of numbers in bits: 10 to the power of 30 000."""
+"""Maximum size of numbers in bits, which allows about 10 to the power of 30 000."""
 Number = Any
-"""Fraction, or a real or complex number of mpmath."""
+"""A Fraction, or a real or complex mpmath number."""
 _Matrix = tuple[Fraction, Fraction, Fraction, Fraction]
 MATRIX_POWERS = (Node("neg", (Node("number", value=(Fraction(1), None)),)), Node("symbol", value="T"))
 
 
 class NoValue(ArithmeticError):
-    """An expression has no numerical value, or its value is too large."""
+    """Raised if an expression has no numerical value, or if its value is too large."""
 
 
 class Values:
-    """Calculator for one comparison, with an adjustable precision."""
+    """Calculator for one comparison, with adjustable precision."""
 
     mp = MPContext()
     left_reals = False
-    """Whether a part of the last value was complex although its operands were real."""
+    """Whether an intermediate result of the last value was complex although its operands were real."""
 
     def matrix(self, node: Node, point: dict[str, Fraction]) -> _Matrix:
-        """Value of an expression in which capital letters are 2 x 2 matrices and numbers multiples of the identity."""
+        """Evaluate an expression in which capital letters are 2 x 2 matrices and numbers are multiples of the identity.
+
+        The result has the entries (top left, top right, bottom left, bottom right).
+        """
         kind, parts = node.kind, node.parts
         if kind == "words" and parts:
             return self.matrix(parts[0], point)
@@ -65,7 +68,7 @@ class Values:
         return number, Fraction(0), Fraction(0), number
 
     def sampled(self, expected: Node, actual: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
-        """Values of two expressions at points where both are real, or at all points if fewer than two are real."""
+        """Yield both expressions' values at sample points where they are real; at all points if fewer than two are."""
         others: list[tuple[Number, Number]] = []
         real = 0
         for point in points(symbols):
@@ -83,7 +86,7 @@ class Values:
             yield from others
 
     def close(self, first: Number, second: Number) -> bool:
-        """True if two numbers agree to the current precision, less a tenth and 20 digits for rounding errors."""
+        """Return whether two numbers agree to the current precision, less 10 % and 20 digits for rounding errors."""
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         first, second = self.lift(first), self.lift(second)
@@ -99,7 +102,7 @@ class Values:
         return self.mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
 
     def value(self, node: Node, point: dict[str, Fraction]) -> Number:
-        """Value of an expression at a point, which gives the values of its symbols.
+        """Evaluate an expression at a point, a mapping from symbols to values.
 
         Raises:
             NoValue, ZeroDivisionError: the expression has no value there.
@@ -234,9 +237,9 @@ def _product(left: _Matrix, right: _Matrix) -> _Matrix:
 
 
 def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Sample points, symbol -> value: integers and fractions of both signs, the same for the same names.
+    """Yield sample points, mappings from symbols to integers and fractions of both signs; same names, same points.
 
-    The last two points are far out on either side, beyond the kinks of expressions like |x + 5|.
+    The last two points are far out on either side, beyond the kinks of expressions such as |x + 5|.
     """
     for turn in range(9 if symbols else 1):
         # With all remainders modulo 4, for (-1)^n and i^n.

@@ -1,4 +1,4 @@
-r"""Multiple choice: one choice named, by its letter or its text, in \boxed{}, after "Answer:" or alone."""
+r"""Verifier for multiple choice: one choice must be named by letter or text, in \boxed{}, after "Answer:" or alone."""
 
 import string
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class Reference:
 
     Attributes:
         answer: letter of the correct choice.
-        choices: letter -> text; None where only the number of choices is known.
-        format: place of the response's choice: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer is";
-            `letter`, in \boxed{} and by letter alone, NeMo Gym's strict_single_letter_boxed; `any`, in \boxed{} if
-            there is a box, else after "Answer:", else the whole answer.
+        choices: mapping from letters to texts; None if a text is unknown because only the number of choices is given.
+        format: where the response names its choice: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer
+            is"; `letter`, in \boxed{} and only by its letter, as in NeMo Gym's strict_single_letter_boxed; `any`, in
+            \boxed{} if there is a box, else after "Answer:", else anywhere in a one-line answer.
     """
 
     answer: str
@@ -33,10 +33,10 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a task's reference: {answer: "B", choices: [texts] or their number}.
+    """Parse a task's reference: {answer: "B", choices: a list of texts or their number, format: any}.
 
     Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
+        ValueError: the reference is invalid; the message names the key and the accepted values.
     """
     check_keys(reference, ("answer", "choices", "format"), required=("answer", "choices"), where="reference")
     choices, form = reference["choices"], reference.get("format", "any")
@@ -64,7 +64,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Correct if the response names the correct choice and no other. Boxes must all name the same one."""
+    """Return correct if the response names the correct choice and no other; all boxes must name the same choice."""
     text, form = response.answer, reference.format
     if not text:
         return Verdict.wrong("no answer")
@@ -90,12 +90,12 @@ def verify(response: Response, reference: Reference) -> Verdict:
 
 
 def environment() -> Environment:
-    """The environment `multiple_choice`."""
+    """Create the environment `multiple_choice`."""
     return Environment(name="multiple_choice", check=check, verify=verify)
 
 
 def _boxed(text: str) -> list[str]:
-    """Contents of all boxes; of nested boxes only the outermost, which names no choice."""
+    """Return the contents of all boxes; of nested boxes only the outermost, which names no choice."""
     outer: list[tuple[int, int]] = []
     for begin, end in boxes(text):
         while outer and outer[-1][0] > begin:

@@ -1,7 +1,8 @@
-"""Structured output: JSON that is valid under a schema. As in Nemotron 3 Nano, the content is not judged.
+"""Verifier for structured output, which must be valid JSON under a schema.
 
-Checks that can be slow for some schemas and answers (regular expressions, unique items, recursive schemas) run in a
-worker with a time limit. Nothing is ever fetched: a schema may refer only to parts of itself.
+As in Nemotron 3 Nano, the content is not judged. Checks that can be slow for some schemas and answers (regular
+expressions, unique items, recursive schemas) run in a worker with a time limit. Nothing is ever downloaded, since a
+schema may only refer to parts of itself.
 """
 
 import functools
@@ -34,12 +35,12 @@ _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class NotJsonError(ValueError):
-    """The text is not the requested JSON."""
+    """Raised if an answer is not JSON of the required form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Schema that an answer must satisfy: its JSON, of the draft that `$schema` names, 2020-12 if it names none."""
+    """Schema that an answer must satisfy, as JSON; its draft is named by `$schema` and is 2020-12 by default."""
 
     text: str
 
@@ -47,11 +48,11 @@ class Reference:
 def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a task's reference: {schema: {...} or its JSON, strict: false}.
 
-    With `strict` all properties are required and no others allowed, at all levels, whatever the schema says (as NeMo
-    Gym's structured_outputs does with every schema).
+    With `strict`, all properties are required and no others are allowed, at all levels and whatever the schema says (as
+    NeMo Gym's structured_outputs does for every schema).
 
     Raises:
-        ValueError: invalid schema, or a reference to another document; the message names the key.
+        ValueError: the schema is invalid or refers to another document; the message names the key.
     """
     check_keys(reference, ("schema", "strict"), required=("schema",), where="reference")
     schema, strict = reference["schema"], reference.get("strict", False)
@@ -95,7 +96,10 @@ def verify(
     max_length: int = MAX_LENGTH,
     max_depth: int = MAX_DEPTH,
 ) -> Verdict:
-    """Correct if the answer is valid JSON under the schema, alone or in one ```json fence."""
+    """Return correct if the answer is valid JSON under the schema, alone or in one ```json fence.
+
+    Answers longer than `max_length` characters or nested deeper than `max_depth` are wrong.
+    """
     if not response.answer:
         return Verdict.wrong("no answer")
     if len(response.answer) > max_length:
@@ -120,11 +124,11 @@ def environment(
     max_depth: int = MAX_DEPTH,
     memory: int = 4096,
 ) -> Environment:
-    """The environment `structured_output`.
+    """Create the environment `structured_output`.
 
     Args:
-        time_limit: seconds for one answer.
-        workers: maximum number of worker processes; None for one per core, eight at most.
+        time_limit: time limit for one answer, in seconds.
+        workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong.
         max_depth: maximum nesting depth of objects and arrays; deeper answers are wrong.
         memory: address space of a worker, in MiB.
@@ -144,10 +148,10 @@ def environment(
 
 
 def unfenced(text: str) -> str:
-    """JSON text of an answer: all of it, or the contents of its only fence.
+    """Return the JSON string in an answer: all of it, or the contents of its only fenced block.
 
     Raises:
-        NotJsonError: there is text around the fence, or the fence is not closed.
+        NotJsonError: the fenced block is not closed or is not the whole answer.
     """
     text = text.strip()
     if not text.startswith(("```", "~~~")):
@@ -159,10 +163,10 @@ def unfenced(text: str) -> str:
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse JSON (RFC 8259); refuses NaN, infinities, numbers that overflow, and duplicate keys in an object.
+    """Parse JSON (RFC 8259); NaN, infinities, numbers that overflow, and duplicate keys in an object are rejected.
 
     Raises:
-        NotJsonError: invalid JSON, or nested deeper than `max_depth`.
+        NotJsonError: the JSON is invalid or nested deeper than `max_depth`.
     """
     try:
         value = strict_json(text)
@@ -177,14 +181,14 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """Nesting depth of objects and arrays."""
+    """Return the nesting depth of objects and arrays; 0 for other values."""
     if not isinstance(value, dict | list):
         return 0
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def strictly(schema: Any) -> Any:
-    """Copy of a schema in which all properties of every object are required, and no others are allowed."""
+    """Return a copy of a schema in which all properties of every object are required and no others are allowed."""
 
     def strict(part: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part.get("properties"), Mapping):
@@ -195,12 +199,15 @@ def strictly(schema: Any) -> Any:
 
 
 def prepare() -> None:
-    """In a worker: import jsonschema."""
+    """Import jsonschema in a worker."""
     problem("{}", "1")
 
 
 def problem(schema: str, text: str) -> str:
-    """In a worker: reason why a JSON text is invalid under the schema, or "". May take any time."""
+    """Return why a JSON string is invalid under the schema, or "" if it is valid.
+
+    This runs in a worker, since it may take any amount of time.
+    """
     # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
     error = next(validator(schema).iter_errors(json.loads(text)), None)
@@ -210,7 +217,7 @@ def problem(schema: str, text: str) -> str:
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A schema and all of its subschemas, with their paths."""
+    """Yield a schema and all of its subschemas, each with its path."""
     if isinstance(schema, list | tuple):
         for index, part in enumerate(schema):
             yield from _parts(part, f"{path}[{index}]")

@@ -1,11 +1,11 @@
-"""Tool calls of a single turn, which must be exactly the expected ones.
+"""Verifier for the tool calls of a single turn, which must be exactly the expected ones.
 
 A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are compared as JSON: 1 and 1.0
-are equal, true is not a number, and a missing argument has its schema's default. NeMo Gym's xlam_fc also requires the
-same number of calls, but lets a call have unexpected arguments.
+are equal, true is not a number, and a missing argument takes its schema's default. NeMo Gym's xlam_fc also requires the
+same number of calls, but allows calls to have unexpected arguments.
 
-With {accepted: [{name, arguments: {key: [values]}}]} in place of `expected`, calls are compared as in the Berkeley
-Function-Calling Leaderboard: each argument has a list of accepted values, which contains "" if it may be omitted; in
+With {accepted: [{name, arguments: {key: [values]}}]} instead of `expected`, calls are compared as in the Berkeley
+Function-Calling Leaderboard. Each argument has a list of accepted values, which contains "" if it may be omitted. In
 strings, letter case, spaces, quotes and the signs ,./-_*^ are ignored.
 """
 
@@ -27,13 +27,13 @@ _NOTHING = dict.fromkeys(map(ord, " ,./-_*^'\""))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Expected calls.
+    """Expected tool calls.
 
     Attributes:
-        expected: expected calls; empty where the model should answer without calls.
-        order: `as_given` if the calls must come in this order, `any` if not.
-        accepted: whether the arguments of the calls are lists of accepted values.
-        tools: declared tools of the task, whose schemas every call must match; None to compare only the calls.
+        expected: expected calls; empty if the model should answer without calls.
+        order: `as_given` if the calls must come in this order, otherwise `any`.
+        accepted: whether the calls' arguments are lists of accepted values.
+        tools: the task's declared tools, whose schemas every call must match; None to skip this check.
     """
 
     expected: tuple[ToolCall, ...]
@@ -46,7 +46,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a reference.
 
     Raises:
-        ValueError: invalid reference, or an expected call that matches no declared tool; the message names the key.
+        ValueError: the reference is invalid, or an expected call matches no declared tool; the message names the key.
     """
     key = "accepted" if "accepted" in reference else "expected"
     check_keys(reference, (key, "order", "tools"), required=(key,), where="reference")
@@ -71,7 +71,7 @@ def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
     """Parse a reference's list of {name, arguments}.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: it is not such a list; the message names `where`.
     """
     if not isinstance(calls, list | tuple):
         raise ValueError(f"{where} must be a list of {{name, arguments}}, not {calls!r}")
@@ -82,7 +82,10 @@ def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
 
 
 def verify(response: Response, reference: Reference, *, style: Style = "any") -> Verdict:
-    """Correct if the response makes the expected calls and no others."""
+    """Return correct if the response makes the expected calls and no others.
+
+    `style` is the format of calls written in the response's text.
+    """
     tools = reference.tools
     parsed = calls_of(response, tools or (), style)
     names = ", ".join(call.name for call in parsed.calls)[:200] or None
@@ -109,13 +112,13 @@ def verify(response: Response, reference: Reference, *, style: Style = "any") ->
 
 
 def environment(*, style: Style = "any") -> Environment:
-    """The environment `tool_calls`.
+    """Create the environment `tool_calls`.
 
     Args:
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        style: format of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: unknown style.
+        ValueError: the style is unknown.
     """
     check_style(style)
     return Environment(
@@ -126,13 +129,13 @@ def environment(*, style: Style = "any") -> Environment:
 
 
 def check_style(style: Any) -> None:
-    """Raises ValueError for an unknown style."""
+    """Raise ValueError if the style is unknown."""
     if style not in STYLES:
         raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
 
 
 def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Default values of arguments, by tool and argument."""
+    """Return the arguments' default values, as a mapping from tool names to mappings from argument names to values."""
     made = {}
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}
@@ -156,7 +159,7 @@ def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Ma
 
 
 def _accepts(value: Any, accepted: Any) -> bool:
-    """True if a value matches an accepted one, where each key of an object has a list of accepted values."""
+    """Return whether a value matches an accepted one, in which each key of an object has a list of accepted values."""
     if isinstance(value, Mapping) and isinstance(accepted, Mapping):
         return value.keys() <= accepted.keys() and all(
             any(_accepts(value[key], each) for each in values) if key in value else "" in values
@@ -170,7 +173,7 @@ def _accepts(value: Any, accepted: Any) -> bool:
 
 
 def same_json(one: Any, other: Any, depth: int = 0) -> bool:
-    """True if two values are equal as JSON, to a limited depth."""
+    """Return whether two values are equal as JSON; False if they are nested too deeply."""
     if depth > _DEPTH:
         return False
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,11 +1,11 @@
-"""Tool hallucination: where no tool is declared, any tool call is wrong, whatever the answer is.
+"""Verifier for tool hallucination: if no tool is declared, any tool call is wrong, whatever the answer is.
 
 Nemotron 3 Nano, appendix C: where no tools are given, the model must "rely entirely on internal reasoning; therefore,
 any output containing a tool call" is a hallucination, in whatever format. Calls in text are recognized as in the
 preference data (`nemo_ext.data.preference.hallucination`).
 
-A reference is {tools, answer}: `tools` are the declared tools, none by default; `answer` is a check of the answer
-itself, {environment: math, reference: {answer: "4"}}; without it, any answer without undeclared calls is correct.
+A reference is {tools, answer}. `tools` are the declared tools, by default none. `answer` says how the answer itself is
+checked, as in {environment: math, reference: {answer: "4"}}; by default any answer without undeclared calls is correct.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -25,11 +25,11 @@ from nemo_ext.rl.verifiers.tool_calls import check_style
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Declared tools and check of the answer.
+    """Declared tools, and how the answer is checked.
 
     Attributes:
         tools: declared tools.
-        answer: environment that checks the answer, and its parsed reference; None to skip this check.
+        answer: environment that checks the answer, and the reference as parsed by it; None to skip this check.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -38,14 +38,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Check of the answer, as written in a task."""
+    """How the answer is checked, as written in a task."""
 
     environment: str
     reference: Mapping[str, Any]
 
 
 class Verifier:
-    """Verifier of tool hallucination, with the settings of `environment`."""
+    """Checks that a response calls only declared tools; its settings are those that `environment` takes."""
 
     def __init__(
         self, *, environments: Mapping[str, Mapping[str, Any]] | None, search_reasoning: bool, style: Style
@@ -62,7 +62,7 @@ class Verifier:
         """Parse a reference.
 
         Raises:
-            ValueError: invalid reference; the message names the key and the accepted values.
+            ValueError: the reference is invalid; the message names the key and the accepted values.
         """
         check_keys(reference, ("tools", "answer"), required=(), where="reference")
         tools = check_tools(reference.get("tools") or (), "reference.tools")
@@ -80,7 +80,7 @@ class Verifier:
             raise ValueError(f"reference.answer: {error}") from None
 
     def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
-        """Wrong if an undeclared tool is called; otherwise the verdict of the check of the answer."""
+        """Return wrong if an undeclared tool is called or a call is invalid; otherwise check the answer."""
         message = Message(
             role="assistant",
             content=response.answer,
@@ -103,7 +103,7 @@ class Verifier:
         return Verdict.correct()
 
     async def reach(self) -> None:
-        """Raises ValueError if a judge that checks answers cannot be reached."""
+        """Raise ValueError if a judge that checks answers cannot be reached."""
         for made in self._environments.values():
             if made.reach is not None:
                 await made.reach()
@@ -124,15 +124,15 @@ def environment(
     search_reasoning: bool = True,
     style: Style = "any",
 ) -> Environment:
-    """The environment `tool_hallucination`.
+    """Create the environment `tool_hallucination`.
 
     Args:
-        environments: settings of the environments that check answers, {math: {time_limit: 10}}.
-        search_reasoning: True to count calls written only in the reasoning too, as the preference data do.
-        style: style of calls in raw text, for tasks that declare tools.
+        environments: settings of the environments that check answers, such as {math: {time_limit: 10}}.
+        search_reasoning: whether calls written only in the reasoning also count, as in the preference data.
+        style: format of calls in raw text, for tasks that declare tools.
 
     Raises:
-        ValueError: invalid setting.
+        ValueError: a setting is invalid.
     """
     verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
     # Whether the check of the answer waits depends on the reference.

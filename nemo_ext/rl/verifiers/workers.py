@@ -1,8 +1,8 @@
-"""Worker processes that are killed at a time limit, for libraries that cannot be stopped otherwise.
+"""Worker processes that are killed at a time limit, for libraries that cannot be stopped in any other way.
 
-A signal handler does not run while C code computes (a power of large integers, a regular expression), and works only in
-the main thread, where engines do not call verifiers. Here a kernel timer kills the process, so that the limit always
-holds. Workers import their function once and serve many calls; a killed worker is replaced.
+A signal handler does not run while C code computes (a power of large integers, a regular expression), and only works in
+the main thread, where engines do not call verifiers. Here a kernel timer kills the process, so the limit always holds.
+Workers import their function once and serve many calls; a killed worker is replaced.
 """
 
 import importlib
@@ -18,24 +18,24 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 START_LIMIT = 120.0
-"""Seconds within which a worker must have imported its function."""
+"""Maximum number of seconds that a worker may take to import its function."""
 GRACE = 5.0
-"""Seconds after the time limit at which the host kills a worker whose timer has not done so."""
+"""Seconds after the time limit until the host kills a worker whose own timer has not done so."""
 MAX_CALLS = 2000
-"""Number of calls after which a worker is replaced, since parsers keep growing caches."""
+"""Number of calls after which a worker is replaced, since parsers' caches keep growing."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT", "TMPDIR")
 
 
 class WorkerError(Exception):
-    """A worker gave no result; the message says why."""
+    """Raised if a worker gave no result; the message says why."""
 
 
 class TimeLimitError(WorkerError):
-    """A worker gave no result in time."""
+    """Raised if a worker gave no result in time."""
 
 
 class _Worker:
-    """One process and the connection to it; used by one call at a time."""
+    """A worker process and the connection to it, used by one call at a time."""
 
     def __init__(self, function: str, memory: int) -> None:
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
@@ -59,7 +59,7 @@ class _Worker:
         self.calls = 0
 
     def receive(self, seconds: float) -> Any:
-        """Read the next message; raises TimeLimitError, or EOFError or OSError if the process has exited."""
+        """Read the next message within `seconds`; raise TimeLimitError, or EOFError or OSError if it exited."""
         if not self.connection.poll(seconds):
             raise TimeLimitError
         return json.loads(self.connection.recv_bytes())
@@ -68,29 +68,29 @@ class _Worker:
         self.connection.send_bytes(json.dumps(message).encode())
 
     def kill(self) -> int:
-        """Kill the process; returns its exit status."""
+        """Kill the process and return its exit status."""
         self.process.kill()
         self.connection.close()
         return self.process.wait()
 
 
 class WorkerPool:
-    """Pool of worker processes that call one function. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
+    """Pool of worker processes that call one function; thread-safe.
 
-    Workers start on demand and end with the pool or with this process, even if it is killed. Forked children and
-    unpickled copies have separate workers.
+    From asyncio, use `asyncio.to_thread(pool.call, ...)`. Workers start on demand and end with the pool or with this
+    process, even if it is killed. Forked children and unpickled copies have their own workers.
 
     Attributes:
-        time_limit: seconds per call, from the moment a worker receives it.
+        time_limit: maximum number of seconds per call, from the moment a worker receives it.
     """
 
     def __init__(self, function: str, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
         """
         Args:
             function: `module:name` of a function that takes and returns JSON values. If the module has a function
-                `prepare`, each worker calls it once before it counts as started: for slow imports.
-            time_limit: seconds per call.
-            workers: maximum number of processes; None for one per core that this process may use, eight at most.
+                `prepare`, for slow imports, each worker calls it once before it counts as started.
+            time_limit: maximum number of seconds per call.
+            workers: maximum number of processes; if None, one per core that this process may use, at most eight.
             memory: address space of each worker, in MiB.
 
         Raises:
@@ -112,7 +112,7 @@ class WorkerPool:
         return WorkerPool, (self._function, self.time_limit, self._workers, self._memory)
 
     def call(self, *arguments: Any) -> Any:
-        """Call the function with these arguments. Waits for a free worker, however long that takes.
+        """Call the function with these arguments, after waiting for a free worker, however long that takes.
 
         Raises:
             TimeLimitError: the call took longer than the time limit.
@@ -147,7 +147,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end, self._alive, os.getpid())
 
     def _forked(self) -> None:
-        """In a forked child: forget the parent's workers and close the inherited ends of their connections."""
+        """In a forked child, forget the parent's workers and close the inherited ends of their connections."""
         self._end.detach()
         for worker in self._alive:
             worker.connection.close()
@@ -226,7 +226,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int, connection: Connection) -> None:
-    """Main loop of a worker: import the function, report readiness, answer calls until the parent is gone."""
+    """Run a worker's main loop: import the function, report readiness, and answer calls until the parent is gone."""
     parent = os.getppid()
 
     def answer(message: Any) -> None:

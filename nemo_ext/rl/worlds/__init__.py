@@ -1,1 +1,1 @@
-"""Worlds: databases with tools, which a model works with. They import no framework."""
+"""Worlds: databases with tools for a model to work with. They import no training framework."""

@@ -1,9 +1,9 @@
-"""A bank's service desk: customers, accounts, cards, transactions and disputes, and a customer to talk with.
+"""A bank's service desk: customers, accounts, cards, transactions and disputes, and a customer to talk to.
 
 Nemotron 3 Nano, section 3.2.1, names such an environment: it "tests an agent's tool-calling and proactive asking
 capability" in "banking scenarios like assisting customers with unblocking a credit card or solving account disputes",
-verified by the databases' state. The paper gives no more detail: data, tools and rules are this package's. The customer
-says the texts of the task, one after each response without a call.
+verified by the databases' state. The paper gives no further details, so data, tools and rules are this package's own.
+After each response without a tool call, the customer says the next of the task's messages.
 """
 
 from datetime import date, timedelta
@@ -237,7 +237,7 @@ WORLD = World(
 
 
 environment = partial(world_environment, WORLD, max_turns=5, style="any")
-"""The environment `bank`; five turns as in Domyn-Small, section 4.4."""
+"""Creates the environment `bank`, with five turns as in Domyn-Small, section 4.4."""
 
 
 def _verified(database: Database, customer_id: str) -> None:

@@ -1,7 +1,7 @@
-"""A workplace: five databases, a directory, 26 tools (Nemotron 3 Nano, section 3.2.1: "a sandbox environment with five
-databases, 26 tools", adapted from WorkBench).
+"""A workplace with five databases, a directory and 26 tools.
 
-The tools suit a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
+Nemotron 3 Nano, section 3.2.1: "a sandbox environment with five databases, 26 tools", adapted from WorkBench. The tools
+are those of a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's own.
 """
 
 from datetime import datetime, timedelta
@@ -53,7 +53,7 @@ def _address(text: str) -> str:
 
 
 def _time(form: str, shown: str) -> AfterValidator:
-    """Validator of a text in a time format, which also normalizes it."""
+    """Return a validator that checks a string against the time format `form` and normalizes it; errors name `shown`."""
 
     def checked(text: str) -> str:
         try:
@@ -76,7 +76,7 @@ Id = Annotated[str, Field(max_length=40)]
 
 
 def address(person: str) -> str:
-    """Office email address of a person."""
+    """Return a person's work email address."""
     return person.lower().replace(" ", ".") + "@northwind.example"
 
 
@@ -385,11 +385,11 @@ WORLD = World(
 
 
 environment = partial(world_environment, WORLD, max_turns=6, style="any")
-"""The environment `workplace`; six turns as in NeMo Gym's workplace_assistant."""
+"""Creates the environment `workplace`, with six turns as in NeMo Gym's workplace_assistant."""
 
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
-    """Visits between two days, both included, from one source or from all."""
+    """Return the visits between two days, both included, from one source, or from all if it is None."""
     return [row for row in _search(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
 
 
@@ -407,7 +407,7 @@ def _update(database: Database, table: str, key: str, **given: Any) -> Any:
 
 
 def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Rows whose columns contain all words of the query, and whose values match; None matches any value."""
+    """Return the rows whose columns contain all words of the query and whose values match; None matches any value."""
     words = query.casefold().split()
     return [
         {"id": key, **row}

@@ -1,9 +1,9 @@
-"""World: tables, tools that read and change them, and a conversation that is judged by the final tables.
+"""Worlds: tables, tools that read and change them, and conversations that are judged by the final tables.
 
-A tool is a function of a `Database` and of typed arguments; its schema is made from its signature and docstring, and
-arguments that do not fit the signature never reach it. A refusal by a tool is returned to the model as text. The only
-side effects of tools are changes to the database, which are stored separately from its initial rows: so a state is
-small, and two states are compared by their changes.
+A tool is a function of a `Database` and typed arguments. Its schema is derived from its signature and docstring, and
+arguments that do not fit the signature never reach it. If a tool rejects a call, the reason is returned to the model as
+text. The only side effects of tools are changes to the database, which are stored separately from its initial rows, so
+a state is small and two states are compared by their changes.
 """
 
 import inspect
@@ -32,22 +32,22 @@ Call = dict[str, Any]
 Changed = dict[tuple[str, str], dict[str, Any] | None]
 
 Text = Annotated[str, Field(min_length=1, max_length=10_000)]
-"""Text argument of a tool."""
+"""Type of a tool's string argument."""
 
 _SHOWN = 4000
-"""Maximum length of a tool's result in characters, so that no call fills the context."""
+"""Maximum length of a tool's result in characters, so that no single call fills the context."""
 
 
 class ToolError(ValueError):
-    """A tool refuses a call; the message is returned to the model."""
+    """Raised if a tool rejects a call; the message is returned to the model."""
 
 
 class Database:
-    """Tables of rows by id, with changes made to them.
+    """Tables, which map ids to rows, and the changes made to them.
 
     Args:
-        tables: initial rows, which are never written to.
-        changed: changed rows, None for deleted ones; updated in place.
+        tables: initial rows, which are never modified.
+        changed: changed rows, in which deleted rows are None; updated in place.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:
@@ -55,7 +55,7 @@ class Database:
         self._changed: Changed = {} if changed is None else changed
 
     def rows(self, table: str) -> Iterator[tuple[str, Row]]:
-        """Ids and rows of a table; added rows come last."""
+        """Yield a table's ids and rows; added rows come last."""
         for key, row in self._tables[table].items():
             now = self._changed.get((table, key), row)
             if now is not None:
@@ -65,7 +65,7 @@ class Database:
                 yield key, added
 
     def get(self, table: str, key: str) -> Row:
-        """Row of a table.
+        """Return a row of a table by its id.
 
         Raises:
             ToolError: there is no such row.
@@ -76,7 +76,7 @@ class Database:
         return row
 
     def insert(self, table: str, row: Mapping[str, Any], prefix: str) -> str:
-        """Add a row and return its id: the prefix and the next free number of the table."""
+        """Add a row and return its id, which is the prefix followed by the table's next free number."""
         known = [*self._tables[table], *(key for where, key in self._changed if where == table)]
         numbers = [
             int(key[len(prefix) :]) for key in known if key.startswith(prefix) and key[len(prefix) :].isdecimal()
@@ -103,9 +103,9 @@ class Database:
         self._changed[table, key] = None
 
     def changes(self) -> dict[str, list[str]]:
-        """Differences from the initial tables, by table, sorted.
+        """Return a mapping from tables to their sorted differences from the initial rows.
 
-        Added rows have no id here, since it depends on earlier additions. Text is compared ignoring case and white
+        Added rows have no id here, since it depends on earlier additions. Strings are compared ignoring case and white
         space; NeMo Gym's workplace_assistant ignores case.
         """
         by_table: dict[str, list[str]] = {}
@@ -123,17 +123,17 @@ def one_of(random: np.random.Generator, choices: Sequence[Any]) -> Any:
 
 
 def paged(rows: Sequence[Row], page: int, size: int) -> dict[str, Any]:
-    """Result of a tool: one page of the rows, and the number of rows and pages."""
+    """Return a tool's result with one page of the rows, and the numbers of rows and pages; pages count from 1."""
     pages = max(1, -(-len(rows) // size))
     return {"found": len(rows), "page": page, "pages": pages, "rows": rows[(page - 1) * size : page * size]}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Function that a model may call.
+    """A function that a model may call.
 
     Attributes:
-        run: function of the database and the arguments by name; returns text, or a value that is shown as JSON.
+        run: function of the database and keyword arguments that returns a string, or a value that is shown as JSON.
     """
 
     run: Callable[..., Any]
@@ -156,7 +156,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """Schema of the tool in the form of OpenAI's `tools`."""
+        """Schema of the tool in the format of OpenAI's `tools`."""
         parameters = self.arguments.model_json_schema()
         parameters.pop("title", None)
         properties = parameters.get("properties", {})
@@ -169,7 +169,7 @@ class Tool:
         """Check the arguments and run the tool.
 
         Raises:
-            ToolError: the arguments do not fit, or the tool refuses.
+            ToolError: the arguments do not fit the signature, or the tool rejects the call.
         """
         try:
             checked = self.arguments.model_validate(dict(arguments))
@@ -182,13 +182,13 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One world.
+    """One world: its tables, tools and rules.
 
     Attributes:
         name: name of the environment.
         build: function that builds the tables for a seed.
-        tools: tool functions in the order in which they are declared.
-        prompt: system message with the setting and the rules.
+        tools: tool functions, in the order in which they are declared.
+        prompt: system message that describes the setting and the rules.
     """
 
     name: str
@@ -206,14 +206,14 @@ class World:
         return tuple(tool.schema for tool in self.by_name.values())
 
     def database(self, seed: int, changed: Changed | None = None) -> Database:
-        """Database for a seed, with changes made to it."""
+        """Return the database for a seed, with the given changes."""
         return Database(_tables(self.build, seed), changed)
 
     def carry_out(self, database: Database, call: ToolCall) -> str:
         """Carry out a call and return its result as text.
 
         Raises:
-            ToolError: the call is refused; the message says why.
+            ToolError: the call is rejected; the message says why.
         """
         tool = self.by_name.get(call.name)
         if tool is None:
@@ -224,15 +224,15 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Expected end of a conversation.
+    """Expected outcome of a conversation.
 
     Attributes:
         seed: seed of the tables.
-        calls: one correct sequence of calls; others that make the same changes are correct too.
+        calls: one correct sequence of tool calls; others that make the same changes are also correct.
         changes: changes made by the calls.
-        user: texts of the user, one after each response without a call.
+        user: the user's messages, one of which follows each response without a tool call.
         answer: answer that the last message must state in \\boxed{}, else after "The answer is" or "Answer:", else as
-            its last line; "" if the task needs none.
+            its last line; "" if the task requires no answer.
     """
 
     seed: int
@@ -253,10 +253,10 @@ class _RawReference:
 
 
 def check(world: World, reference: Mapping[str, Any]) -> Reference:
-    """Parse a reference: {seed, calls: [{name, arguments}], user: [text], answer: text}.
+    """Parse a reference: {seed, calls: [{name, arguments}], user: [string], answer: string}.
 
     Raises:
-        ValueError: invalid reference, a call that is refused, or nothing to do; the message names the key.
+        ValueError: the reference is invalid, a call is rejected, or there is nothing to do; the message names the key.
     """
     raw = checked(_RawReference, reference, where="reference", strict=True)
     read = read_openai_calls(raw.calls)
@@ -275,29 +275,29 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
 
 
 def call_of(tool: str, /, **arguments: Any) -> Call:
-    """Call in the form used in references."""
+    """Return a tool call in the form used in references."""
     return {"name": tool, "arguments": arguments}
 
 
 def solution_calls(reference: Mapping[str, Any]) -> tuple[ToolCall, ...]:
-    """Correct calls in a task's reference."""
+    """Return the correct tool calls in a task's reference."""
     return read_openai_calls(reference["calls"]).calls
 
 
 @dataclass
 class Session:
-    """Conversation in a world; see `nemo_ext.rl.environments.Conversation`.
+    """A conversation in a world; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
-        world: world that it takes place in.
-        reference: expected end of the conversation.
+        world: world in which it takes place.
+        reference: expected outcome of the conversation.
         max_turns: maximum number of responses.
-        style: style of calls in raw text.
+        style: format of tool calls in raw text.
         turns: number of responses so far.
-        failure: error in a tool itself, which is not the model's fault, or "".
-        heard: number of times that the user has spoken since the task was given.
-        last: last text of the model.
-        changed: changes of the database.
+        failure: error in a tool itself, which is not the model's fault; "" if there was none.
+        heard: number of messages from the user since the task was given.
+        last: the model's last text.
+        changed: changes to the database.
     """
 
     world: World
@@ -316,7 +316,7 @@ class Session:
         return _restore, (self.world.name, self.reference, self.max_turns, self.style, state)
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Carry out the response's calls; returns their results, the user's next text, or nothing at the end."""
+        """Carry out the response's calls and return their results or the user's next message; empty at the end."""
         if self.turns >= self.max_turns or self.failure:
             return ()
         self.turns += 1
@@ -332,7 +332,7 @@ class Session:
         return () if self.turns >= self.max_turns or self.failure else tuple(answers)
 
     def verdict(self) -> Verdict:
-        """Correct if the changes are as expected and the required answer, if any, is right."""
+        """Return correct if the changes are as expected and the required answer, if any, is correct."""
         if self.failure:
             return Verdict.error(self.failure)
         actual, expected = self._database().changes(), self.reference.changes
@@ -359,14 +359,15 @@ class Session:
 
 
 def world_environment(world: World, *, max_turns: int, style: Style) -> Environment:
-    """Environment of a world.
+    """Create a world's environment.
 
     Args:
+        world: the world.
         max_turns: maximum number of responses in one conversation.
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
+        style: format of tool calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: invalid setting.
+        ValueError: a setting is invalid.
     """
     check_style(style)
     checked_whole("max_turns", max_turns, least=1)
@@ -397,7 +398,7 @@ def _tables(build: Callable[[int], Tables], seed: int) -> Tables:
 
 
 def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Schema of a parameter without its title, and without null if it is optional."""
+    """Return a parameter's schema without its title and, if it is optional, without null."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1 and schema.get("default", ...) is None:
         return kinds[0]
@@ -405,7 +406,7 @@ def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(message: str) -> tuple[str, ...]:
-    """Answers stated in a message; the whole message does not count, or a list of all answers would be right."""
+    """Return the answers stated in a message; the whole message is none, or a list of all answers would be correct."""
     stated: tuple[str | None, ...] = (last_boxed(message),)
     if stated == (None,):
         stated = final_line(message), final_answer(message)
@@ -415,13 +416,13 @@ def _stated(message: str) -> tuple[str, ...]:
 
 
 def _normalize_answer(text: str) -> str:
-    """Normalize a text for comparing answers: no case, extra white space or surrounding punctuation."""
+    """Normalize an answer for comparison: ignore case, extra white space and surrounding punctuation."""
     plain: str = _normalize(text)
     return plain.strip(" $*_.")
 
 
 def _normalize(value: Any) -> Any:
-    """Normalize a value for comparison: text without case and extra white space."""
+    """Normalize a value for comparison: ignore case and extra white space in strings."""
     if isinstance(value, str):
         return " ".join(value.casefold().split())
     if isinstance(value, Mapping):

@@ -3,7 +3,7 @@
 nursery.py     the interpreter that forks supervisors
 wire.py        messages between supervisor and host
 kernel.py      system calls that Python does not wrap
-syscalls.py    filter of system calls
+syscalls.py    system call filter
 confinement.py namespaces, or the confinement available without them
 processes.py   all processes of a program: their usage, and killing them
 process.py     one run: its process, limits and output

@@ -1,6 +1,7 @@
-"""Confinement of programs: namespaces with their own root, or the confinement available without them.
+"""Confinement of programs: namespaces with their own root, or what is available without them.
 
-`enter` confines the supervisor; `Confinement.hold` confines a program's process after its fork, before its own code.
+`enter` confines the supervisor. `Confinement.hold` confines a program's process after the fork, before its own code
+runs.
 """
 
 import contextlib
@@ -23,19 +24,19 @@ _FIRST_USER, _USERS = 1_200_000_000, 1_000_000
 
 @dataclass(kw_only=True)
 class Confinement:
-    """Confinement of programs.
+    """How programs are confined.
 
     Attributes:
-        namespaces: True with process, mount, network, IPC and host name namespaces and a root that has only the
-            readable paths.
+        namespaces: True if there are process, mount, network, IPC and host name namespaces, and a root that contains
+            only the readable paths.
         directory: private directory of the programs.
         user: user and group ID that only the programs have; None if they run as the host's user.
         why_no_namespaces: reason why namespaces are not used; "" if they are.
-        filter: system call filter for programs; empty if the machine's calls are not known here.
-        filter_installed: True if the supervisor has installed the filter; programs inherit it, which is cheaper.
-        landlock: rules for reading and writing, used without namespaces.
-        counts_processes: True if the kernel enforces a program's number of processes.
-        counted_besides: other processes of the programs' user that the kernel counts with them.
+        filter: system call filter for programs; empty if the machine's system calls are not known here.
+        filter_installed: True if the supervisor has installed the filter, which programs then inherit at less cost.
+        landlock: rules for reading and writing, used if there are no namespaces.
+        counts_processes: True if the kernel limits the number of a program's processes.
+        counted_besides: number of the programs' user's other processes, which the kernel counts too.
         has_proc: True if /proc shows the programs' processes.
         signals_filtered: True if the filter lets a program signal only itself, because its user has other processes.
     """
@@ -53,7 +54,7 @@ class Confinement:
     signals_filtered: bool = False
 
     def describe(self) -> dict[str, Any]:
-        """Fields of the host's `Isolation` object."""
+        """Return the fields of the host's `Isolation` object."""
         return {
             "namespaces": self.namespaces,
             "own_user": self.user is not None,
@@ -72,9 +73,10 @@ class Confinement:
         os.utime(self.directory, (0, 0))
 
     def hold(self, limits: Mapping[str, Any], *, compiler: bool) -> None:
-        """Irrevocably confine this process, and all that it starts, to the limits.
+        """Irrevocably confine this process, and everything it starts, to the limits.
 
         Args:
+            limits: limits of the run.
             compiler: True for the C++ compiler, which may start processes.
         """
         os.setsid()
@@ -119,16 +121,17 @@ def enter(
 ) -> Confinement:
     """Move this single-threaded process into namespaces, or prepare the confinement available without them.
 
-    With namespaces, it returns in a child that is process 1 of the new one; the parent waits for it and exits.
+    With namespaces, this returns in a child that is process 1 of the new namespace; the parent waits for it and exits.
 
     Args:
-        directory: private directory of programs that run without namespaces.
+        directory: private directory for programs that run without namespaces.
+        namespaces: whether to use namespaces.
         readable: files and folders that programs may read.
-        disk_megabytes: size of the private directory, where that is a separate file system.
+        disk_megabytes: size of the private directory if it is a separate file system.
         why_not: value of `Confinement.why_no_namespaces`.
 
     Raises:
-        OSError: namespaces are requested and not available, or a program could signal other processes of its user.
+        OSError: namespaces are requested but not available, or a program could signal other processes of its user.
     """
     user = _own_user()
     if namespaces:
@@ -170,7 +173,7 @@ def enter(
 
 
 def _own_user() -> int | None:
-    """User ID for this process's programs, unique on this machine since it derives from the process ID."""
+    """Return a user ID for this process's programs, derived from the process ID and thus unique on this machine."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map") as map:
@@ -183,7 +186,7 @@ def _own_user() -> int | None:
 
 
 def _real_user() -> int:
-    """User ID of this process outside of a user namespace that it may have created."""
+    """Return this process's user ID outside any user namespace that it may have created."""
     with open("/proc/self/uid_map") as map:
         _, outside, count = (int(word) for word in map.readline().split())
     return outside if count == 1 else os.geteuid()
@@ -195,7 +198,7 @@ def _kernel() -> tuple[int, int]:
 
 
 def _users_threads() -> int:
-    """Number of threads of all processes of this user, which RLIMIT_NPROC counts."""
+    """Count the threads of all of this user's processes, which RLIMIT_NPROC limits."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -205,7 +208,7 @@ def _users_threads() -> int:
 
 
 def _enter_namespaces() -> bool:
-    """Enter new namespaces; returns True if that required a user namespace, which only root can avoid."""
+    """Enter new namespaces and return whether that required a user namespace, which only root can avoid."""
     if os.geteuid() == 0:
         try:
             kernel.unshare(_NAMESPACES)
@@ -231,7 +234,7 @@ def _become_first_process() -> None:
 
 
 def _new_root(readable: Sequence[str], private: str, disk_megabytes: int) -> bool:
-    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc is refused."""
+    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc is denied."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp/.old")
@@ -306,7 +309,7 @@ def _without_namespaces(directory: str, user: int | None, readable: Sequence[str
 
 
 def _may_use(user: int, readable: Sequence[str]) -> bool:
-    """True if this process may become that user, who can then read what programs need."""
+    """Return whether this process may become the given user and that user can read what programs need."""
     child = os.fork()
     if not child:
         try:
@@ -321,21 +324,21 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
 
 
 def become(user: int) -> None:
-    """Take on a user ID, and the same number as the only group ID."""
+    """Switch to a user ID, with the same number as the only group ID."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def without_attributes(file: str | int) -> None:
-    """Remove the extended attributes of a file or directory, where there are any."""
+    """Remove a file's or directory's extended attributes, if it has any."""
     with contextlib.suppress(OSError):
         for name in os.listxattr(file):
             os.removexattr(file, name)
 
 
 def empty(directory: str) -> None:
-    """Remove the contents of a directory at any depth and with any permissions; links are not followed."""
+    """Remove a directory's contents at any depth and with any permissions; links are not followed."""
     if not os.listdir(directory):
         return
     # Names that no entry has.

@@ -1,4 +1,4 @@
-"""Linux system calls that Python does not wrap. Each raises OSError naming the call."""
+"""Linux system calls that Python does not wrap. Each raises an OSError that names the call."""
 
 import ctypes
 import fcntl
@@ -18,7 +18,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
 OWN_DESCRIPTORS = 50
-"""First descriptor that the supervisor uses itself, above all that programs get."""
+"""First file descriptor that the supervisor uses itself, above all those given to programs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,13 +43,13 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Mount a file system, as mount(2) does."""
     arguments = [text.encode() or None for text in (source, target, kind)]
     _checked(f"mount {target}", _libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() or None))
 
 
 def unmount(target: str) -> None:
-    """Detach a mount at once, even if it is in use."""
+    """Detach a mount immediately, even if it is in use."""
     _checked(f"umount {target}", _libc.umount2(target.encode(), DETACH))
 
 
@@ -77,7 +77,7 @@ def readable_by_its_user(yes: bool) -> None:
 
 
 def no_new_privileges() -> None:
-    """Prevent set-uid programs from granting privileges from here on."""
+    """Prevent set-uid programs from granting privileges from now on."""
     _prctl("PR_SET_NO_NEW_PRIVS", _SET_NO_NEW_PRIVILEGES, 1)
 
 
@@ -102,7 +102,7 @@ def _prctl(name: str, option: int, *values: object) -> None:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock ABI; 0 if it has none."""
+    """Return the version of the kernel's Landlock ABI; 0 if it has none."""
     return max(0, int(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
 
 
@@ -157,7 +157,7 @@ class Landlock:
             os.close(opened)
 
     def enter(self) -> None:
-        """Apply the rules to this process and all that it starts; call `no_new_privileges` first."""
+        """Apply the rules to this process and everything it starts; call `no_new_privileges` first."""
         call = ctypes.c_long(_LANDLOCK_RESTRICT)
         _checked("landlock_restrict_self", _libc.syscall(call, ctypes.c_int(self.descriptor), ctypes.c_uint(0)))
         os.close(self.descriptor)

@@ -20,7 +20,7 @@ _STDERR_BYTES = 16_384
 
 
 class HostGoneError(Exception):
-    """The host is gone, so nobody waits for results."""
+    """Raised if the host is gone, so that nobody is waiting for results."""
 
 
 @dataclass
@@ -29,10 +29,10 @@ class Ended:
 
     Attributes:
         ended: exit, signal, time, cpu, memory, output, processes or disk.
-        status: exit status, or the signal's number.
-        seconds: wall clock time.
-        cpu_seconds: processor time of the program's process.
-        outputs: output by descriptor, none longer than its limit.
+        status: exit status or signal number.
+        seconds: wall clock time in seconds.
+        cpu_seconds: processor time of the program's process in seconds.
+        outputs: mapping from file descriptors to their output, none longer than its limit.
     """
 
     ended: str
@@ -103,7 +103,7 @@ class Process:
         self._read = {number: bytearray() for number in pipes}
 
     def until_ended(self, value_bytes: int = 0) -> Ended:
-        """Wait until it exits or exceeds a limit, and kill all that it started.
+        """Wait until it exits or exceeds a limit, and kill everything it started.
 
         Raises:
             HostGoneError: the host is gone; the process has been killed.
@@ -128,7 +128,7 @@ class Process:
         return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
     def _end(self) -> tuple[float, int]:
-        """Kill it and all that it started; returns processor seconds and the exit code, negative for a signal."""
+        """Kill it and everything it started; return processor seconds and the exit code, negative for a signal."""
         # Not reaped yet, so the process ID is still valid even if it has exited.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
@@ -136,7 +136,7 @@ class Process:
         return used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
 
     def _listen(self, began: float) -> str:
-        """Wait until it exits or exceeds a limit; returns the name of the limit, or "" if it exited."""
+        """Wait until it exits or exceeds a limit; return the name of the limit, or "" if it exited."""
         waiting = select.poll()
         for descriptor in (self._handle, *self._open):
             waiting.register(descriptor, select.POLLIN)
@@ -165,7 +165,7 @@ class Process:
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
 
     def _take(self, reader: int) -> str:
-        """Read the available output; returns "output" if it exceeds the limit, else ""."""
+        """Read the available output; return "output" if it exceeds the limit, else ""."""
         number = self._readers[reader]
         while True:
             try:

@@ -1,4 +1,4 @@
-"""All processes of a program: their total usage, and killing them."""
+"""Measures the total usage of all of a program's processes, and kills them."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ class Usage:
 
 
 def usage(confinement: Confinement) -> Usage:
-    """Usage of all running processes that a program has started; zeros without /proc."""
+    """Return the usage of all running processes that a program has started; zeros if there is no /proc."""
     total = Usage()
     if not confinement.has_proc:
         return total
@@ -81,7 +81,7 @@ def _reap(seconds: float | None) -> None:
 
 
 def _members(confinement: Confinement) -> list[int]:
-    """IDs of the processes of the namespace, or of all descendants, without zombies."""
+    """Return the IDs of all processes in the namespace, or of all descendants, without zombies."""
     here = os.getpid()
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if confinement.namespaces:
@@ -102,7 +102,7 @@ def _members(confinement: Confinement) -> list[int]:
 
 
 def bytes_on_disk(directory: str, most: int) -> int:
-    """Bytes on disk below a directory, counted until above `most`; every file and folder adds a page."""
+    """Count the bytes on disk below a directory, stopping above `most`; every file and folder adds a page."""
     total, pending = 0, [directory]
     while pending and total <= most:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ A program that writes to it directly gains nothing that it could not get by retu
 
 
 def compile_python(source: bytes, prelude: str) -> NoReturn:
-    """Compile the program, write the code to `VALUE` and exit; with status 1 and an error on stderr if that fails."""
+    """Compile the program, write the code to `VALUE` and exit; if that fails, with status 1 and an error on stderr."""
     sys.set_int_max_str_digits(50_000)
     _standard_streams()
     try:
@@ -40,19 +40,21 @@ def compile_python(source: bytes, prelude: str) -> NoReturn:
 
 
 def run_python(code: bytes, function: str | None) -> NoReturn:
-    """Become the program. Streams are descriptors 0 to 2; with `function`, 0 has the call and `VALUE` gets the result.
+    """Become the program and run it; the standard streams are descriptors 0 to 2.
 
     Args:
         code: compiled program, from `compile_python`.
+        function: name of the function to call, whose arguments are read from descriptor 0 and whose result is written
+            to `VALUE`; None to run the program itself.
     """
     _leave(_run(marshal.loads(code), function))
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Lines of the prelude (each imports one name) whose names the source uses.
+    """Return the lines of the prelude, each of which imports one name, whose names the source uses.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: as `compile`.
+        SyntaxError, ValueError, RecursionError, MemoryError: the source does not compile.
     """
     if not prelude:
         return ""
@@ -66,7 +68,7 @@ def _needed(prelude: str, source: bytes) -> str:
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:
-    """Run the program once; returns the exit status."""
+    """Run the program once and return its exit status."""
     _standard_streams()
     sys.argv = ["main.py"]
     # Elsewhere the module `site` defines these; it is not loaded here.
@@ -98,13 +100,13 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
 
 
 def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by an executable, given by its path or an open descriptor."""
+    """Replace this process with an executable, given by its path or an open descriptor."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
 
 
 def _find_function(main: types.ModuleType, function: str) -> Any:
-    """Function of the module, or method of its class Solution."""
+    """Return the module's function, or the method of its class Solution, with this name."""
     if hasattr(main, function):
         return getattr(main, function)
     solution = getattr(main, "Solution", None)
@@ -114,7 +116,7 @@ def _find_function(main: types.ModuleType, function: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """JSON form of numbers and arrays of libraries, and of sequences unknown to JSON."""
+    """Convert libraries' numbers and arrays, and sequences that JSON does not support, into JSON values."""
     for name in ("tolist", "item"):
         if hasattr(value, name):
             return getattr(value, name)()

@@ -1,8 +1,8 @@
-"""Seccomp filter (classic BPF) that refuses dangerous system calls to programs.
+"""Seccomp filter (classic BPF) that blocks programs' dangerous system calls.
 
-It refuses sockets of any kind, access to other processes' memory, namespaces and mounts, kernel keys and modules,
-memory that no limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Refused calls fail
-with EPERM; clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
+It blocks sockets of any kind, access to other processes' memory, namespaces and mounts, kernel keys and modules,
+memory that no limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Blocked calls fail
+with EPERM. clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
 """
 
 import errno
@@ -47,7 +47,7 @@ def refusals(machine: str, *, signals_only_to: int | None = None, processes: boo
     Args:
         machine: machine name from os.uname(), a key of `MACHINES`.
         signals_only_to: ID of the only process that may be signalled; None for all that the user may signal.
-        processes: False to refuse new processes, but not threads.
+        processes: False to block new processes, but not threads.
     """
     architecture, table = MACHINES[machine]
     words = table.split()
