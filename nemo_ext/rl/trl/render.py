@@ -13,16 +13,19 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
 
-def render(algorithm: Algorithm, *, micro_batch: int = 1, by_adapter: Collection[str] = ()) -> Rendered:
-    """Translate the algorithm into arguments for `config_class`, for one process that generates with transformers.
+def render(
+    algorithm: Algorithm, *, micro_batch: int = 1, processes: int = 1, by_adapter: Collection[str] = ()
+) -> Rendered:
+    """Translate the algorithm into arguments for `config_class`, for processes that generate with transformers.
 
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
         micro_batch: number of responses or pairs per microbatch.
+        processes: number of data-parallel processes, which share the batch.
         by_adapter: algorithm keys that TRL cannot express but the caller handles, such as `lengths.prompt`.
 
     Raises:
-        ValueError: the batch size is not a multiple of the microbatch size.
+        ValueError: the batch size is not a multiple of the microbatches of all processes.
     """
     at_a_time = micro_batch * processes
     if algorithm.batch % at_a_time:
