@@ -132,7 +132,7 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
     if high or len(routers) > 1:
         what = high[0] if high else "only some routers"
         raise ValueError(
-            f"precision_plan: {what} in fp32: Megatron supports fp32 only for routers, and for all of them"
+            f"precision_plan: {what} in fp32: Megatron supports fp32 only for routers, and only for all at once"
         )
     if routers == {"fp32"}:
         flags["moe_router_dtype"] = "fp32"

@@ -119,7 +119,7 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
             part = tensors[key][place]
             if part.shape != memory.shape:
                 raise ValueError(
-                    f"{key} has shape {list(part.shape)}, the module {list(memory.shape)}: check the model settings"
+                    f"{key} has shape {list(part.shape)}, but {list(memory.shape)} in the model: check its settings"
                 )
             memory.copy_(part)
 

@@ -272,8 +272,8 @@ class Job:
         done = last_checkpoint(run_dir) or 0
         if done < steps:
             raise ValueError(
-                f"{run_dir}: the run stopped at step {done} of {steps} (a signal, a time limit or "
-                "megatron.exit_interval): the same command resumes"
+                f"{run_dir}: the run stopped at step {done} of {steps} because of a signal, a time limit or "
+                "megatron.exit_interval: run the same command to resume"
             )
 
     def _run(

@@ -189,7 +189,7 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
         reason = "cannot measure pass rates during training; use engine=trl"
         raise ValueError(f"tasks.train.reprofile: engine={settings.engine} {reason}")
     if train.adapt is not None and settings.engine != "trl" and algorithm.asynchronous:
-        raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}; set rl.asynchronous=null")
+        raise ValueError(f"tasks.train.adapt excludes rl.asynchronous: {READS_AHEAD}; set rl.asynchronous=null")
     if train.reprofile is None:
         return
     if train.reprofile.plateau and not settings.tasks.validation:

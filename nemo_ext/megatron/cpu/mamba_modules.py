@@ -237,7 +237,7 @@ def _refuse(function: str, **options: object) -> None:
 
 def _check_state_dtype(state_dtype: torch.dtype | None, inputs: Tensor) -> None:
     if state_dtype == torch.float64 and inputs.dtype != torch.float64:
-        raise ValueError(f"state_dtype is float64, but states are float32 for inputs of {inputs.dtype}")
+        raise ValueError(f"state_dtype is float64, but states are float32 for inputs of {inputs.dtype}: use float32")
 
 
 STAND_INS: dict[str, dict[str, dict[str, object]]] = {

@@ -91,7 +91,7 @@ def greedy(
         if (less := cost([each.block for each in without])) < spent:
             choice, spent = without, less
     if spent > limit or not any(variant.block for variant in choice):
-        raise CannotReach(f"dropping blocks cannot reach {limit:,.0f}: no block would remain")
+        raise CannotReach(f"dropping blocks cannot reach the limit of {limit:,.0f}: no block would remain")
     return choice
 
 

@@ -123,7 +123,7 @@ def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importan
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
     fewer = variant.size("heads")
     if fewer % groups:
-        raise ValueError(f"{fewer} Mamba heads cannot share {groups} groups: expected a multiple")
+        raise ValueError(f"{fewer} Mamba heads: the number must be a multiple of the {groups} groups")
     out = tensors["mixer.out_proj.weight"]
     by_head = out.float().reshape(out.shape[0], heads, head_dim).square().sum((0, 2))
     ranked = (by_head if importance is None else importance).reshape(groups, -1)

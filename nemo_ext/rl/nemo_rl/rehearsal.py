@@ -167,9 +167,10 @@ def _packing(policy: Mapping[str, Any]) -> None:
     packs, megatron = policy["sequence_packing"]["enabled"], policy["megatron_cfg"]["enabled"]
     context = policy["megatron_cfg" if megatron else "dtensor_cfg"]["context_parallel_size"]
     if context > 1 and packs != megatron:
+        rule = "Megatron requires" if megatron else "DTensor does not support"
         raise ValueError(
-            f"policy.sequence_packing.enabled={packs} with context parallel {context}: Megatron requires packs, but "
-            "DTensor does not support them"
+            f"policy.sequence_packing.enabled={packs}: with context parallelism ({context}) {rule} sequence packing: "
+            f"set it to {not packs}"
         )
 
 

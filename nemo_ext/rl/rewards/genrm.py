@@ -153,5 +153,5 @@ def _judgement(text: str) -> Judgement | None:
 def _number(value: Any) -> float:
     # bool is a subclass of int, but true does not mean 1 here.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"not a number: {value!r}")
+        raise ValueError(f"expected a number, not {value!r}")
     return value

@@ -270,7 +270,10 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
             raise ValueError(f"reference.calls[{index}]: {call.name}: {error}") from None
     changes = database.changes()
     if not changes and not _normalize(raw.answer):
-        raise ValueError("reference: its calls change nothing and it has no answer, so doing nothing would be correct")
+        raise ValueError(
+            "reference: its calls change nothing and it has no answer, so doing nothing would be correct: add a call "
+            "or an answer"
+        )
     return Reference(seed=raw.seed, calls=read.calls, changes=changes, user=raw.user, answer=raw.answer)
 
 
