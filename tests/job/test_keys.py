@@ -96,7 +96,7 @@ def test_a_key_has_its_line_and_its_choices() -> None:
     settings = grammar_of("generate").settings
 
     assert description(settings, "generate.max_dead").startswith("share of failed answers")
-    assert description(settings, "generate.attempts") == "maximum attempts per request."
+    assert description(settings, "generate.attempts") == "maximum number of attempts per request."
     assert choices(settings, "serving.engine") == ("transformers", "vllm")
 
 

@@ -108,7 +108,7 @@ def test_gyms_own_rows_are_read(environment: str, row: dict[str, Any], reference
                 "expected_answer": "3",
                 "responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             },
-            "content must be text",
+            "content must be a string",
         ),
         ("structured_output", asked(schema_str="{}", schema_type="xml"), "schema_type must be json"),
         ("structured_output", asked(schema_str="{}", response_mode="tool_call"), "response_mode must be text"),
