@@ -275,7 +275,7 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
             {"messages": [*HELLO, {"role": "tool", "tool_call_id": "a", "content": ""}]},
             "messages[1]",
         ),
-        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages[0].content: expected a string"),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "content: expected a string"),
         ("chat/completions", {"messages": HELLO, "do_sample": False}, "do_sample: "),
         ("chat/completions", {"messages": HELLO, "thinking_budget": 0}, "thinking_budget: "),
         ("chat/completions", {"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls: "),

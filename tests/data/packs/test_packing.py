@@ -360,7 +360,7 @@ def test_a_training_config_with_packs(tmp_path: Path) -> None:
         with_data(config_of(tmp_path, one, valid=str(tmp_path / "none")))
     nothing = config_of(tmp_path, one)
     nothing["data"] = {"packed": {"train": None, "valid": str(tmp_path / "packs")}}
-    with pytest.raises(ValueError, match=r"data\.packed\.train=null: give the prefix"):
+    with pytest.raises(ValueError, match=r"data\.packed\.train=null: set it to the prefix"):
         with_data(nothing)
     for name, identity in (("one", "byte-257"), ("two", "other")):
         files = files_of(tmp_path, rows_of(20))

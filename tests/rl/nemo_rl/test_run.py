@@ -40,7 +40,7 @@ def test_invalid_settings_are_reported(config: dict[str, Any], message: str) -> 
         ({}, ("++data_plane.enabled=true",), "data_plane.enabled"),
         ({}, ("grpo.val_period=5",), "set tasks.validation"),
         ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one of the two"),
-        ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl: task 0: reference"),
+        ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl:1: task 0: reference"),
         (
             {"tasks": {"train": {"directory": ".", "blend": {"tasks": 1, "bad": 1}, "adapt": {}}}},
             ("grpo.async_grpo.enabled=true",),
