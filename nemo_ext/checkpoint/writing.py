@@ -305,7 +305,7 @@ class _SafetensorsTarget:
 
 
 class _TorchDistTarget:
-    """Target that consists of a Megatron checkpoints directory with one release."""
+    """Target that writes a Megatron checkpoint directory with a single `release` checkpoint."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder = folder

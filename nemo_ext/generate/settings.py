@@ -71,7 +71,7 @@ class GenerateSettings(BatchSettings):
 
     Attributes:
         key: column with a unique key for each row; if None, a hash of the row is the key.
-        messages: column with messages or a user message; if None and `template` is not set, `messages` or `prompt`.
+        messages: column with chat messages or one user message; default without `template`: `messages`, else `prompt`.
         template: Jinja template for the user message, filled in from the row's columns, or the path of a .jinja file.
         system: system message.
         complete: whether to send the prompt to /v1/completions, without a chat template.

@@ -1,4 +1,4 @@
-"""Files with one JSON record per line, which a killed job may leave truncated, and parsing of strict JSON."""
+"""JSON Lines files, whose last line a killed job may have truncated, and strict JSON parsing."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Report of a rehearsal: tables, rehearsal.json, report.md and a picture of memory over the step."""
+"""Report of a rehearsal: tables, rehearsal.json, report.md and a plot of memory use during a step."""
 
 import json
 import shlex

@@ -7,7 +7,7 @@ from nemo_ext.sensitivity.workspace import LOG
 
 
 def work(config_path: str) -> None:
-    """Run the measurements; imports Megatron."""
+    """Run the measurements. Megatron is imported here."""
     from nemo_ext.sensitivity.sweep import run
 
     run(config_path)

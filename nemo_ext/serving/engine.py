@@ -276,7 +276,7 @@ class Engine:
         self._next(joining, logits[:, -1])
 
     def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
-        """Length of the prompts' common prefix that is computed, and a cache with that prefix in each row.
+        """Return the length of the prompts' common cached prefix, and a cache that holds it in every row.
 
         If several prompts share more than the cached prefix, the rest of what they share is computed here. A prompt's
         last token is never part of the prefix, because its logits are needed.

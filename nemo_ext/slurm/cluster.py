@@ -175,7 +175,7 @@ _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"
 
 
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command without the variables of a calling job and without options that are set by variables.
+    """Run a Slurm command without the environment variables of an enclosing job or those that set options (SBATCH_*).
 
     Raises:
         ValueError: the command is not on PATH.

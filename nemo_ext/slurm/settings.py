@@ -95,7 +95,7 @@ def settings_of(words: Sequence[str]) -> Settings:
     """Compose the site and queue settings from their arguments.
 
     Raises:
-        ValueError: a value is invalid; names the key, its value and the allowed values.
+        ValueError: a value is invalid; the message names the key, its value and the allowed values.
     """
     check_choice("cluster", words)
     config: Mapping[str, Any] = compose("slurm", words)

@@ -287,10 +287,10 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 
     Args:
         words: arguments of the command, without --dry-run.
-        dry_run: whether to submit nothing.
+        dry_run: whether to check and print only.
 
     Raises:
-        ValueError: the user has made a mistake, which the message explains.
+        ValueError: the arguments or the config are invalid.
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)

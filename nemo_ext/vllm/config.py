@@ -1,6 +1,6 @@
-"""Configs that describe our formats to vLLM, with sizes and kinds of blocks under the names that vLLM reads.
+"""Configs that describe our formats to vLLM, with block sizes and types under the names that vLLM expects.
 
-They replace the Python files of an exported directory, so that vLLM does not run these files.
+vLLM uses them instead of the Python files in an exported directory, which it therefore never runs.
 """
 
 from typing import Any

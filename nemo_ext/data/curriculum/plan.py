@@ -24,7 +24,7 @@ BLOCK = 4096
 
 
 class NoOrder(ValueError):
-    """Raised if no order can be made from the prompts, for example because there are too few for one step."""
+    """Raised if the prompts cannot be ordered into a curriculum, for example because there are too few for one step."""
 
 
 @dataclass(frozen=True)

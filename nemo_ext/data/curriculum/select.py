@@ -1,4 +1,4 @@
-"""Selection of the prompts that may be trained on, with their pass rates and copies with thinking off."""
+"""Selection of the prompts to train on, with their pass rates and with copies that have thinking off."""
 
 from dataclasses import dataclass
 

@@ -66,7 +66,7 @@ class Fitted:
     """Samples that fit into a pack.
 
     Attributes:
-        samples: numbers of the kept samples, ascending.
+        samples: indices of the kept samples, ascending.
         lengths: lengths of the kept samples, at most the capacity.
         dropped: number of dropped samples.
         truncated: number of truncated samples.

@@ -117,7 +117,7 @@ SERVERS: Mapping[str, Served] = {
 
 
 def run(config: Mapping[str, Any]) -> str:
-    """Write the folder and return a command that starts a server; raise ValueError for invalid settings or tasks."""
+    """Write the Gym server's folder and return the command that starts it; ValueError if settings or tasks are invalid."""
     settings = checked(GymSettings, config)
     names = settings.servers or tuple(SERVERS)
     for name in names:

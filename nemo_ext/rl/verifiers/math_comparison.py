@@ -682,7 +682,7 @@ def _decimals(node: Node) -> int | None:
 
 
 def _hundredth(node: Node) -> Node:
-    """Return a hundredth of a value, with two more decimals if it is a decimal."""
+    """Divide a value by 100; a decimal number gets two more decimal places."""
     if node.kind == "neg":
         return Node("neg", (_hundredth(node.parts[0]),))
     if node.kind == "number" and node.value[1] is not None:

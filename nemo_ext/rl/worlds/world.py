@@ -335,7 +335,7 @@ class Session:
         return () if self.turns >= self.max_turns or self.failure else tuple(answers)
 
     def verdict(self) -> Verdict:
-        """Return correct if the changes are as expected and the required answer, if any, is correct."""
+        """Return a verdict, `correct` if the changes are the expected ones and the answer, if required, is right."""
         if self.failure:
             return Verdict.error(self.failure)
         actual, expected = self._database().changes(), self.reference.changes
