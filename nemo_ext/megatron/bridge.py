@@ -102,7 +102,7 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Return possible names in the live model for a checkpoint piece, or one of its experts; the local back end's first."""
+    """Return a piece's (or its expert's) possible names in the live model; the local back end's comes first."""
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)

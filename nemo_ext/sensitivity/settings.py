@@ -18,7 +18,7 @@ class Settings:
     Attributes:
         model: path of a run directory or Megatron checkpoint.
         per: granularity at which precision is chosen: `block`, or `part` of a block (`in_proj`, `fc1`, ...).
-        metric: metric that the budget limits: `kl`, KL(unchanged model || model in FP8), or `loss`, the increase in the loss.
+        metric: metric that the budget limits: `kl`, KL(unchanged model || model in FP8), or `loss`, its increase.
         share: budget as a fraction of the given plan's loss.
         nats: budget in nats per token, instead of `share`.
         attempts: maximum number of plans measured to find the best one within the budget.

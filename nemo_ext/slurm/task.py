@@ -33,7 +33,7 @@ _SECONDS_TO_START = 120.0
 
 @dataclass
 class Task(Batch):
-    """Runs a job other than training, and interrupts it like Ctrl-C on Slurm's signal or `margin` before the time limit."""
+    """Job other than training, interrupted (like Ctrl-C) on Slurm's signal or `margin` before the time limit."""
 
     cluster: RayCluster | None = None
     on_ray: bool = False

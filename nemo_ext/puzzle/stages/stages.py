@@ -1,4 +1,4 @@
-"""Per-rank code of the stages that run a model: library, distill, score, cost, compare, baselines, realise, fuse, evaluate.
+"""Per-rank code of stages that run a model: library, distill, score, cost, compare, baselines, realise, fuse, evaluate.
 
 Ranks split the data (`data_parallel`); rank 0 writes files. Each stage resumes an interrupted run.
 """

@@ -117,7 +117,7 @@ SERVERS: Mapping[str, Served] = {
 
 
 def run(config: Mapping[str, Any]) -> str:
-    """Write the Gym server's folder and return the command that starts it; ValueError if settings or tasks are invalid."""
+    """Write the Gym server's folder and return its start command; ValueError if settings or tasks are invalid."""
     settings = checked(GymSettings, config)
     names = settings.servers or tuple(SERVERS)
     for name in names:
