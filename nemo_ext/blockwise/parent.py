@@ -147,7 +147,7 @@ class Parent:
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
-        """Run `layer` on `hidden`, the `[seq, batch, hidden]` input of block `number`; without a layer, return `hidden`.
+        """Run `layer` on `hidden`, the `[seq, batch, hidden]` input of block `number`; None returns `hidden`.
 
         The layer runs in a stack of one layer, without the final norm, because the stack provides RoPE and masks.
         """
