@@ -299,7 +299,8 @@ async def _evaluate(
                 "missing": missing,
             }
             for name, aggregated in metrics.items():  # aggregated by lm-evaluation-harness
-                content["benchmarks"][name]["metrics"] = aggregated
+                if name in content["benchmarks"]:  # else an error followed, which is reported
+                    content["benchmarks"][name]["metrics"] = aggregated
             hashes: dict[tuple[str, ...], str] = {
                 question.key(0)[:4]: question.asked for plan in plans for question in plan.questions
             }

@@ -152,7 +152,11 @@ class Sandbox:
                     done.set_exception(failure)
 
         # A daemon thread: the host does not wait for programs when it exits, and supervisors notice that it is gone.
-        threading.Thread(target=run, name="sandbox", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="sandbox", daemon=True).start()
+        except RuntimeError as error:  # the process has too many threads
+            self._gate.leave()
+            raise SandboxError(f"no thread can be started for a program: {error}") from error
         try:
             return await asyncio.shield(asyncio.wrap_future(done))
         except asyncio.CancelledError:

@@ -481,3 +481,21 @@ def test_empty_removes_deep_and_forbidden_folders_and_follows_no_link(tmp_path: 
     confinement.empty(str(inside))
 
     assert not list(inside.iterdir()) and (outside / "kept").exists()
+
+
+def test_a_thread_that_cannot_start_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Sandbox(limits=LIMITS, concurrency=1, queue_seconds=5, isolation="processes")
+    narrow.describe()
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "sandbox":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(SandboxError, match="no thread can be started"):
+        asyncio.run(narrow.run_async("print(1)"))
+    monkeypatch.undo()
+
+    assert narrow.run("print(1)").ok
