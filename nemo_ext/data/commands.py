@@ -60,7 +60,7 @@ TOKENIZE = Job(
     record=_tokenizers_record,
     script="task",
     grammar=Grammar(
-        settings=TEXT,
+        settings=(TEXT, "nemo_ext.data.streams:TextSettings"),
         streams=True,
         advice={
             "max_bad_share": "it belongs to a source: in place of input=FILE output=DIR/NAME set data.directory=DIR "
@@ -210,7 +210,9 @@ BLEND = Job(
     help="show shares, epochs and warnings for each stream of a blend; write files for trainers",
     run="nemo_ext.data.blends.job:audit",
     script="task",
-    grammar=Grammar(settings={**TEXT, "megatron": Open}, streams=True, added=("data",)),
+    grammar=Grammar(
+        settings=({**TEXT, "megatron": Open}, "nemo_ext.data.blends.job:Settings"), streams=True, added=("data",)
+    ),
 )
 
 

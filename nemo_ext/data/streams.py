@@ -2,16 +2,19 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.data.blends.blend import flattened
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+from nemo_ext.job.settings import STRICT, Count, Place, Places, checked
 
 _KIND_OF_SUFFIX = {
     ".jsonl": "jsonl",
@@ -24,6 +27,56 @@ _KIND_OF_SUFFIX = {
     ".warc": "warc",
     ".wet": "warc",
 }
+ValidationShare = Annotated[float, Field(ge=0, lt=1)]
+"""Share of the documents that is held out for validation."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextSettings:
+    """Keys of `nemo-ext tokenize` except `data`: the user's files, and settings that take precedence over a blend's.
+
+    Attributes:
+        input: a file, a glob, a directory of source files, or a list of files and globs; null for a blend.
+        kind: kind of the files; null infers it from their names.
+        text_key: JSON key or Parquet column of the text.
+        output: prefix of the tokenised files.
+        tokenizer: byte, a folder, a tokenizer.json, or a mapping with kind and path.
+        validation_share: share of the documents that is held out for validation.
+        workers: number of processes; null for one per core.
+    """
+
+    input: Annotated[Places, Field(min_length=1)] | None
+    kind: Literal["jsonl", "parquet", "text", "tree", "warc"] | None
+    text_key: str | None
+    output: Place | None
+    tokenizer: Place | dict[str, Any] | None
+    validation_share: ValidationShare | None
+    workers: Count | None
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class BlendSettings:
+    """The `data` section of a blend with a flat list of streams, as `nemo_ext.data.blends.blend.flattened` returns it.
+
+    Attributes:
+        directory: folder of the streams' tokenised files.
+        tokenizer: see `load_tokenizer`.
+        streams: see `read_blend`.
+        validation_share: share of the documents that is held out for validation.
+        seed: seed of the choice of validation documents.
+        workers: number of processes; null for one per core.
+        mixed_lengths: only for training; ignored here.
+    """
+
+    directory: Place
+    tokenizer: Any
+    streams: Any
+    validation_share: ValidationShare = 0.05
+    seed: int = 1234
+    workers: Count | None = None
+    mixed_lengths: Any = None
+
+
 _OVER_BLEND = ("tokenizer", "validation_share", "workers")
 
 
@@ -60,16 +113,12 @@ def read_blend(config: Mapping[str, object]) -> Blend:
     Raises:
         ValueError: A key is missing or invalid, or the input cannot be read.
     """
-    flat = flattened(config)
-    required = ("directory", "tokenizer", "streams")
-    known = (*required, "validation_share", "seed", "workers", "mixed_lengths")
-    check_keys(flat, known, required=required, where="data")
-    workers = flat.get("workers")
+    settings = checked(BlendSettings, flattened(config), "data")
     return Blend(
-        tokenizer=load_tokenizer(flat["tokenizer"]),
-        validation_share=checked_share("validation_share", flat.get("validation_share", 0.05), below_one=True),
-        seed=checked_whole("seed", flat.get("seed", 1234)),
-        workers=None if workers is None else checked_whole("workers", workers, least=1),
+        tokenizer=load_tokenizer(settings.tokenizer),
+        validation_share=settings.validation_share,
+        seed=settings.seed,
+        workers=settings.workers,
         streams=[
             _read_stream(leaf.name, leaf.prefix, leaf.source)
             for leaf in read_tree(config).leaves()
@@ -84,12 +133,13 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
     Raises:
         ValueError: neither or both are set, `output` is missing, or the kind of the input is unknown.
     """
+    settings = checked(TextSettings, {field.name: config[field.name] for field in fields(TextSettings)})
     data = config["data"]
     blend = flattened(data) if isinstance(data, Mapping) else {}
-    if config["input"] is not None:
+    if settings.input is not None:
         if blend.get("streams"):
             raise ValueError("input and a blend (data=..., data.streams) exclude each other: use separate commands")
-        blend |= _blend_of_files(config["input"], config["output"], kind=config["kind"], text_key=config["text_key"])
+        blend |= _blend_of_files(settings)
     else:
         for key in ("output", "kind", "text_key"):
             if config[key] is not None:
@@ -138,20 +188,18 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     return weighted
 
 
-def _blend_of_files(files: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
+def _blend_of_files(settings: TextSettings) -> dict[str, object]:
     """Return `directory` and `streams` of a single-stream blend for the user's files, globs or directory."""
-    paths = [files] if isinstance(files, str) else files
-    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {files!r}")
-    if not isinstance(output, str):
+    paths, output = settings.input or (), settings.output
+    if output is None:
         raise ValueError("output is not set: output=PREFIX writes PREFIX_train.bin, PREFIX_valid.bin and others")
     prefix = Path(output).expanduser()
     if output.endswith("/") or prefix.is_dir():
         raise ValueError(f"output={output} is a directory: give a prefix for the files, e.g. {prefix / 'mine'}")
-    kind = _kind_of(paths) if kind is None else kind
-    source: dict[str, object] = {"kind": kind, "path": files}
-    if text_key is not None:
-        source["text_key"] = text_key
+    kind = settings.kind or _kind_of(paths)
+    source: dict[str, object] = {"kind": kind, "path": paths[0] if len(paths) == 1 else list(paths)}
+    if settings.text_key is not None:
+        source["text_key"] = settings.text_key
     if kind == "tree" and prefix.absolute().is_relative_to(Path(paths[0]).expanduser().absolute()):
         raise ValueError(f"output={output} is inside input={paths[0]}, which must not change: choose another output")
     stream = {"name": prefix.name, "weight": 1, "prefix": str(prefix), "source": source}

@@ -43,14 +43,14 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
     """Return the number of steps closest to `tokens` tokens, at least 1 unless that is 0; None if it is None."""
     if tokens is None:
         return None
-    if tokens < 0:
-        raise ValueError(f"tokens={tokens}: expected a number of tokens, zero or more")
+    if not isinstance(tokens, int | float) or tokens < 0:
+        raise ValueError(f"expected a number of tokens of at least 0, not {tokens!r}")
     return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
 
 
 def add(*terms: float) -> float | int:
     """Return the sum, as an integer if it is whole."""
-    total = math.fsum(map(float, terms))
+    total = math.fsum(map(_number, terms))
     return int(total) if total == int(total) else total
 
 
@@ -58,8 +58,15 @@ def multiply(*factors: float) -> float | int:
     """Return the product, as an integer if it is whole."""
     product = 1.0
     for factor in factors:
-        product *= float(factor)
+        product *= _number(factor)
     return int(product) if product == int(product) else product
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a number, not {value!r}") from None
 
 
 def register_resolvers() -> None:
@@ -205,7 +212,8 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
             raise ValueError(f"not set: {', '.join(missing)}; set them with key=value on the command line")
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        why = re.sub(r"^\w+ raised while resolving interpolation: ", "its formula: ", str(error).splitlines()[0])
+        raise ValueError(f"{error.full_key}: {why}") from error
     assert isinstance(container, dict)
     values = {str(key): value for key, value in container.items()}
     for name, section in (("launcher", values.get("launcher", {})), ("phases", values.get("phases") or {})):

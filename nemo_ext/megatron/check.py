@@ -14,7 +14,7 @@ from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.job import run_directory
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked
 from nemo_ext.megatron import packed_attention, versions
 from nemo_ext.megatron.arguments import (
     backend_of,
@@ -26,46 +26,12 @@ from nemo_ext.megatron.arguments import (
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
 from nemo_ext.megatron.fp8 import check_backend
+from nemo_ext.megatron.settings import SECTIONS
 from nemo_ext.megatron.stability import Stability
-
-KEYS = {
-    "model": {
-        "name",
-        "family",
-        "pattern",
-        "backend",
-        "norm_affine",
-        "norm_placement",
-        "qk_norm_scope",
-        "yarn_on_windowed",
-        "vocab_size",
-        "hf_layers",
-        "hf_layer_count",
-        "virtual_pipeline_stages",
-    },
-    "train": {
-        "tokens",
-        "tokens_per_step",
-        "schedule_tokens",
-        "warmup_tokens",
-        "decay_tokens",
-        "validate_at_start",
-        "model_of_start",
-    },
-    "launcher": {"nodes", "nproc_per_node"},
-    "stability": {"z_loss", "decay_embedding", "skip_beyond"},
-    "retention": {"last", "every"},
-    "guard": {"nan", "spike", "before", "after", "most", "minutes"},
-    "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
-}
-"""Known keys of each section of a training config; Megatron's own parser checks the `megatron` section."""
 
 RESILIENCY = "nvidia-resiliency-ext"
 OLDEST_RESILIENCY = Version("0.6.0")
 """Oldest version with which Megatron-Core 0.18 and 0.19 can be imported (their `NVRX_MIN_VERSION`)."""
-
-SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start", "model_of_start")}
-"""Keys of each section that must be true or false."""
 
 
 def check(config: Mapping[str, Any]) -> argparse.Namespace:
@@ -89,21 +55,14 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Reject unknown keys, switches that are neither true nor false, and values that exclude each other.
+    """Reject invalid `model`, `train`, `launcher` and `stability` sections, and values that exclude each other.
 
     Raises:
         ValueError: the message names the key, and the nearest known one if it is unknown; or see
             `Stability.from_config`.
     """
-    for block, known in KEYS.items():
-        for name in config.get(block) or {}:
-            if name not in known:
-                raise ValueError(f"{block}.{name}: unknown key: {nearest(name, known)}")
-    for block, names in SWITCHES.items():
-        for name in names:
-            value = config[block].get(name, False)
-            if not isinstance(value, bool):
-                raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
+    for name, kind in SECTIONS.items():
+        checked(kind, config.get(name) or {}, name, strict=True)
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(

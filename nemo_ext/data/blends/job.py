@@ -1,9 +1,12 @@
 """The `nemo-ext blend` job: audits the blends in a config."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from rich.console import Console
 
 from nemo_ext.data.blends.blend import tokens_of_run
@@ -11,6 +14,28 @@ from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import BlendPlan, plan_blend
 from nemo_ext.data.blends.report import print_table, write_blend
 from nemo_ext.data.phases import sections_of
+from nemo_ext.job.settings import STRICT, Place, checked
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """Settings of `nemo-ext blend`, except the recipe and its data.
+
+    Attributes:
+        tokens: length of the run in tokens; null for the recipe's.
+        output: folder for the report and for the blend as files; null for none.
+        max_epochs: number of epochs of a stream above which there is a warning; null for the blend's.
+        refuse_epochs: number of epochs of a stream above which the blend is rejected; null for the blend's.
+        require_files: true to reject streams that are not tokenised yet.
+    """
+
+    tokens: Positive | None
+    output: Place | None
+    max_epochs: Positive | None
+    refuse_epochs: Positive | None
+    require_files: bool
 
 
 def audit(config: Mapping[str, Any]) -> None:
@@ -21,6 +46,7 @@ def audit(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: The blend is missing or invalid, or a stream is read more than `refuse_epochs` times.
     """
+    settings = checked(Settings, {field.name: config[field.name] for field in fields(Settings)})
     data = config.get("data")
     if data is not None and data.get("packed") is not None:
         raise ValueError("this recipe reads packs, not a blend; their shares are in report.md of `nemo-ext sft_data`")
@@ -29,20 +55,23 @@ def audit(config: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # no need to fit a terminal
-    limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
-    plans = [(name, plan_blend({**section, **limits}, tokens)) for name, section, tokens in _blends(config)]
+    limits = {"max_epochs": settings.max_epochs, "refuse_epochs": settings.refuse_epochs}
+    limits = {key: limit for key, limit in limits.items() if limit is not None}
+    plans = [
+        (name, plan_blend({**section, **limits}, tokens)) for name, section, tokens in _blends(config, settings.tokens)
+    ]
     for name, plan in plans:
-        if config["require_files"]:
+        if settings.require_files:
             _check_files(plan)
         words = (config.get("recipe"), name or Path(str(data["directory"])).name)
         title = f"Blend of {', '.join(str(word) for word in words if word)}"
         _show(plan, console, title)
-        if config["output"] is not None:
-            folder = Path(str(config["output"])) / (name if len(plans) > 1 else "")
+        if settings.output is not None:
+            folder = Path(settings.output) / (name if len(plans) > 1 else "")
             try:
                 report = write_blend(plan, folder, title=title)
             except OSError as error:
-                raise ValueError(f"output={config['output']}: {error.strerror}: choose another directory") from error
+                raise ValueError(f"output={settings.output}: {error.strerror}: choose another directory") from error
             console.print(f"report: {report}", soft_wrap=True)
     if often := _often_in_total([plan for _, plan in plans]):
         console.print(
@@ -50,14 +79,11 @@ def audit(config: Mapping[str, Any]) -> None:
         )
 
 
-def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
+def _blends(config: Mapping[str, Any], tokens: float | None) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
     """Yield the name, `data` section and number of tokens of each blend: the run's, and those of phases with data.
 
     If `tokens` overrides the length of the run, phases are scaled in proportion.
     """
-    tokens = config["tokens"]
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
-        raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
     phases = sections_of(config)
     shared = [name for name, phase in phases.items() if phase.data is None]
     if len(shared) == len(phases):

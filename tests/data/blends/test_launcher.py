@@ -128,7 +128,7 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
     [
         ((), "no blend to show: give data=NAME"),
         (("data=mock",), "no blend to show"),
-        (("data=domyn_foundation", "tokens=many"), "tokens=many: give the number of tokens"),
+        (("data=domyn_foundation", "tokens=many"), "tokens='many': input should be a valid number"),
         (
             ("data=domyn_foundation", "require_files=true"),
             "english_train.idx does not exist, nor do the files of 3 other streams",
