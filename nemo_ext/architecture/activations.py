@@ -19,8 +19,9 @@ def activation_bytes(
     1F1B, and (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule.
     Full recomputation keeps only each group's input, plus one group's activations while it is recomputed. The last
     stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
-    fp32, and with z-loss also their gradient. These are freed before recomputation starts. With frozen weights
-    nothing is kept, and the peak is the largest single block.
+    fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
+    prediction adds as much, its blocks, and the inputs and outputs of its projection. With frozen weights nothing is
+    kept, and the peak is the largest single block.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -55,6 +56,9 @@ def activation_bytes(
         copies = 4 + (size if size < 4 else 0) + (size if layout.z_loss else 0)
         logits = tokens * copies * architecture.vocab_size / layout.tensor_parallel
         head = 2 * residual + logits
+        depth = architecture.depth
+        blocks = (block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in range(1, len(depth.sizes) + 1))
+        head += architecture.pattern.depths * (0 if layout.frozen else sum(blocks, head + 6 * residual))
     return round(total + max(head, working))
 
 

@@ -8,7 +8,7 @@ tokens spread evenly over experts, and without communication buffers or allocato
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from nemo_ext.architecture.activations import activation_bytes as activation_bytes
 from nemo_ext.architecture.blocks import Block
@@ -159,9 +159,24 @@ def head_parameters(architecture: Architecture) -> Parameters:
     return Parameters(sharded=output, replicated=norm_parameters(architecture, hidden))
 
 
+def mtp_parameters(architecture: Architecture) -> Parameters:
+    """Count the parameters of all depths of multi-token prediction, none of which a token uses in ordinary decoding.
+
+    A depth has norms of the next token's embedding and of the hidden state, their joint projection, its blocks and a
+    final norm. Depths share one set of weights if `mtp_use_repeated_layer` is set.
+    """
+    if not architecture.pattern.mtp:
+        return Parameters()
+    hidden, depth = architecture.hidden_size, architecture.depth
+    counted = Parameters(sharded=2 * hidden * hidden, replicated=3 * norm_parameters(architecture, hidden))
+    counted = sum((block_parameters(depth, layer) for layer in layers(depth)), counted)
+    sets = 1 if architecture.mtp_repeated else architecture.pattern.depths
+    return replace(sum([counted] * sets, Parameters()), inactive=sets * counted.total)
+
+
 def parameters(architecture: Architecture) -> Parameters:
     """Count all parameters of the model, each once."""
-    counted = embedding_parameters(architecture) + head_parameters(architecture)
+    counted = embedding_parameters(architecture) + head_parameters(architecture) + mtp_parameters(architecture)
     return sum((block_parameters(architecture, layer) for layer in layers(architecture)), counted)
 
 
@@ -242,17 +257,28 @@ def head_forward_flops_per_token(architecture: Architecture) -> float:
 
 
 def forward_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
-    """Compute the whole model's forward FLOPs per token at a sequence length, including the output layer."""
+    """Compute the model's forward FLOPs per token at a sequence length, with the output layer and without MTP."""
     blocks = (block_forward_flops_per_token(architecture, n, seq_length=seq_length) for n in layers(architecture))
     return sum(blocks, head_forward_flops_per_token(architecture))
 
 
+def mtp_forward_flops_per_token(architecture: Architecture, *, seq_length: int | None = None) -> float:
+    """Compute the forward FLOPs per token of all depths of multi-token prediction, with the output layer of each."""
+    pattern, hidden, depth = architecture.pattern, architecture.hidden_size, architecture.depth
+    if not pattern.mtp:
+        return 0
+    blocks = (block_forward_flops_per_token(depth, n, seq_length=seq_length) for n in layers(depth))
+    return pattern.depths * sum(blocks, 4 * hidden * hidden + head_forward_flops_per_token(architecture))
+
+
 def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False) -> float:
-    """Compute training FLOPs per token: three times the forward pass, without recomputation.
+    """Compute training FLOPs per token: three times the forward pass with MTP, without recomputation.
 
     A run that trains no weights (`frozen`) has only the forward pass.
     """
-    return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward_flops_per_token(architecture, seq_length=seq_length)
+    forward = forward_flops_per_token(architecture, seq_length=seq_length)
+    forward += mtp_forward_flops_per_token(architecture, seq_length=seq_length)
+    return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward
 
 
 def peak_of(device: str, units: int | None = None, clock: float | None = None) -> float | None:
@@ -352,9 +378,10 @@ class GpuCost:
 
 
 def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[StageCost, ...]:
-    """Compute the cost of each pipeline stage; the first includes the embedding and the last the output layer.
+    """Compute the cost of each pipeline stage; the first includes the embedding, the last the output layer and MTP.
 
-    With pipeline parallelism, a tied output layer is a second copy of the embedding, and is counted as such.
+    With pipeline parallelism, a tied output layer is a second copy of the embedding, and is counted as such; so is the
+    embedding that MTP reads on the last stage.
     """
     stages = []
     ranges = stage_ranges(architecture.pattern, layout)
@@ -365,8 +392,12 @@ def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | N
             counted += embedding_parameters(architecture)
         if stage == len(ranges) - 1:
             counted += head_parameters(architecture)
+            counted += mtp_parameters(architecture)
             flops += head_forward_flops_per_token(architecture)
-            if architecture.tied_embeddings and layout.pipeline_parallel > 1:
+            flops += mtp_forward_flops_per_token(architecture, seq_length=seq_length)
+            if layout.pipeline_parallel > 1 and architecture.pattern.mtp:
+                counted += embedding_parameters(architecture)
+            elif layout.pipeline_parallel > 1 and architecture.tied_embeddings:
                 counted += Parameters(sharded=architecture.vocab_size * architecture.hidden_size)
         rank = stage % layout.pipeline_parallel
         cost = StageCost(stage=stage, rank=rank, layers=numbers, parameters=counted, forward_flops_per_token=flops)

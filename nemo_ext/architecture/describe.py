@@ -55,8 +55,9 @@ def describe(
         "active_params_with_embedding": cost.active_params(architecture, with_embedding=True),
         "embedding_params": cost.embedding_parameters(architecture).total,
         "head_params": cost.head_parameters(architecture).total,
+        "mtp_params": cost.mtp_parameters(architecture).total,
         "forward_flops_per_token": round(forward),
-        "train_flops_per_token": round(cost.TRAINING_FLOPS_FACTOR * forward),
+        "train_flops_per_token": round(cost.train_flops_per_token(architecture, seq_length=length)),
         "train_flops_per_token_6n": cost.six_n(architecture),
         "head_forward_flops_per_token": round(cost.head_forward_flops_per_token(architecture)),
         "weight_bytes": {name: cost.weight_bytes(architecture, name) for name in ("fp32", "bf16", "fp8")},
@@ -229,6 +230,8 @@ def _block_table(figures: Description) -> "Table":
     table.caption_justify = "left"
     share = figures["head_forward_flops_per_token"] / whole
     table.add_row("", "norm and output layer", "", "1", number(head), number(head), f"{share:.1%}")
+    if mtp := figures["mtp_params"]:
+        table.add_row("", "multi-token prediction, only in training", "", "", "", number(mtp), "")
     return table
 
 

@@ -213,3 +213,8 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
             if size % divisor:
                 where = f"block {number} ({written[number - 1]})"
                 raise ValueError(f"{where}: {name} {size} is not a multiple of {axis} {divisor}")
+    if architecture.pattern.mtp:
+        try:
+            check_layout(architecture.depth, layout)
+        except ValueError as error:
+            raise ValueError(f"multi-token prediction: {error}") from None

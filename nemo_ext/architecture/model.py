@@ -47,6 +47,7 @@ class Architecture:
         attention_output_gate: Whether attention has an output gate as wide as its queries.
         moe_latent_size: Input and output width of routed experts; None means the hidden size.
         moe_shared_expert_gate: Whether the shared expert has a gate.
+        mtp_repeated: Whether all depths of multi-token prediction share one set of weights.
         window_attn_skip_freq: Megatron's rule for full attention among windowed blocks, by global layer
             number.
 
@@ -74,6 +75,7 @@ class Architecture:
     attention_output_gate: bool = False
     moe_latent_size: int | None = None
     moe_shared_expert_gate: bool = False
+    mtp_repeated: bool = False
     window_attn_skip_freq: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +83,11 @@ class Architecture:
         _one_of("norm_placement", self.norm_placement, ("input", "output"))
         _one_of("qk_norm_scope", self.qk_norm_scope, ("head", "width"))
         _ = self.sizes  # Raises here rather than in the middle of a cost report if a block is invalid.
+        if self.pattern.mtp:
+            try:
+                _ = self.depth.sizes
+            except ValueError as error:
+                raise ValueError(f"multi-token prediction: {error}") from None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "Architecture":
@@ -125,12 +132,18 @@ class Architecture:
             attention_output_gate=flags.flag("attention_output_gate"),
             moe_latent_size=flags.integer("moe_latent_size"),
             moe_shared_expert_gate=flags.flag("moe_shared_expert_gate"),
+            mtp_repeated=flags.flag("mtp_use_repeated_layer"),
             window_attn_skip_freq=_skip_frequency(flags.values.get("window_attn_skip_freq")),
         )
 
     def with_pattern(self, pattern: Pattern | str) -> "Architecture":
         """Return a copy of the model with another pattern."""
         return replace(self, pattern=parse(pattern) if isinstance(pattern, str) else pattern)
+
+    @property
+    def depth(self) -> "Architecture":
+        """Model whose blocks are those of one depth of multi-token prediction, numbered from 1 as Megatron does."""
+        return replace(self, pattern=Pattern(self.pattern.mtp))
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
         """Return a copy of a block with all values of its kind set, taking missing ones from the model.

@@ -1,7 +1,7 @@
 """Notation for a whole model in one line: parser, formatter, and compiler to Megatron's `hybrid_layer_pattern`.
 
-    pattern := item+                 item  := '|' | block [repeat] | '(' item+ ')' [repeat]
-    block   := SYMBOL [ '{' value (',' value)* '}' ]
+    pattern := item+ ('/' depth)*     item  := '|' | block [repeat] | '(' item+ ')' [repeat]
+    depth   := item+                  block := SYMBOL [ '{' value (',' value)* '}' ]
     value   := NAME '=' (INTEGER | 'none') | FLAG
     repeat  := 'x' INTEGER
 
@@ -10,6 +10,9 @@ through. This package adds repeats, as in `(*-)x40`, and per-block values, as in
 or `*{window=4096}`. A query in a windowed block attends to itself and the window - 1 tokens before it (Hugging Face's
 `sliding_window`), and `*{window=none}` is full attention in a windowed model. Whitespace is ignored. A no-op is written
 by omitting the symbol.
+
+Each `/` begins a depth of multi-token prediction (MTP), as in `ME*-/*E/*E`: the blocks that predict one token further.
+All depths have the same blocks, and no pipeline cuts, as they belong to the last stage.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from string import ascii_letters, digits
 from nemo_ext.architecture.blocks import FLAGS, LINEAR, MAX_VALUE, NAMES, NONE_ALLOWED, VALUES, Block, unknown_value
 
 CUT = "|"
+DEPTH = "/"
 MAX_BLOCKS = 2048
 """Maximum number of blocks, so that a mistyped repeat count raises an error instead of exhausting memory."""
 MAX_DEPTH = 32
@@ -58,12 +62,18 @@ class Pattern:
         blocks: The residual blocks in order.
         cuts: Sorted 0-based indices of the blocks right after each `|`. An index may repeat (an empty stage, which
             Megatron allows) and may be 0 or `len(blocks)`.
+        mtp: The blocks of each depth of multi-token prediction, which are the same in all depths.
+        depths: Number of depths.
     """
 
     blocks: tuple[Block, ...]
     cuts: tuple[int, ...] = ()
+    mtp: tuple[Block, ...] = ()
+    depths: int = 0
 
     def __post_init__(self) -> None:
+        if bool(self.mtp) != (self.depths > 0):
+            raise ValueError(f"{self.depths} depths of multi-token prediction with {len(self.mtp)} blocks each")
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
         if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
             raise ValueError(f"cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern")
@@ -83,13 +93,15 @@ class CompiledPattern:
     """A pattern in Megatron's form.
 
     Attributes:
-        hybrid_layer_pattern: Plain symbols and `|`.
+        hybrid_layer_pattern: Plain symbols, `|` and `/`.
         overrides: Mapping from the 1-based global layer numbers of blocks with values to `TransformerConfig` fields;
             a linear-replaced block has `{"linear": True}`.
+        mtp_overrides: The same for the blocks of a depth, which Megatron numbers from 1.
     """
 
     hybrid_layer_pattern: str
     overrides: dict[int, dict[str, object]] = field(default_factory=dict)
+    mtp_overrides: dict[int, dict[str, object]] = field(default_factory=dict)
 
 
 def parse(text: str) -> Pattern:
@@ -98,15 +110,16 @@ def parse(text: str) -> Pattern:
     Raises:
         PatternError: The string is not a pattern; the message gives the position and the expected symbols.
     """
-    items = _Reader(text).pattern()
+    reader = _Reader(text)
     blocks: list[Block] = []
     cuts: list[int] = []
-    for item in items:
+    for item in reader.pattern():
         if isinstance(item, Block):
             blocks.append(item)
         else:
             cuts.append(len(blocks))
-    return Pattern(tuple(blocks), tuple(cuts))
+    depths = reader.depths()
+    return Pattern(tuple(blocks), tuple(cuts), depths[0] if depths else (), len(depths))
 
 
 class _Reader:
@@ -123,10 +136,28 @@ class _Reader:
             raise self.error(f"expected at least one block, one of {' '.join(NAMES)}")
         return items
 
-    def items(self, *, opened: int | None) -> list[Block | str]:
+    def depths(self) -> list[tuple[Block, ...]]:
+        """Read the depths of multi-token prediction, each of which begins with `/`."""
+        depths: list[tuple[Block, ...]] = []
+        while self.peek() == DEPTH:
+            self.at += 1
+            start = self.next_position()
+            items = self.items(opened=None, cuts=False)
+            if not items:
+                raise self.error(f"expected the blocks of a prediction depth after '/', such as {DEPTH}*E")
+            depths.append(tuple(item for item in items if isinstance(item, Block)))
+            if depths[-1] != depths[0]:
+                raise self.error(f"prediction depth {len(depths)} differs from the first: write the same blocks", start)
+        return depths
+
+    def items(self, *, opened: int | None, cuts: bool = True) -> list[Block | str]:
         items: list[Block | str] = []
         while (character := self.peek()) and not (character == ")" and opened is not None):
             start = self.at
+            if character == DEPTH and opened is None:
+                break
+            if character == CUT and not cuts:
+                raise self.error("a prediction depth has no pipeline cuts, as it belongs to the last stage: remove '|'")
             if character == CUT:
                 self.at += 1
                 items.append(CUT)
@@ -137,7 +168,7 @@ class _Reader:
                 if self.depth > MAX_DEPTH:
                     raise self.error(f"more than {MAX_DEPTH} nested groups: remove brackets")
                 self.at += 1
-                inner = self.items(opened=start)
+                inner = self.items(opened=start, cuts=cuts)
                 self.depth -= 1
                 if self.peek() != ")":
                     raise self.error("expected ')' to close this group", start)
@@ -240,8 +271,8 @@ class _Reader:
 
 def _unexpected(character: str) -> str:
     expected = f"expected a block (one of {' '.join(NAMES)}), '|' or '('"
-    if character == "/":
-        return f"multi-token prediction ('/') is not supported yet: {expected}"
+    if character == DEPTH:
+        return f"a prediction depth ('/') cannot begin inside a group: {expected}"
     if character == ")":
         return f"there is no open group to close: {expected}"
     if character == "x":
@@ -267,9 +298,10 @@ def format(pattern: Pattern, *, compress: bool = True) -> str:
             tokens.append(CUT)
         if block is not None:
             tokens.append(str(block))
-    if not compress:
-        return "".join(tokens)
-    return _shortest(tuple(tokens), {})[1]
+    main, depth = (
+        _shortest(tuple(words), {})[1] if compress else "".join(words) for words in (tokens, map(str, pattern.mtp))
+    )
+    return main + f"{DEPTH}{depth}" * pattern.depths
 
 
 # Costs in half-characters, so that ties can be broken: a run is preferred over symbols of equal length (`-x3`), and
@@ -326,15 +358,19 @@ def compile(pattern: Pattern) -> CompiledPattern:
         ValueError: Attention (`*`) is mixed with MLA (`+`) or DeepSeek sparse attention (`D`), which
             Megatron rejects.
     """
-    kinds = {block.kind for block in pattern.blocks}
+    kinds = {block.kind for block in (*pattern.blocks, *pattern.mtp)}
     if "*" in kinds and kinds & {"D", "+"}:
         raise ValueError(
             "Megatron cannot mix attention ('*') with MLA ('+') or DeepSeek sparse attention ('D') in one "
             f"model: got {format(pattern)}"
         )
     stages = ["".join(block.kind for block in pattern.blocks[first:last]) for first, last in pattern.stages]
-    overrides = {number: _fields(block) for number, block in enumerate(pattern.blocks, start=1) if block.values}
-    return CompiledPattern(CUT.join(stages), overrides)
+    depth = "".join(block.kind for block in pattern.mtp)
+    overrides, mtp_overrides = (
+        {number: _fields(block) for number, block in enumerate(blocks, start=1) if block.values}
+        for blocks in (pattern.blocks, pattern.mtp)
+    )
+    return CompiledPattern(CUT.join(stages) + f"{DEPTH}{depth}" * pattern.depths, overrides, mtp_overrides)
 
 
 def _fields(block: Block) -> dict[str, object]:
