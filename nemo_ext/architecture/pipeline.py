@@ -53,14 +53,15 @@ class BlockCosts:
 def forward_flops(architecture: Architecture) -> BlockCosts:
     """Compute forward FLOPs per token at the model's sequence length (the embedding look-up is free)."""
     blocks = tuple(costs.block_forward_flops_per_token(architecture, n) for n in layers(architecture))
-    return BlockCosts(blocks, head=costs.head_forward_flops_per_token(architecture))
+    head = costs.head_forward_flops_per_token(architecture) + costs.mtp_forward_flops_per_token(architecture)
+    return BlockCosts(blocks, head=head)
 
 
 def parameter_counts(architecture: Architecture) -> BlockCosts:
     """Count parameters, for pipelines limited by memory rather than time; a tied output layer counts as a copy."""
     blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
     embedding = costs.embedding_parameters(architecture)
-    head = costs.head_parameters(architecture).total
+    head = costs.head_parameters(architecture).total + costs.mtp_parameters(architecture).total
     return BlockCosts(blocks, embedding.total, head + (embedding.sharded if architecture.tied_embeddings else 0))
 
 

@@ -53,16 +53,25 @@ class BlockModelConfig(HybridModelConfig):
     def stack_spec(self) -> ModuleSpec:
         """Build the layer spec that these fields describe."""
         pattern = parse(self.pattern)
-        attention = {number: block for number, block in enumerate(pattern.blocks, start=1) if block.kind == "*"}
+        attention, of_depth = (
+            {number: block for number, block in enumerate(blocks, start=1) if block.kind == "*"}
+            for blocks in (pattern.blocks, pattern.mtp)
+        )
         spec = hybrid_stack(
             self.pattern,
             norm_affine=self.norm_affine,
             norm_placement=self.norm_placement,
             qk_norm_scope=self.qk_norm_scope,
             rotary=self._rotary(attention),
+            mtp_rotary=self._rotary(of_depth),
         )
         if self.position_embedding_type != "yarn" or self.yarn_on_windowed:
             return spec
+        if self._windowed(of_depth):
+            raise ValueError(
+                "model.pattern: windowed attention in a prediction depth (/) is not supported with "
+                "model.yarn_on_windowed=false: write *{window=none} there"
+            )
         options: StackOptions = spec.params["options"]
         unscaled = {number: {"yarn_rotary_scaling_factor": 1.0} for number in self._windowed(attention)}
         merged = {n: {**options.overrides.get(n, {}), **unscaled.get(n, {})} for n in {*options.overrides, *unscaled}}

@@ -25,13 +25,19 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from nemo_ext.architecture.blocks import LINEAR
+from nemo_ext.architecture.pattern import DEPTH, parse
 from nemo_ext.architecture.pattern import compile as compile_pattern
-from nemo_ext.architecture.pattern import parse
 from nemo_ext.megatron.attention import BlockSelfAttention, Rotary, SDPACoreAttention
 from nemo_ext.megatron.layers import (
     AttentionBlock,
@@ -228,6 +234,7 @@ class BlockStack(HybridStack):
         layer_config_list: Sequence[TransformerConfig] | None = None,
         pp_layer_offset: int = 0,
         post_layer_norm: bool = True,
+        submodules: HybridStackSubmodules | None = None,  # only for HybridModel, which reads `mtp_block_spec` from it
         **kwargs: Any,
     ) -> None:
         symbols, configs = layer_type_list, layer_config_list
@@ -314,11 +321,43 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
         )
 
 
-def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
+class BlockPredictionLayer(MultiTokenPredictionLayer):
+    """Depth of multi-token prediction, with the sub-layers and norms of the model's back end.
+
+    Megatron numbers the blocks of a depth from 1, so they have options of their own.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        *args: Any,
+        options: StackOptions,
+        hybrid_submodules: HybridStackSubmodules,
+        **kwargs: Any,
+    ) -> None:
+        norm, linear = norm_builder(config, options), backend(config.transformer_impl).column_parallel_linear()
+        parts = MultiTokenPredictionLayerSubmodules(enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm)
+        super().__init__(config, parts, *args, hybrid_submodules=stack_submodules(config, options), **kwargs)
+
+
+def _with_prediction(options: StackOptions) -> HybridStackSubmodules:
+    """Return the part of a stack spec from which HybridModel builds multi-token prediction; `options` are a depth's."""
+    layer = ModuleSpec(
+        module=BlockPredictionLayer,
+        params={"options": options},
+        submodules=MultiTokenPredictionLayerSubmodules(enorm=None, hnorm=None, eh_proj=None, layer_norm=None),
+    )
+    block = MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    return HybridStackSubmodules(mtp_block_spec=ModuleSpec(module=MultiTokenPredictionBlock, submodules=block))
+
+
+def hybrid_stack(pattern: str = "", *, mtp_rotary: Mapping[int, Rotary] | None = None, **options: Any) -> ModuleSpec:
     """Build the stack spec of a pattern, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
 
     Args:
         pattern: block notation, such as `(*{kv=4}-)x40`; empty if every block has the config's sizes.
+        mtp_rotary: `rotary` of the blocks of a prediction depth.
         options: `norm_affine`, `norm_placement`, `qk_norm_scope` and `rotary` of `StackOptions`.
 
     Raises:
@@ -326,10 +365,17 @@ def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
         ValueError: the norm placement or QK norm scope is unknown.
         TypeError: an option is unknown.
     """
+    depth = {**options, "rotary": mtp_rotary or {}}
     if pattern:
         compiled = compile_pattern(parse(pattern))
-        options = {"symbols": compiled.hybrid_layer_pattern, "overrides": compiled.overrides, **options}
-    return ModuleSpec(module=BlockStack, params={"options": StackOptions(**options)})
+        symbols = compiled.hybrid_layer_pattern.partition(DEPTH)[0]
+        options = {"symbols": symbols, "overrides": compiled.overrides, **options}
+        depth = {"overrides": compiled.mtp_overrides, **depth}
+    return ModuleSpec(
+        module=BlockStack,
+        params={"options": StackOptions(**options)},
+        submodules=_with_prediction(StackOptions(**depth)),
+    )
 
 
 hybrid_stack_spec = hybrid_stack()
