@@ -8,6 +8,7 @@ from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
 from nemo_ext.architecture.widths import attention_widths, block_at, first_width, mamba_widths
+from nemo_ext.architecture.widths import layers as layers_of
 
 
 def activation_bytes(
@@ -57,7 +58,9 @@ def activation_bytes(
         logits = tokens * copies * architecture.vocab_size / layout.tensor_parallel
         head = 2 * residual + logits
         depth = architecture.depth
-        blocks = (block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in range(1, len(depth.sizes) + 1))
+        blocks = (
+            block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in range(1, len(depth.sizes) + 1)
+        )
         head += architecture.pattern.depths * (0 if layout.frozen else sum(blocks, head + 6 * residual))
     return round(total + max(head, working))
 

@@ -161,6 +161,11 @@ def from_config(config: Mapping[str, Any]) -> Description:
             f"megatron.softmax_type={flags.values['softmax_type']}: not supported by any Hugging Face format: unset it"
         )
     architecture = Architecture.from_config(config)
+    if architecture.pattern.mtp:
+        raise ValueError(
+            f"model.pattern={architecture.pattern}: models with multi-token prediction (/) can be trained, but not "
+            "converted, compressed or quantised yet"
+        )
     if architecture.learned_positions:
         raise ValueError("megatron.position_embedding_type=learned_absolute: set it to rope, yarn or none")
     architecture = replace(architecture, pattern=Pattern(architecture.pattern.blocks))

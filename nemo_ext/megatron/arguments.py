@@ -32,6 +32,8 @@ from nemo_ext.megatron import versions
 
 MANAGED = {
     "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
+    "mtp_num_layers": "write each depth of multi-token prediction as / with its blocks in model.pattern: ME*-/*E/*E",
+    "mtp_hybrid_override_pattern": "write the blocks of each prediction depth after / in model.pattern: ME*-/*E/*E",
     "num_layers": "set model.pattern: the number of layers is the number of its blocks",
     "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/megatron.md)",
     "transformer_impl": "set model.backend (auto, local or transformer_engine)",
@@ -43,7 +45,6 @@ MANAGED = {
 
 WITHOUT_EFFECT = {
     "reset_attention_mask": "attention across documents is not masked by this trainer yet",
-    "mtp_num_layers": "multi-token prediction has no layer spec here yet",
     "rampup_batch_size": "Megatron-Core 0.19 itself ignores it",
     "full_validation": "set megatron.eval_iters",
     "inprocess_restart": "Megatron-Core 0.19 loses its arguments at the first restart in a process (docs/upstream.md)",

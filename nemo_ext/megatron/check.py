@@ -166,6 +166,11 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_saving(config, arguments)
     if loaded is not None:
         check_cached_teacher(config, arguments)
+    if both and Architecture.from_config(config).pattern.mtp:
+        raise ValueError(
+            f"{both[0]} and multi-token prediction (/ in model.pattern) exclude each other, as Megatron-Core computes "
+            "every depth's loss with the function that distillation replaces: remove the depths"
+        )
     if settings.teacher is None:
         return
     distillation.one_stage_a_rank(config)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -18,6 +18,15 @@ from nemo_ext.memory import report as memory
 PLOT = "report.png"
 MEASURED = {"evaluate": "accuracy", "evaluate_bits": "bits per byte"}
 """Mapping from keys in metrics.jsonl to the quantities that benchmarks measure."""
+
+
+MTP_LOSS = "mtp_{}_loss"
+"""Key in metrics.jsonl of the loss of a depth of multi-token prediction, counted from 1."""
+
+
+def _depths(line: dict[str, Any]) -> list[int]:
+    """Numbers of the depths of multi-token prediction whose loss is logged."""
+    return list(takewhile(lambda depth: MTP_LOSS.format(depth) in line, count(1)))
 
 
 def write_report(run_dir: Path) -> Path:
@@ -77,6 +86,10 @@ def _plot(
     loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
     smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
     loss.plot(tokens, smooth, color="#1f4e8c", linewidth=1.6, label="training, running mean")
+    for depth in _depths(steps[-1]):
+        values = [_number(line.get(MTP_LOSS.format(depth))) for line in steps]
+        style: Any = {"color": "#7a8aa0", "linewidth": 1.0, "linestyle": (0, (4, 1 + depth)), "label": f"MTP {depth}"}
+        loss.plot(tokens, _running_mean(values, window=max(1, len(steps) // 30)), **style)
     if evaluations:
         at = [line["tokens"] / unit for line in evaluations]
         values = [line["val_loss"] for line in evaluations]
@@ -122,6 +135,10 @@ def _facts(
         ("steps", f"{last['step']:,} of {target:,}" + ("" if last["step"] >= target else " (not finished)")),
         ("tokens", f"{last['tokens']:,}"),
         ("training loss, last step", f"{last['loss']:.4f}"),
+    ]
+    rows += [
+        (f"loss of MTP depth {depth}, last step", f"{_number(last[MTP_LOSS.format(depth)]):.4f}")
+        for depth in _depths(last)
     ]
     if config.get("precision_plan"):
         plan = Plan.from_config(config["precision_plan"])

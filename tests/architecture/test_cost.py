@@ -1,6 +1,7 @@
 """Parameters, FLOPs and bytes: counted by hand for small blocks, and against published sizes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from nemo_ext.architecture import cost
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.config import compose
 
 ArchitectureOf = Callable[..., Architecture]
 
@@ -58,6 +60,53 @@ def test_released_checkpoints_to_the_last_parameter(architecture_of: Architectur
     # OLMo 3's vocabulary is not padded in its checkpoints.
     assert cost.total_params(architecture_of("olmo3_7b", padded_vocab_size=100278)) == 7_298_011_136
     assert cost.total_params(architecture_of("olmo3_32b", padded_vocab_size=100278)) == 32_233_522_176
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "depth", "active"),
+    [
+        # Totals with a depth `*E`: 32,913,266,240 and 123,611,033,088 in the published checkpoints' tensors.
+        ("nemotron35_lightning_30b", 31_577_940_288, 1_335_325_952, 3_580_076_352),
+        ("nemotron3_super_120b", 120_668_707_840, 2_942_325_248, 12_770_237_440),
+        ("nemotron3_ultra_550b", 549_308_993_536, 11_215_610_368, 56_058_843_136),
+        ("nemotron3_puzzle_75b", 75_353_345_024, 2_942_325_248, 9_337_097_216),
+        ("nemotronh_8b", 8_100_852_736, None, 8_100_852_736),
+        ("nemotronh_47b", 46_791_554_816, None, 46_791_554_816),
+        ("nemotronh_56b", 56_324_350_464, None, 56_324_350_464),
+        ("nemotron_nano_12b_v2", 12_310_001_152, None, 12_310_001_152),
+        ("nemotron_nano_9b_v2", 8_888_227_328, None, 8_888_227_328),
+    ],
+)
+def test_hybrids_to_the_last_parameter(name: str, backbone: int, depth: int | None, active: int) -> None:
+    architecture = Architecture.from_config(compose("describe", [f"model={name}"]))
+    # The expert biases, which checkpoints have as tensors, are buffers here.
+    biases = [block.size("experts") for block in architecture.sizes if block.kind == "E"]
+
+    assert cost.total_params(architecture) + sum(biases) == backbone
+    assert cost.active_params(architecture, with_embedding=True) + sum(biases) == active
+    if depth is not None:
+        predicting = architecture.with_pattern(f"{architecture.pattern}/*E")
+        assert cost.mtp_parameters(predicting).total + biases[0] == depth
+        assert cost.active_params(predicting) == cost.active_params(architecture)
+        twice = replace(architecture.with_pattern(f"{architecture.pattern}/*E/*E"), mtp_repeated=True)
+        assert cost.total_params(twice) == cost.total_params(predicting)
+
+
+def test_prediction_depths_are_on_the_last_stage_and_cost_training_alone() -> None:
+    config = compose("describe", ["model=nemotron3_nano_tiny"])
+    plain = Architecture.from_config(config)
+    predicting = plain.with_pattern("MEM|*EME-/*E/*E")
+    layout = Layout(pipeline_parallel=2)
+    stages, before = cost.per_stage(predicting, layout), cost.per_stage(plain.with_pattern("MEM|*EME-"), layout)
+
+    embedding = cost.embedding_parameters(plain).total
+    assert stages[0] == before[0]
+    assert stages[1].parameters.total - before[1].parameters.total == cost.mtp_parameters(predicting).total + embedding
+    assert cost.forward_flops_per_token(predicting) == cost.forward_flops_per_token(plain)
+    more = cost.train_flops_per_token(predicting) - cost.train_flops_per_token(plain)
+    blocks = sum(cost.block_forward_flops_per_token(plain, layer) for layer in (4, 5))  # as the blocks of a depth
+    hidden = plain.hidden_size
+    assert more == pytest.approx(3 * 2 * (blocks + 4 * hidden * hidden + cost.head_forward_flops_per_token(plain)))
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,11 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
         ("", 0, "expected at least one block"),
         ("||", 2, "expected at least one block"),
         ("ME*m", 3, "unknown symbol 'm': expected a block (one of M * E - G D +), '|' or '('; did you mean 'M'?"),
-        ("M/M", 1, "multi-token prediction ('/') is not supported yet"),
+        ("/M", 0, "expected at least one block"),
+        ("M/", 2, "expected the blocks of a prediction depth after '/'"),
+        ("M/*E/*-", 5, "prediction depth 2 differs from the first"),
+        ("M/*|E", 3, "a prediction depth has no pipeline cuts"),
+        ("(M/E)x2", 2, "a prediction depth ('/') cannot begin inside a group"),
         ("(*-", 0, "expected ')' to close this group"),
         ("*-)", 2, "there is no open group"),
         ("M()", 2, "expected a block inside the group"),
@@ -181,6 +185,17 @@ def test_compile_gives_plain_symbols_and_overrides_by_layer_number() -> None:
             6: {"linear": True},
         },
     )
+
+
+def test_prediction_depths_are_numbered_from_one() -> None:
+    pattern = parse("(ME)x2 | *- / *E{ffn=8} / *E{ffn=8}")
+
+    assert (pattern.depths, pattern.mtp) == (2, (Block("*"), Block("E", (("ffn", 8),))))
+    assert str(pattern) == "MEME|*-/*E{ffn=8}/*E{ffn=8}"
+    assert parse(str(pattern)) == pattern
+    compiled = compile(pattern)
+    assert compiled.hybrid_layer_pattern == "MEME|*-/*E/*E"
+    assert (compiled.overrides, compiled.mtp_overrides) == ({}, {2: {"moe_ffn_hidden_size": 8}})
 
 
 def test_compile_of_full_attention_in_a_windowed_model() -> None:

@@ -1,0 +1,121 @@
+"""Multi-token prediction: sizes of its blocks, its losses and gradients against plain torch, and resuming."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext.architecture.cost import total_params
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.job.config import compose
+from nemo_ext.megatron.report import write_report
+
+Train = Callable[..., list[dict[str, Any]]]
+PATTERN = "ME{ffn=64}*-/*{heads=4,kv=2}E{experts=4,ffn=96}M/*{heads=4,kv=2}E{experts=4,ffn=96}M"
+"""Two depths, whose blocks 1 and 2 have other values than the main blocks 1 and 2."""
+WORDS = ["run_dir=unused", "data=mock", f"model.pattern={PATTERN}"]
+
+
+def rms_norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def rolled(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:, 1:], torch.zeros_like(tensor[:, :1])], dim=1)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_model_has_the_parameters_that_the_cost_model_counts(megatron: None, repeated: bool) -> None:
+    from nemo_ext.megatron.session import build_model
+
+    config = compose("train", [*WORDS, f"megatron.mtp_use_repeated_layer={str(repeated).lower()}"])
+
+    model, _ = build_model(config)
+
+    assert sum(p.numel() for p in model.parameters()) == total_params(Architecture.from_config(config))
+    assert len(model.mtp.layers) == (1 if repeated else 2)
+    depth = model.mtp.layers[0].mtp_model_layer.layers
+    assert [depth[0].config.num_attention_heads, depth[1].config.num_moe_experts] == [4, 4]
+    assert [depth[1].config.moe_ffn_hidden_size, model.decoder.layers[1].config.moe_ffn_hidden_size] == [96, 64]
+
+
+def test_losses_and_gradients_are_those_of_plain_torch(megatron: None) -> None:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from nemo_ext.megatron.session import build_model
+
+    depths = "/*{heads=4,kv=2}-/*{heads=4,kv=2}-"
+    model, _ = build_model(compose("train", ["run_dir=unused", "data=mock", f"model.pattern=M*-{depths}"]))
+    model.train()
+    ids = torch.randint(0, 257, (2, 49), generator=torch.Generator().manual_seed(3))
+    tokens, labels = ids[:, :-1], ids[:, 1:].contiguous()
+    positions, mask = torch.arange(tokens.shape[1]).expand_as(tokens), torch.ones(labels.shape)
+    mask[0, 10:20] = 0
+    MTPLossLoggingHelper.tracker.clear()
+    losses = model(tokens, positions, None, labels=labels, loss_mask=mask)
+    ((losses * mask).sum() / mask.sum()).backward()
+    logged = MTPLossLoggingHelper.tracker.pop("loss_values").tolist()
+    MTPLossLoggingHelper.tracker.clear()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        logits = (hidden @ model.output_layer.weight.T).transpose(0, 1)
+        nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return (nats * mask.flatten()).sum() / mask.sum()
+
+    table = model.embedding.word_embeddings.weight
+    hidden = model.decoder(
+        hidden_states=torch.nn.functional.embedding(tokens, table).transpose(0, 1), attention_mask=None
+    )
+    total = loss(hidden)
+    for number, depth in enumerate(model.mtp.layers):
+        tokens, labels, mask = rolled(tokens), rolled(labels), rolled(mask)
+        embedded = torch.nn.functional.embedding(tokens, table).transpose(0, 1)
+        joined = torch.cat([rms_norm(embedded, depth.enorm), rms_norm(hidden, depth.hnorm)], dim=-1)
+        hidden = joined @ depth.eh_proj.weight.T
+        for layer in depth.mtp_model_layer.layers:
+            hidden, _ = layer(hidden_states=hidden, attention_mask=None)
+        hidden = rms_norm(hidden, depth.final_layernorm)
+        assert logged[number] == pytest.approx(loss(hidden).item(), rel=1e-5)
+        total = total + 0.1 / 2 * loss(hidden)  # Megatron's default weight, over two depths
+    total.backward()
+
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ranks: Train) -> None:
+    words = ("model.pattern=ME*-/*E{experts=4}/*E{experts=4}", "megatron.mtp_loss_scaling_factor=0.3")
+
+    whole = train_ranks(tmp_path / "whole", *words)
+    train_ranks(tmp_path / "parts", *words, "megatron.exit_interval=5")
+    parts = train_ranks(tmp_path / "parts", *words)
+
+    assert whole[-1]["mtp_1_loss"] < whole[0]["mtp_1_loss"]
+    for key in ("loss", "mtp_1_loss", "mtp_2_loss"):
+        assert [line[key] for line in parts][-5:] == [line[key] for line in whole][-5:], key
+    report = write_report(tmp_path / "whole").read_text()
+    assert f"loss of MTP depth 2, last step | {whole[-1]['mtp_2_loss']:.4f}" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.pattern=ME*-/*E", "distillation.teacher=/nowhere"), "distillation.teacher and multi-token prediction"),
+        (("model.pattern=ME*-/*E{topk=9}",), "multi-token prediction: block 2 .* topk 9 is more than the 8 experts"),
+        (
+            ("model.pattern=ME*-/*E", "megatron.mtp_num_layers=3"),
+            "megatron.mtp_num_layers=3, but .* has 1 prediction depths",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: tuple[str, ...], message: str) -> None:
+    from nemo_ext.megatron.check import check
+
+    with pytest.raises(ValueError, match=message):
+        check(compose("train", ["run_dir=unused", "data=mock", *words]))
