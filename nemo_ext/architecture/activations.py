@@ -8,7 +8,7 @@ from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
 from nemo_ext.architecture.widths import attention_widths, block_at, first_width, mamba_widths
-from nemo_ext.architecture.widths import layers as layers_of
+from nemo_ext.architecture.widths import layers as numbers_of
 
 
 def activation_bytes(
@@ -57,11 +57,10 @@ def activation_bytes(
         copies = 4 + (size if size < 4 else 0) + (size if layout.z_loss else 0)
         logits = tokens * copies * architecture.vocab_size / layout.tensor_parallel
         head = 2 * residual + logits
-        depth = architecture.depth
-        blocks = (
-            block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in range(1, len(depth.sizes) + 1)
-        )
-        head += architecture.pattern.depths * (0 if layout.frozen else sum(blocks, head + 6 * residual))
+        if architecture.pattern.mtp and not layout.frozen:
+            depth = architecture.depth
+            blocks = [block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in numbers_of(depth)]
+            head += architecture.pattern.depths * (head + sum(blocks) + 6 * residual)
     return round(total + max(head, working))
 
 

@@ -93,7 +93,7 @@ def test_hybrids_to_the_last_parameter(name: str, backbone: int, depth: int | No
 
 
 def test_prediction_depths_are_on_the_last_stage_and_cost_training_alone() -> None:
-    config = compose("describe", ["model=nemotron3_nano_tiny"])
+    config = compose("describe", ["model=nemotron3_nano_tiny", "megatron.seq_length=256"])
     plain = Architecture.from_config(config)
     predicting = plain.with_pattern("MEM|*EME-/*E/*E")
     layout = Layout(pipeline_parallel=2)
