@@ -7,14 +7,17 @@ classes only choose between Megatron's sub-layer and a linear map.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
@@ -76,29 +79,56 @@ class MoEBlock(_Block, MoETransformerLayer):
     """Mixture-of-experts block (`E`) with its own experts, top-k and widths, or one linear map."""
 
 
-class LinearReplacement(torch.nn.Module):
-    """Linear map `hidden x hidden` in place of a mixer or FFN (Puzzle's linear-replaced blocks).
+class ReplicatedLinear(torch.nn.Module):
+    """Linear map without bias, with its whole weight on every tensor-parallel rank (Transformer Engine's `duplicated`).
 
-    Every tensor-parallel rank holds the whole weight. Under sequence parallelism, each rank maps its slice of the
-    sequence, and Megatron sums the weight's gradient over the group because it is marked `sequence_parallel`.
+    Under sequence parallelism, each rank maps its slice of the sequence, and Megatron sums the weight's gradient over
+    the group because it is marked `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any] | None,
+        bias: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("a replicated linear map has no bias here: set megatron.disable_bias_linear=true")
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            assert init_method is not None
+            init_method(self.weight)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Map `[..., input]` to `[..., output]`; mask, rotary and cache arguments are ignored."""
+        return torch.nn.functional.linear(hidden_states, self.weight), None
+
+
+class LinearReplacement(ReplicatedLinear):
+    """Linear map `hidden x hidden` in place of a mixer or FFN (Puzzle's linear-replaced blocks).
 
     It can replace any mixer, self-attention or MLP that Megatron builds, and like these returns `(output, None)`.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__()
         hidden = config.hidden_size
-        self.weight = torch.nn.Parameter(
-            torch.empty(hidden, hidden, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if config.perform_initialization:
-            assert config.output_layer_init_method is not None
-            config.output_layer_init_method(self.weight)
+        super().__init__(hidden, hidden, config=config, init_method=config.output_layer_init_method)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Map `[seq, batch, hidden]` to the same shape; mask, rotary and cache arguments are ignored."""
-        return torch.nn.functional.linear(hidden_states, self.weight), None
+
+class LocalMoELayer(MoELayer):
+    """Megatron's MoE layer, whose latent projections (LatentMoE) do not require Transformer Engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with patch.multiple(moe_layer, HAVE_TE=True, TELinear=ReplicatedLinear):
+            super().__init__(*args, **kwargs)
 
 
 def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) -> type[RowParallelLinear]:

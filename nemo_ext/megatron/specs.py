@@ -42,6 +42,7 @@ from nemo_ext.megatron.attention import BlockSelfAttention, Rotary, SDPACoreAtte
 from nemo_ext.megatron.layers import (
     AttentionBlock,
     LinearReplacement,
+    LocalMoELayer,
     MambaBlock,
     MLPBlock,
     MoEBlock,
@@ -190,11 +191,14 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=saved_as("pre_mlp_layernorm", "mlp.linear_fc1"),
     )
+    experts: Any = get_moe_module_spec_for_backend(
+        parts, num_experts=config.num_moe_experts or 1, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    if config.transformer_impl == "local":
+        experts = partial(LocalMoELayer, **experts.keywords)
     moe = TransformerLayerSubmodules(
         pre_mlp_layernorm=norm if options.norm_placement == "input" else IdentityOp,
-        mlp=get_moe_module_spec_for_backend(
-            parts, num_experts=config.num_moe_experts or 1, moe_grouped_gemm=config.moe_grouped_gemm
-        ),
+        mlp=experts,
         mlp_bda=get_bias_dropout_add,
     )
 

@@ -44,7 +44,9 @@ LAYOUTS = {
 DENSE = ("model=llama_nemotron_tiny",)
 HYBRID = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pattern=ME*E")
 """Students: without experts and Mamba, and with a number of experts other than the teacher's eight."""
-STUDENTS = {"dense": DENSE, "hybrid": HYBRID}
+PREDICTING = ("++megatron.moe_latent_size=48", "model.pattern=ME*E/*E/*E", "megatron.mtp_loss_scaling_factor=0.3")
+"""Latent experts, and two depths of multi-token prediction."""
+STUDENTS = {"dense": DENSE, "hybrid": HYBRID, "prediction": PREDICTING}
 THREE_STEPS = ("train.tokens=1536", "train.warmup_tokens=0", "megatron.save_interval=2")
 ONE_STEP = ("train.tokens=512", "train.warmup_tokens=0")
 
@@ -81,6 +83,8 @@ def job(request: pytest.FixtureRequest, single: Path, train_ranks: Train) -> Cal
         one_row = ("megatron.micro_batch_size=1", "megatron.global_batch_size=4", "train.tokens=768")
         if name == "text":
             return Job((checkpoint(single), "train.tokens=1536"))
+        if name == "prediction":
+            return Job((*THREE_STEPS, *PREDICTING, student(name)))
         if name == "packs":
             filled = request.getfixturevalue("packed_config")(
                 request.getfixturevalue("packs"), "run_dir=unused", "megatron.micro_batch_size=1"
@@ -114,6 +118,7 @@ def alone(
 EVERY = {
     "text": ("tensor", "pipeline", "expert", "data"),
     "packs": ("tensor", "pipeline", "expert", "plain data", "plain pipeline"),
+    "prediction": ("tensor", "pipeline", "expert"),
     "mixed lengths": ("tensor", "pipeline", "expert", "plain data"),
     "files": ("tensor", "plain pipeline", "plain data"),
     **{f"teacher dense {top_k}": ("tensor", "plain pipeline", "plain data") for top_k in ("null", "8")},
@@ -121,6 +126,7 @@ EVERY = {
 }
 SLOW = {
     *product(("text",), ("tensor", "pipeline", "expert")),
+    *product(("prediction",), ("tensor", "pipeline", "expert")),
     *(("packs", "tensor"), ("packs", "expert"), ("mixed lengths", "pipeline"), ("files", "tensor")),
     *(("teacher dense null", "plain data"), ("teacher hybrid null", "tensor"), ("teacher hybrid 8", "plain pipeline")),
 }
@@ -145,6 +151,8 @@ def test_two_ranks_learn_the_same_as_one(
     assert len(expected) == 3
     assert losses(together) == pytest.approx(losses(expected), rel=1e-5)
     assert losses(together, "grad_norm") == pytest.approx(losses(expected, "grad_norm"), rel=1e-4)
+    for key in ("mtp_1_loss", "mtp_2_loss") if name == "prediction" else ():
+        assert losses(together, key) == pytest.approx(losses(expected, key), rel=1e-5)
     if name.startswith(("teacher", "files")):
         assert losses(together, "kl_to_teacher") == pytest.approx(losses(expected, "kl_to_teacher"), rel=1e-5)
 
@@ -197,24 +205,25 @@ def test_a_checkpoint_of_one_rank_resumes_under_tensor_parallelism(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "parameters"),
+    ("family", "parameters"),
     [
         # QK norm over all heads, norm on the output
-        ("olmo3_tiny", ("q_layernorm", "k_layernorm", "output_norm")),
+        (("model=olmo3_tiny",), ("q_layernorm", "k_layernorm", "output_norm")),
         # linear-replaced blocks
-        ("llama_nemotron_tiny", ("self_attention.weight", "mlp.weight")),
+        (("model=llama_nemotron_tiny",), ("self_attention.weight", "mlp.weight")),
+        (PREDICTING, ("latent_proj", "enorm", "hnorm", "eh_proj", "mtp.layers.1.final_layernorm")),
     ],
 )
 def test_tensor_parallel_ranks_learn_the_same_weights(
-    train_ranks: Train, tmp_path: Path, model: str, parameters: tuple[str, ...]
+    train_ranks: Train, tmp_path: Path, family: tuple[str, ...], parameters: tuple[str, ...]
 ) -> None:
     """A wrong gradient of a few weights would not be visible in losses."""
-    family, two_steps = f"model={model}", ("train.tokens=1024", "train.warmup_tokens=0", "megatron.lr=1e-3")
-    train_ranks(tmp_path / "start", family, *ONE_STEP)
+    two_steps = ("train.tokens=1024", "train.warmup_tokens=0", "megatron.lr=1e-3")
+    train_ranks(tmp_path / "start", *family, *ONE_STEP)
 
     alone, together = tmp_path / "one", tmp_path / "two"
-    train_ranks(alone, family, checkpoint(tmp_path / "start"), *two_steps)
-    train_ranks(together, family, checkpoint(tmp_path / "start"), *two_steps, *TENSOR, ranks=2)
+    train_ranks(alone, *family, checkpoint(tmp_path / "start"), *two_steps)
+    train_ranks(together, *family, checkpoint(tmp_path / "start"), *two_steps, *TENSOR, ranks=2)
 
     first, expected, got = (saved_weights(run_dir, parameters) for run_dir in (tmp_path / "start", alone, together))
     assert expected.keys() == got.keys() and len(expected) >= len(parameters)
