@@ -113,7 +113,9 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:
-        raise ValueError(f"block {number + 1}: precision plans do not support {block.name} yet")
+        raise ValueError(
+            f"block {number + 1}: precision plans do not support {block.name} blocks yet: unset precision_plan"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Selector:
         where, dot, part = text.partition(".")
         parts = {part for parts in PARTS.values() for part in parts} | {LINEAR}
         if dot and part not in parts:
-            raise ValueError(f"rule {text!r}: unknown part {part!r}: {nearest(part, parts)}")
+            raise ValueError(f"rule {text!r} names the unknown part {part!r}; {nearest(part, parts)}")
         where = where.strip()
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
             count = int(found[2])
@@ -166,7 +168,8 @@ class Selector:
         kind, side, other = found[1], found[2], found[3] or ""
         if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
             raise ValueError(
-                f"rule {text!r}: a {NAMES[kind]} block has the parts {', '.join(PARTS.get(kind, ()))}, not {part}"
+                f"rule {text!r}: expected one of the parts of {NAMES[kind]} blocks, "
+                f"{', '.join(PARTS.get(kind, ()))}, not {part}"
             )
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
 
@@ -254,7 +257,9 @@ class Plan:
             ValueError: a key is unknown or a value is invalid.
         """
         if not isinstance(section, Mapping):
-            raise ValueError(f"precision_plan={section!r}: expected a section: set its keys, or precision=NAME")
+            raise ValueError(
+                f"precision_plan={section!r}: expected a section; set its keys, or choose a plan with precision=NAME"
+            )
         check_keys(section, tuple(cls.__dataclass_fields__), required=(), where="precision_plan")
         values = dict(section)
         rules = values.pop("rules", ()) or ()
@@ -295,7 +300,10 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
                 f"rule {rule.text!r}: there is no block {beyond[0]}; block numbers are 0 to {len(kinds) - 1}"
             )
         if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
-            raise ValueError(f"rule {rule.text!r}: none of these blocks has a part {rule.selector.part}")
+            raise ValueError(
+                f"rule {rule.text!r}: none of these blocks has the part {rule.selector.part!r}: name other blocks or "
+                "another part"
+            )
     precisions = []
     for weight in weights(architecture):
         first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)

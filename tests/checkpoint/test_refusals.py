@@ -157,7 +157,7 @@ DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
         (
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 256}}]},
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 512}}]},
-            r"ffn_mult=1\.0 is a width of 256, but intermediate_size=512",
+            r"ffn_mult=1\.0 means a width of 256, but intermediate_size=512",
         ),
     ],
 )

@@ -233,7 +233,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
             ["cluster.qos=boost_qos_lprod does", "of the 64 of a A100-64GB"],
         ),
         (["launcher.nproc_per_node=8"], ["a node of leonardo has 4 GPUs"]),
-        (["megatron.tensor_model_parallel_size=3"], ["not a multiple of TP x PP x CP = 6"]),
+        (["megatron.tensor_model_parallel_size=3"], ["not divisible by TP x PP x CP = 6"]),
     ],
 )
 def test_settings_that_do_not_fit_a_site_are_refused(words: list[str], said: list[str]) -> None:
