@@ -33,8 +33,8 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"{name}: not a folder on this machine, and Python files of the download would run unreviewed: "
-            f"download it and name the folder, or set {KEY}=true"
+            f"{name} is not a folder on this machine, and Python files of a download would run unreviewed: download it "
+            f"and give its folder, or set {KEY}=true"
         )
     foreign = foreign_code(folder)
     if foreign:

@@ -84,10 +84,10 @@ def loads(data: bytes, file: Path) -> Any:
     except Exception as error:  # a corrupt pickle raises almost any exception
         if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
             raise Unsafe(
-                f"{file}: {error}, which checkpoint records never need: it may be an attempt to run a program on your "
-                "machine. None of it ran: do not use this checkpoint"
+                f"{file}: {error}, which checkpoint records never need. It may be an attempt to run a program on your "
+                "machine; none of it ran. Do not use this checkpoint"
             ) from None
-        raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
+        raise CheckpointError(f"{file} cannot be read ({first_words(error)}): copy it again") from error
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / METADATA
     metadata = loads(file.read_bytes(), file)
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{file}: holds {type(metadata).__name__}, not metadata: copy it again")
+        raise CheckpointError(f"{file} holds {type(metadata).__name__}, not metadata: copy it again")
     return metadata
 
 
@@ -182,8 +182,8 @@ def _check_data(file: Path, data: bytes, label: str) -> None:
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"names {named[1]}" if named else first_words(error)
         raise Unsafe(
-            f"{file}{label}: {reason}, which neither torch nor Megatron registers as data: it may be an attempt to run "
-            "a program on your machine. None of it ran. `nemo-ext convert` extracts the weights without reading this "
+            f"{file}{label}: {reason}, which neither torch nor Megatron registers as data. It may be an attempt to run "
+            "a program on your machine; none of it ran. `nemo-ext convert` extracts the weights without reading this "
             f"object; if you trust it, set {FORCED}=0"
         ) from None
 

@@ -141,7 +141,7 @@ def test_metadata_are_read_without_running_them(kind: str, marker: Path, checkpo
     newest = checkpoints / "iter_0000020"
     (newest / METADATA).write_bytes(RUNS[kind](marker))
 
-    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*None of it ran"):
+    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*none of it ran"):
         read_metadata(newest)
 
     assert not marker.exists()
@@ -178,7 +178,7 @@ def test_a_resumed_run_uses_the_previous_checkpoint(marker: Path, checkpoints: P
 
     said = fall_back(checkpoints)
 
-    assert said is not None and "None of it ran" in said and "resuming from iter_0000010" in said
+    assert said is not None and "none of it ran" in said and "resuming from iter_0000010" in said
     assert not marker.exists()
 
 
@@ -289,7 +289,7 @@ def test_a_torchscript_archive_as_common_state_is_not_run(checkpoints: Path) -> 
     newest = checkpoints / "iter_0000020"
     torch.jit.save(torch.jit.script(torch.nn.Identity()), newest / COMMON)
 
-    with pytest.raises(Unsafe, match="None of it ran"):
+    with pytest.raises(Unsafe, match="none of it ran"):
         check_objects(newest, whole_files(newest))
 
 
