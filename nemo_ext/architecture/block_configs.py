@@ -102,8 +102,8 @@ def _attention(part: Mapping[str, object], path: str, *, heads: int, default: in
     group = part.get("n_heads_in_group")
     if not isinstance(group, int) or isinstance(group, bool) or group < 1 or heads % group:
         raise ValueError(
-            f"{path}.n_heads_in_group: expected a divisor of the {heads} attention heads, got {group!r}; "
-            "or set no_op or replace_with_linear"
+            f"{path}.n_heads_in_group: expected a divisor of the {heads} attention heads, or no_op or "
+            f"replace_with_linear instead, got {group!r}"
         )
     values: dict[str, int] = {}
     if heads // group != default:
@@ -122,14 +122,13 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
         return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)
     if isinstance(mult, bool) or not isinstance(mult, int | float) or mult <= 0:
         raise ValueError(
-            f"{path}.ffn_mult: expected a positive number, got {mult!r}; "
-            "or set intermediate_size, no_op or replace_with_linear"
+            f"{path}.ffn_mult: expected a positive number, or intermediate_size, no_op or replace_with_linear instead, "
+            f"got {mult!r}"
         )
     if width not in (None, ffn_width(mult, hidden_size)):
         raise ValueError(
             f"{path}: ffn_mult={mult} means a width of {ffn_width(mult, hidden_size)}, but "
-            f"intermediate_size={width!r}: "
-            "remove one of the two"
+            f"intermediate_size={width!r}: remove one of the two"
         )
     width = ffn_width(mult, hidden_size)
     return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)

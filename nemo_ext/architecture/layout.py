@@ -76,8 +76,8 @@ class Layout:
             )
         if unknown := set(self.recompute_modules) - RECOMPUTE_MODULES:
             raise ValueError(
-                f"megatron.recompute_modules: unknown modules {', '.join(sorted(unknown))}; "
-                f"known: {', '.join(sorted(RECOMPUTE_MODULES))}"
+                f"megatron.recompute_modules: unknown modules {', '.join(sorted(unknown))}; known: "
+                f"{', '.join(sorted(RECOMPUTE_MODULES))}"
             )
         ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
         if ranks % (self.expert_parallel * self.expert_tensor):
@@ -179,8 +179,8 @@ def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
         stages = tuple(range(first + 1, last + 1) for first, last in pattern.stages)
         if len(stages) != count:
             raise ValueError(
-                f"the pattern has {len(stages)} stages, but the layout needs {count} "
-                f"(PP {layout.pipeline_parallel} x {layout.virtual_stages} virtual): write {count - 1} cuts `|`"
+                f"the pattern has {len(stages)} stages, but the layout needs {count} (PP {layout.pipeline_parallel} x "
+                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into it"
             )
         return stages
     if layout.virtual_stages > 1 or blocks % count:

@@ -174,8 +174,8 @@ class Architecture:
             return layer % frequency == 0
         if layer > len(frequency):
             raise ValueError(
-                f"megatron.window_attn_skip_freq has {len(frequency)} entries for {len(self.pattern.blocks)} "
-                "blocks: give one per block"
+                f"megatron.window_attn_skip_freq has {len(frequency)} entries for {len(self.pattern.blocks)} blocks: "
+                "give one per block"
             )
         return not frequency[layer - 1]
 
@@ -208,13 +208,13 @@ def _check(block: Block) -> None:
     """Reject sizes that Megatron does not support, with messages in terms of the pattern notation."""
     if block.kind == "*" and block.size("heads") % block.size("kv"):
         raise ValueError(
-            f"{block.size('heads')} attention heads are not divisible by {block.size('kv')} KV heads: "
-            "set kv (megatron.num_query_groups) to a divisor of heads"
+            f"{block.size('heads')} attention heads are not divisible by {block.size('kv')} KV heads: set kv "
+            "(megatron.num_query_groups) to a divisor of heads"
         )
     if block.kind == "M" and block.size("heads") % block.size("groups"):
         raise ValueError(
-            f"{block.size('heads')} Mamba heads are not divisible by {block.size('groups')} groups: "
-            "set groups (megatron.mamba_num_groups) to a divisor of heads"
+            f"{block.size('heads')} Mamba heads are not divisible by {block.size('groups')} groups: set groups "
+            "(megatron.mamba_num_groups) to a divisor of heads"
         )
     if block.kind == "E" and block.size("topk") > block.size("experts"):
         raise ValueError(
@@ -375,7 +375,7 @@ def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
         return tuple(int(number) for number in value)
     raise ValueError(
         f"megatron.window_attn_skip_freq: expected a positive integer or a list of 0 and 1, got {value!r}; "
-        "or write the windows into the pattern, such as ((*{window=4096}-)x3*-)x8"
+        "alternatively, write the windows into model.pattern, such as ((*{window=4096}-)x3*-)x8"
     )
 
 

@@ -91,8 +91,7 @@ def balance(
     if blocks < stages:
         raise ValueError(
             f"{blocks} blocks cannot fill {stages} pipeline stages (PP {pipeline_parallel} x {virtual_stages} "
-            "virtual): "
-            "lower the number of stages"
+            "virtual): lower the number of stages"
         )
     known = cost(architecture) if callable(cost) else cost
     if len(known.blocks) != blocks:

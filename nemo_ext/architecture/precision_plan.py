@@ -152,7 +152,7 @@ class Selector:
         where, dot, part = text.partition(".")
         parts = {part for parts in PARTS.values() for part in parts} | {LINEAR}
         if dot and part not in parts:
-            raise ValueError(f"rule {text!r} names the unknown part {part!r}; {nearest(part, parts)}")
+            raise ValueError(f"precision_plan.rules: {text!r} names the unknown part {part!r}; {nearest(part, parts)}")
         where = where.strip()
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
             count = int(found[2])
@@ -162,13 +162,14 @@ class Selector:
         found = re.fullmatch(r"([^<>]?)\s*(?:([<>])\s*([^<>]))?", where)
         if found is None or (not where and not part) or any(kind not in NAMES for kind in (found[1], found[3]) if kind):
             raise ValueError(
-                f"rule {text!r}: expected a block kind ({' '.join(PARTS)}), KIND>KIND, KIND<KIND, numbers such as "
-                f"5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally followed by a dot and a part"
+                f"precision_plan.rules: {text!r} is not a selector; expected a block kind ({' '.join(PARTS)}), "
+                f"KIND>KIND, KIND<KIND, numbers such as 5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally "
+                "followed by a dot and a part"
             )
         kind, side, other = found[1], found[2], found[3] or ""
         if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
             raise ValueError(
-                f"rule {text!r}: expected one of the parts of {NAMES[kind]} blocks, "
+                f"precision_plan.rules: {text!r} must name one of the parts of {NAMES[kind]} blocks, "
                 f"{', '.join(PARTS.get(kind, ()))}, not {part}"
             )
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
@@ -213,11 +214,14 @@ class Rule:
         where, _, precision = text.strip().rpartition(" ")
         if precision not in PRECISIONS or not where:
             raise ValueError(
-                f"rule {text!r}: expected a selector and one of {', '.join(PRECISIONS)}, such as 'M>* bf16'"
+                f"precision_plan.rules: {text!r} is not a rule; expected a selector and one of "
+                f"{', '.join(PRECISIONS)}, such as 'M>* bf16'"
             )
         selector = Selector.parse(where.strip())
         if precision == "fp8" and selector.part in NO_FP8:
-            raise ValueError(f"rule {text!r}: {selector.part} does not support FP8: use bf16 or fp32")
+            raise ValueError(
+                f"precision_plan.rules: {text!r} is invalid, as {selector.part} does not support FP8: use bf16 or fp32"
+            )
         return cls(selector, precision, text.strip())
 
 
@@ -297,12 +301,13 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     for rule in plan.rules:
         if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
             raise ValueError(
-                f"rule {rule.text!r}: there is no block {beyond[0]}; block numbers are 0 to {len(kinds) - 1}"
+                f"precision_plan.rules: {rule.text!r} names block {beyond[0]}, but the model has blocks 0 to "
+                f"{len(kinds) - 1}"
             )
         if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
             raise ValueError(
-                f"rule {rule.text!r}: none of these blocks has the part {rule.selector.part!r}: name other blocks or "
-                "another part"
+                f"precision_plan.rules: {rule.text!r} selects nothing, as none of its blocks has the part "
+                f"{rule.selector.part!r}: name other blocks or another part"
             )
     precisions = []
     for weight in weights(architecture):

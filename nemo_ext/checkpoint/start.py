@@ -99,7 +99,7 @@ def _beside(checkpoint: Path) -> Mapping[str, Any]:
     beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
     if beside is None:
         raise ValueError(
-            f"{checkpoint} has no config.yaml and no model/*.yaml next to it, so its model is unknown: restore one "
-            "of them"
+            f"{checkpoint} has no config.yaml and no model/*.yaml next to it, so its model is unknown: restore one of "
+            "them"
         )
     return beside

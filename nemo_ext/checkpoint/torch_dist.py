@@ -61,8 +61,7 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
         if not tracker.is_file():
             raise CheckpointError(
                 f"{path} is neither a Hugging Face checkpoint (config.json) nor a Megatron one ({TRACKER} or "
-                f"{METADATA})"
-                ": name the folder of a checkpoint or run"
+                f"{METADATA}): name the folder of a checkpoint or run"
             )
         word = tracker.read_text(errors="replace").strip()
         if word != RELEASE and not word.isdecimal():
@@ -177,8 +176,7 @@ class TorchDistReader:
             except Exception as error:  # a corrupt archive raises almost any exception
                 raise CheckpointError(
                     f"{self.path}: tensor {piece.key} cannot be read from {shard.place.relative_path} "
-                    f"({first_words(error)}): "
-                    "copy the checkpoint again"
+                    f"({first_words(error)}): copy the checkpoint again"
                 ) from error
         return tensor
 

@@ -101,8 +101,7 @@ def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> Cali
     if (highest := max(int(ids.max()) for ids in selected)) >= vocab_size:
         raise ValueError(
             f"calibration.data={settings.data} has the token id {highest}, but the model has {vocab_size:,} tokens: "
-            "make "
-            "the data with the model's tokenizer"
+            "make the data with the model's tokenizer"
         )
     return CalibrationData(
         samples=selected[: settings.samples], held_out=selected[settings.samples :], available=available
@@ -210,7 +209,7 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
             samples.append(ids[: settings.max_length].astype(np.int64))
     if refused:
         notice(
-            f"note: {len(refused):,} conversations are skipped, as the chat template rejects them; the first "
-            f"error: {refused[0]}"
+            f"note: {len(refused):,} conversations are skipped, as the chat template rejects them; the first error: "
+            f"{refused[0]}"
         )
     return samples, len(seen)

@@ -195,8 +195,7 @@ def check_calibrated(model: "PreTrainedModel") -> None:
     if without:
         raise ValueError(
             f"calibration: no sample reached the quantizer {without[0]} ({len(without)} such), or its inputs are not "
-            "finite: raise "
-            "calibration.samples, or check the model's loss"
+            "finite: raise calibration.samples, or check the model's loss"
         )
 
 

@@ -51,8 +51,8 @@ def check_servable(
     wrong = _misfits(low, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe} does not support the shape of {len(wrong)} tensors ({wrong[0]}): "
-            "use tensorwise"
+            f"precision_plan.recipe={plan.recipe} does not support the shape of {len(wrong)} tensors ({wrong[0]}): set "
+            "it to tensorwise"
         )
     remarks = [
         *checkpoint_format.remarks(description),

@@ -113,7 +113,7 @@ def test_learned_positions_are_megatrons_default() -> None:
         ("-", {"normalization": "rms"}, "expected one of RMSNorm, LayerNorm, got 'rms'"),
         ("*", {"num_attention_heads": 4, "window_size": [8, 8]}, "is not causal"),
         ("*", {"num_attention_heads": 4, "window_size": 8}, "expected two integers"),
-        ("*", {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"}, "write the windows into the pattern"),
+        ("*", {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"}, "write the windows into model.pattern"),
         ("-", {"softmax_type": "learnable"}, "softmax_type=learnable"),
         ("", {}, "expected at least one block"),
     ],

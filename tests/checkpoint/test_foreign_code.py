@@ -60,7 +60,9 @@ def test_other_files_need_consent(file: str, text: str, folder: Path) -> None:
         opened.write(text)
 
     today = r" \(if an earlier nemo_ext exported it, replace it .* modeling_decilm.py " if file == OURS else "$"
-    with pytest.raises(ValueError, match=rf"would run {file} from this folder .* set trust_remote_code=true{today}"):
+    with pytest.raises(
+        ValueError, match=rf"would run code of this folder .*{file}.* set trust_remote_code=true{today}"
+    ):
         may_run_code(str(folder), {"trust_remote_code": False})
 
     assert may_run_code(str(folder), {"trust_remote_code": True}) is True

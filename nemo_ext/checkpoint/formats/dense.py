@@ -98,8 +98,8 @@ def read_biases(keys: Keys) -> bool:
     attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
     if attention != mlp:
         raise ValueError(
-            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported, as Megatron has one "
-            "flag for both: this checkpoint cannot be converted"
+            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported, as Megatron has one flag "
+            "for both: this checkpoint cannot be converted"
         )
     return attention
 
@@ -325,8 +325,8 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         windowed, full = by_type.get("sliding_attention"), by_type.get("full_attention")
         if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):
             raise ValueError(
-                "config.json: rope_parameters.sliding_attention: expected rope_type=default and the same "
-                "rope_theta as full_attention, as Megatron supports no others"
+                "config.json: rope_parameters.sliding_attention: expected rope_type=default and the same rope_theta "
+                "as full_attention, as Megatron supports no others"
             )
         rope = full or by_type["sliding_attention"]
     if not rope.truncate:

@@ -184,8 +184,7 @@ def _read(keys: Keys) -> Description:
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
             f"config.json: layer_norm_epsilon={epsilon} differs from {GATED_NORM_EPSILON}, which Megatron's Mamba-2 "
-            "mixer "
-            "requires: this checkpoint cannot be converted"
+            "mixer requires: this checkpoint cannot be converted"
         )
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))

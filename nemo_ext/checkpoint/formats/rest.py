@@ -63,8 +63,7 @@ def ignored_keys(
             advice = "this checkpoint cannot be converted"
         raise ValueError(
             f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)} is not supported for {architecture}, "
-            "and "
-            f"ignoring it could change the model: {advice}"
+            f"and ignoring it could change the model: {advice}"
         )
     return rest
 

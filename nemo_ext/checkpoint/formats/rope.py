@@ -129,8 +129,8 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
         for name, known in LLAMA3.items():
             if (value := required(name)) != known:
                 raise ValueError(
-                    f"config.json: rope_scaling.{name}={value:g} differs from {known:g}, the only value that "
-                    "Megatron supports: this checkpoint cannot be converted"
+                    f"config.json: rope_scaling.{name}={value:g} differs from {known:g}, the only value that Megatron "
+                    "supports: this checkpoint cannot be converted"
                 )
         rope = replace(plain, scaling="llama3", factor=required("factor"))
     elif rope_type == "yarn":
@@ -159,7 +159,7 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
         )
     if values:
         raise ValueError(
-            f"config.json: unknown RoPE settings for rope_type={rope_type!r}: {', '.join(sorted(values))}; remove "
-            "them only if they have no effect"
+            f"config.json: unknown RoPE settings for rope_type={rope_type!r}: {', '.join(sorted(values))}; remove them "
+            "only if they have no effect"
         )
     return rope
