@@ -568,7 +568,7 @@ BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
         "is not a complete checkpoint; available",
     ),
     "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp is truncated at"),
-    "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp: missing"),
+    "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp is missing"),
     "no tracker": (
         lambda made: (made / "latest_checkpointed_iteration.txt").unlink(),
         "neither a Hugging Face checkpoint (config.json) nor a Megatron one",
@@ -638,13 +638,13 @@ def test_a_target_inside_the_source_does_not_change_the_source(source: Path, tmp
     ("words", "said"),
     [
         (("shard_gigabytes=0",), "shard_gigabytes=0: expected a positive number"),
-        (("to_format=safetensors",), "to_format=safetensors: expected huggingface or megatron"),
+        (("to_format=safetensors",), "to_format='safetensors': expected huggingface or megatron"),
         (("files_from=nowhere",), "files_from=nowhere: expected an existing folder"),
         (("to_format=huggingface", "architecture=OlmoForCausalM"), "did you mean 'OlmoForCausalLM'?"),
         (("to_format=huggingface", "architecture=OlmoForCausalLM"), "no Hugging Face format can express this model"),
         (("architecture=LlamaForCausalLM",), "applies to Hugging Face targets only"),
         (("change_rope=no",), "change_rope='no': input should be a valid boolean"),
-        (("dry_run=maybe",), "dry_run=maybe: expected true or false"),
+        (("dry_run=maybe",), "dry_run='maybe': expected true or false"),
         (("shard_gigabytes=null",), "shard_gigabytes=None: input should be a valid number"),
         (("shard_gigabytes=some",), "shard_gigabytes='some': input should be a valid number"),
         (("files_from=3",), "files_from=3: expected an existing folder"),
@@ -662,8 +662,8 @@ def test_invalid_settings_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
-        (("megatron.rope_theta=1000000",), "megatron.rope_theta: has no effect on the model in a checkpoint"),
+        (("dtype=float8",), "dtype='float8': expected one of bfloat16, float16, float32"),
+        (("megatron.rope_theta=1000000",), "megatron.rope_theta has no effect on the model in a checkpoint"),
         (("megatron.rotary_bas=1000000",), "did you mean megatron.rotary_base?"),
     ],
 )

@@ -89,9 +89,9 @@ def test_without_an_index_the_error_starts_with_the_request_and_the_reason(
     code, _, err = command("fetch", own(), "model=mine", f"to={tmp_path}/to")
 
     assert code == USER_ERROR and not (tmp_path / "to").exists() and not (tmp_path / ".to.unfinished").exists()
-    first, last = err.index("licence: MIT"), err.index("pip could not download mine==1.0: ")
+    first, last = err.index("licence: MIT"), err.index("pip could not download mine==1.0 (")
     assert first < err.index("downloading 0 MB from your package index") < last
-    assert "give wheel=FILE" in err[last:]
+    assert "set wheel=FILE" in err[last:]
 
 
 def test_a_missing_package_is_named_before_anything_is_downloaded(

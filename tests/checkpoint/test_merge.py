@@ -681,7 +681,7 @@ def test_a_dry_run_lists_everything_and_writes_nothing(
         (("from=null",), "expected at least two"),
         (("from=a",), r"from=\[a\]: expected at least two"),
         (("from=[a,b]", "to=null"), "to=None: expected the path of the target folder"),
-        (("from=[a,b]", "verify=perhaps"), "verify=perhaps: expected true or false"),
+        (("from=[a,b]", "verify=perhaps"), "verify='perhaps': expected true or false"),
     ],
 )
 def test_the_job_refuses_unknown_settings(words: tuple[str, ...], said: str) -> None:

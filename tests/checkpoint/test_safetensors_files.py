@@ -137,14 +137,14 @@ def test_an_index_that_disagrees_is_refused(sharded: Path, change: Callable[[dic
 def test_an_invalid_index_is_refused(sharded: Path, text: bytes) -> None:
     (sharded / INDEX).write_bytes(text)
 
-    with pytest.raises(CheckpointError, match=f"{INDEX}: not an index with a weight_map"):
+    with pytest.raises(CheckpointError, match=f"{INDEX} is not an index with a weight_map"):
         SafetensorsReader(sharded)
 
 
 def test_a_duplicate_tensor_is_refused(sharded: Path) -> None:
     write(sharded / shard_name(1, 2), SECOND | {"a": FIRST["a"]})
 
-    with pytest.raises(CheckpointError, match=r"model-00002.*: a is also in model-00001.*: copy both"):
+    with pytest.raises(CheckpointError, match=r"model-00002.*: tensor a is also in model-00001.*: copy both"):
         SafetensorsReader(sharded)
 
 
