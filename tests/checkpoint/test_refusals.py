@@ -152,7 +152,7 @@ DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
                 ],
             },
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "gated": False}}]},
-            r"block_configs\[0\]\.ffn\.gated: False is not supported",
+            r"block_configs\[0\]\.ffn\.gated: expected True, the only supported value, got False",
         ),
         (
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 256}}]},

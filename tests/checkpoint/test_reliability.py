@@ -395,7 +395,9 @@ def test_a_full_disk_is_named_and_the_same_command_resumes(
     expected = converted(small[to_format], tmp_path / "expected")
     with mounted(tmp_path / "disk", "24k") as remount:
         to = tmp_path / "disk" / "out"
-        with pytest.raises(CheckpointError, match=r"to=.*/out: .*No space left on device.* free disk space and run"):
+        with pytest.raises(
+            CheckpointError, match=r"to=.*/out cannot be written .*No space left on device.* free disk space and run"
+        ):
             converted(small[to_format], to)
         assert not to.exists()
 
@@ -434,14 +436,14 @@ def test_a_file_size_limit_is_a_users_error(to_format: str, small: dict[str, Pat
 def test_a_read_only_folder_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "1m") as remount:
         remount("ro")
-        with pytest.raises(CheckpointError, match=r"to=.*/disk/out: .*Read-only file system"):
+        with pytest.raises(CheckpointError, match=r"to=.*/disk/out cannot be written .*Read-only file system"):
             converted(small[to_format], tmp_path / "disk" / "out")
 
 
 def test_a_file_in_the_place_of_a_folder_is_a_users_error(small: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(CheckpointError, match=r"to=.*/file/out: .*(File exists|Not a directory)"):
+    with pytest.raises(CheckpointError, match=r"to=.*/file/out cannot be written .*(File exists|Not a directory)"):
         converted(small["megatron"], tmp_path / "file" / "out")
 
 

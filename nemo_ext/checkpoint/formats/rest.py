@@ -58,7 +58,7 @@ def ignored_keys(
     rest = [key for key in rest if not _AROUND.fullmatch(key)]
     on = [key for key in rest if not _is_off(key, config[key])]
     if on:
-        advice = "delete the key only if it has no effect on the model"
+        advice = "delete it only if it has no effect on the model"
         if any(map(_SHAPE.fullmatch, on)):
             advice = "this checkpoint cannot be converted"
         raise ValueError(
