@@ -114,7 +114,7 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
             yield Weight(number, "latent_fc2", hidden, width)
     else:
         raise ValueError(
-            f"block {number + 1}: precision plans do not support {block.name} blocks yet: unset precision_plan"
+            f"block {number}: precision plans do not support {block.name} blocks yet; unset precision_plan"
         )
 
 

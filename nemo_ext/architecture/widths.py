@@ -21,7 +21,7 @@ def block_at(architecture: Architecture, layer: int) -> Block:
     block = architecture.sizes[layer - 1]
     if LINEAR not in VALUES[block.kind]:
         raise ValueError(
-            f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet: replace the block"
+            f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet; replace the block"
         )
     return block
 

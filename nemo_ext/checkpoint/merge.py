@@ -328,7 +328,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
     def finish(folder: Path) -> None:
         if identities() != began_with:
             raise CheckpointError(
-                f"to={target.to}: a source changed while it was being read: run the same command again when all are "
+                f"to={target.to}: a source changed while it was being read; run the same command again when all are "
                 "complete"
             )
         plan.finish(folder, target)

@@ -106,7 +106,7 @@ def _block(description: Description, number: int, block: Block, stacked_experts:
         yield from _moe(description, number, block, at, stacked_experts)
     else:
         raise ValueError(
-            f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping: this model cannot be converted"
+            f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping, so this model cannot be converted"
         )
 
 
@@ -196,7 +196,7 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     assert router is not None
     if architecture.gated or architecture.bias:
         raise ValueError(
-            f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping: this model "
+            f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping, so this model "
             "cannot be converted"
         )
     hidden, ffn, shared, experts = (

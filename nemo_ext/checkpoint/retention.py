@@ -39,7 +39,7 @@ class Retention:
         if self.every is not None and self.last is None:
             raise ValueError(
                 "retention.every has no effect without retention.last, as all checkpoints are kept: set "
-                "retention.last, such as to 2"
+                "retention.last, for example to 2"
             )
 
     @classmethod
