@@ -232,7 +232,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
     ("overrides", "message"),
     [
         (["megatron.moe_router_topkk=2"], "did you mean 'moe_router_topk'"),
-        (["megatron.tensor_model_parallel_size=3"], "multiple of TP x PP x CP = 3"),
+        (["megatron.tensor_model_parallel_size=3"], "not divisible by TP x PP x CP = 3"),
         (["model.pattern=MEX"], "^"),
         (["data=local_text", "data.tokenizer={kind: huggingface, path: /nowhere/tokenizer.json}"], "/nowhere"),
         (["data=local_text", "data.streams=[{name: a, weight: 1, prefix: /nowhere/a}]"], "/nowhere/a_train.idx"),

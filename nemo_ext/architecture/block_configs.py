@@ -78,7 +78,7 @@ def from_block_configs(
     heads = _integer(config, "num_attention_heads")
     layers = config.get("block_configs")
     if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise ValueError("block_configs: expected a list with one entry per layer")
+        raise ValueError(f"block_configs: expected a list with one entry per layer, not {type(layers).__name__}")
     blocks: list[Block] = []
     for index, layer in enumerate(layers):
         path = f"block_configs[{index}]"
@@ -102,8 +102,8 @@ def _attention(part: Mapping[str, object], path: str, *, heads: int, default: in
     group = part.get("n_heads_in_group")
     if not isinstance(group, int) or isinstance(group, bool) or group < 1 or heads % group:
         raise ValueError(
-            f"{path}.n_heads_in_group: expected a divisor of the {heads} attention heads, got {group!r} "
-            "(or set no_op or replace_with_linear)"
+            f"{path}.n_heads_in_group: expected a divisor of the {heads} attention heads, or no_op or "
+            f"replace_with_linear instead, got {group!r}"
         )
     values: dict[str, int] = {}
     if heads // group != default:
@@ -122,13 +122,13 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
         return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)
     if isinstance(mult, bool) or not isinstance(mult, int | float) or mult <= 0:
         raise ValueError(
-            f"{path}.ffn_mult: expected a positive number, got {mult!r} "
-            "(or set intermediate_size, no_op or replace_with_linear)"
+            f"{path}.ffn_mult: expected a positive number, or intermediate_size, no_op or replace_with_linear instead, "
+            f"got {mult!r}"
         )
     if width not in (None, ffn_width(mult, hidden_size)):
         raise ValueError(
-            f"{path}: ffn_mult={mult} is a width of {ffn_width(mult, hidden_size)}, but intermediate_size={width!r}: "
-            "remove one of the two"
+            f"{path}: ffn_mult={mult} means a width of {ffn_width(mult, hidden_size)}, but "
+            f"intermediate_size={width!r}: remove one of the two"
         )
     width = ffn_width(mult, hidden_size)
     return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)
@@ -183,9 +183,9 @@ def _attention_json(block: Block, where: str, *, heads: int, default: int | None
             )
     kv = block.get("kv", default)
     if kv is None:
-        raise ValueError(f"{where}: pass num_query_groups, the KV heads of blocks without a kv value")
+        raise ValueError(f"{where}: the block has no kv value: pass num_query_groups")
     if heads % kv:
-        raise ValueError(f"{where}: {kv} KV heads do not divide the {heads} attention heads")
+        raise ValueError(f"{where}: {heads} attention heads are not divisible by {kv} KV heads: set kv to a divisor")
     written: dict[str, object] = {"n_heads_in_group": heads // kv}
     if block.get("window"):
         written["window_length"] = block.get("window")
@@ -199,7 +199,7 @@ def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None
         raise ValueError(f"{where}: block_configs cannot express biases in a single block: remove them")
     width = block.get("ffn", default)
     if width is None:
-        raise ValueError(f"{where}: pass ffn_hidden_size, the width of blocks without an ffn value")
+        raise ValueError(f"{where}: the block has no ffn value: pass ffn_hidden_size")
     if width % FFN_MULTIPLE:  # no multiplier yields it; vLLM and our modelling file read the width
         return {"intermediate_size": width}
     return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}
@@ -218,7 +218,7 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
         raise ValueError(f"{path}.{name}: expected a mapping, got {part!r}")
     for key, only in _REPEATED.items():
         if part.get(key) not in (None, only):
-            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only {only!r} is")
+            raise ValueError(f"{path}.{name}.{key}: expected {only!r}, the only supported value, got {part[key]!r}")
     _refuse_unknown(part, (*_KNOWN[name], *_REPEATED), f"{path}.{name}")
     return part
 
@@ -227,7 +227,7 @@ def _refuse_unknown(entry: Mapping[str, object], known: tuple[str, ...], path: s
     """Reject unsupported settings (mamba, moe, parallel_blocks, ...), unless they are null or false."""
     for key, value in entry.items():
         if key not in known and value:
-            raise ValueError(f"{path}.{key}: unknown key with the value {value!r}: {nearest(str(key), known)}")
+            raise ValueError(f"{path}.{key}={value!r}: unknown key; {nearest(str(key), known)}")
 
 
 def _flag(part: Mapping[str, object], key: str, path: str) -> bool:

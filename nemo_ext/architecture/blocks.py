@@ -63,7 +63,7 @@ def unknown_value(kind: str, name: str) -> str:
     """Return the error message for a value name that `kind` does not have, with the nearest match."""
     known = VALUES[kind]
     if not known:
-        return f"a {NAMES[kind]} block ({kind!r}) takes no values, so {name!r} cannot be set"
+        return f"a {NAMES[kind]} block ({kind!r}) takes no values, so {name!r} cannot be set: remove it"
     by_field = {field: value for value, field in known.items()}
     guess = by_field.get(name) or next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
     hint = f"; did you mean {guess!r}?" if guess else ""
@@ -93,11 +93,11 @@ class Block:
         kept: dict[str, int | bool] = {}
         for name, value in self.values:
             if name in kept:
-                raise ValueError(f"value {name!r} of {self.kind!r} is given twice")
+                raise ValueError(f"value {name!r} of {self.kind!r} is given twice: remove one")
             kept[name] = self._checked(name, value)
         if kept.get(LINEAR) and len(kept) > 1:
             others = ", ".join(name for name in kept if name != LINEAR)
-            raise ValueError(f"a linear-replaced {self.kind!r} block has no other values: remove {others}")
+            raise ValueError(f"a linear-replaced {self.kind!r} block cannot have other values: remove {others}")
         # Sorted so that equal blocks compare and hash equal whatever order they were written in.
         object.__setattr__(self, "values", tuple(sorted(kept.items())))
 

@@ -86,7 +86,7 @@ def draw_blocks(
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
-        raise ValueError(f"{path}: cannot draw {path.suffix!r} files, expected one of {', '.join(_SUFFIXES)}")
+        raise ValueError(f"{path}: cannot draw {path.suffix!r} files; use one of {', '.join(_SUFFIXES)}")
     length = architecture.sequence_length(seq_length)
     tiles = list(_tiles(architecture, length))
     if plan is not None:

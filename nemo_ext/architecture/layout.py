@@ -67,14 +67,17 @@ class Layout:
         for part in fields(self):
             value = getattr(self, part.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{part.name} must be at least 1, got {value}")
+                raise ValueError(f"layout: {part.name} must be at least 1, got {value}")
         if self.precision not in ("bf16", "fp16", "fp32"):
-            raise ValueError(f"precision: expected bf16, fp16 or fp32 for training, got {self.precision!r}")
+            raise ValueError(f"layout: precision must be bf16, fp16 or fp32 for training, not {self.precision!r}")
         if self.recompute not in ("none", "selective", "full"):
-            raise ValueError(f"recompute: expected none, selective or full, got {self.recompute!r}")
+            raise ValueError(
+                f"megatron.recompute_granularity: expected selective, full or none, got {self.recompute!r}"
+            )
         if unknown := set(self.recompute_modules) - RECOMPUTE_MODULES:
             raise ValueError(
-                f"recompute_modules: unknown {sorted(unknown)}, expected some of {sorted(RECOMPUTE_MODULES)}"
+                f"megatron.recompute_modules: unknown modules {', '.join(sorted(unknown))}; known: "
+                f"{', '.join(sorted(RECOMPUTE_MODULES))}"
             )
         ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
         if ranks % (self.expert_parallel * self.expert_tensor):
@@ -124,7 +127,10 @@ class Layout:
         tensor, pipeline, context = (size[name] for name in _PARALLEL[:3])
         model_size = tensor * pipeline * context
         if world_size is not None and world_size % model_size:
-            raise ValueError(f"{world_size} GPUs are not a multiple of TP x PP x CP = {model_size}")
+            raise ValueError(
+                f"{world_size} GPUs are not divisible by TP x PP x CP = {model_size}: change the number of GPUs or "
+                "these sizes"
+            )
         expert_tensor = flags.integer("expert_tensor_parallel_size") or tensor
         # Without a number of GPUs, DP is the smallest that expert parallelism allows.
         experts = size["expert_model_parallel"] * expert_tensor
@@ -140,7 +146,7 @@ class Layout:
             recompute = "selective"
         modules = flags.values.get("recompute_modules") or ("core_attn",)
         if not isinstance(modules, list | tuple):
-            raise ValueError(f"megatron.recompute_modules: expected a list of modules, got {modules!r}")
+            raise ValueError(f"megatron.recompute_modules: expected a list of module names, got {modules!r}")
         return cls(
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
@@ -173,14 +179,14 @@ def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
         stages = tuple(range(first + 1, last + 1) for first, last in pattern.stages)
         if len(stages) != count:
             raise ValueError(
-                f"the pattern has {len(stages)} stages, but the layout needs {count} "
-                f"(PP {layout.pipeline_parallel} x {layout.virtual_stages}): cut it with pipeline.balance"
+                f"the pattern has {len(stages)} stages, but the layout needs {count} (PP {layout.pipeline_parallel} x "
+                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into it"
             )
         return stages
     if layout.virtual_stages > 1 or blocks % count:
         raise ValueError(
-            f"{blocks} blocks without cuts cannot be split evenly over PP {layout.pipeline_parallel} x "
-            f"{layout.virtual_stages} stages: cut the pattern with pipeline.balance"
+            f"{blocks} blocks without cuts cannot be split evenly over {count} stages (PP {layout.pipeline_parallel} x "
+            f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into the pattern"
         )
     length = blocks // count
     return tuple(range(stage * length + 1, (stage + 1) * length + 1) for stage in range(count))
@@ -195,9 +201,9 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:
-        raise ValueError(f"vocab_size {architecture.vocab_size} is not a multiple of tensor_parallel {tensor}")
+        raise ValueError(f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}")
     if architecture.hidden_size % tensor:
-        raise ValueError(f"hidden_size {architecture.hidden_size} is not a multiple of tensor_parallel {tensor}")
+        raise ValueError(f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}")
     divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
     written = architecture.pattern.blocks
     for number, block in enumerate(architecture.sizes, start=1):
@@ -212,7 +218,7 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
         for name, size, divisor, axis in checks:
             if size % divisor:
                 where = f"block {number} ({written[number - 1]})"
-                raise ValueError(f"{where}: {name} {size} is not a multiple of {axis} {divisor}")
+                raise ValueError(f"{where}: {name}={size} must be a multiple of {axis}={divisor}")
     if architecture.pattern.mtp:
         try:
             check_layout(architecture.depth, layout)

@@ -79,9 +79,9 @@ class Architecture:
     window_attn_skip_freq: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _one_of("normalization", self.normalization, ("RMSNorm", "LayerNorm"))
-        _one_of("norm_placement", self.norm_placement, ("input", "output"))
-        _one_of("qk_norm_scope", self.qk_norm_scope, ("head", "width"))
+        _one_of("megatron.normalization", self.normalization, ("RMSNorm", "LayerNorm"))
+        _one_of("model.norm_placement", self.norm_placement, ("input", "output"))
+        _one_of("model.qk_norm_scope", self.qk_norm_scope, ("head", "width"))
         _ = self.sizes  # Raises here rather than in the middle of a cost report if a block is invalid.
         if self.pattern.mtp:
             try:
@@ -106,7 +106,8 @@ class Architecture:
             raise ValueError(f"model.pattern: expected a pattern such as '(*-)x40', got {pattern!r}")
         if flags.text("softmax_type", "vanilla") == "learnable":
             raise ValueError(
-                "megatron.softmax_type=learnable: the cost model does not count its parameters yet: use vanilla"
+                "megatron.softmax_type=learnable: the cost model does not count its parameters yet, so set it to "
+                "vanilla"
             )
         if flags.flag("swiglu") and flags.flag("squared_relu"):
             raise ValueError("megatron.swiglu and megatron.squared_relu are both set: choose one activation")
@@ -170,7 +171,7 @@ class Architecture:
             if name not in values and name not in FLAGS:
                 flag = _FLAG.get(field, field)
                 raise ValueError(
-                    f"megatron.{flag} is missing: set it, or write {block.kind}{{{name}=...}} for {block.name}"
+                    f"megatron.{flag} is missing: set it, or write {block.kind}{{{name}=...}} in model.pattern"
                 )
         resolved = Block(block.kind, tuple(values.items()))
         _check(resolved)
@@ -186,7 +187,8 @@ class Architecture:
             return layer % frequency == 0
         if layer > len(frequency):
             raise ValueError(
-                f"megatron.window_attn_skip_freq lists {len(frequency)} layers, but the pattern has more: add entries"
+                f"megatron.window_attn_skip_freq has {len(frequency)} entries for {len(self.pattern.blocks)} blocks: "
+                "give one per block"
             )
         return not frequency[layer - 1]
 
@@ -210,7 +212,7 @@ class Architecture:
         length = self.seq_length if seq_length is None else seq_length
         if length is None or length < 1:
             raise ValueError(
-                f"expected a positive sequence length, got {length}: pass seq_length or megatron.seq_length"
+                f"expected a positive sequence length, got {length}: pass seq_length, or set megatron.seq_length"
             )
         return length
 
@@ -218,14 +220,20 @@ class Architecture:
 def _check(block: Block) -> None:
     """Reject sizes that Megatron does not support, with messages in terms of the pattern notation."""
     if block.kind == "*" and block.size("heads") % block.size("kv"):
-        raise ValueError(f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor")
+        raise ValueError(
+            f"{block.size('heads')} attention heads are not divisible by {block.size('kv')} KV heads: set kv "
+            "(megatron.num_query_groups) to a divisor of heads"
+        )
     if block.kind == "M" and block.size("heads") % block.size("groups"):
         raise ValueError(
-            f"{block.size('heads')} Mamba heads cannot share {block.size('groups')} groups: "
-            "set groups to a divisor of heads"
+            f"{block.size('heads')} Mamba heads are not divisible by {block.size('groups')} groups: set groups "
+            "(megatron.mamba_num_groups) to a divisor of heads"
         )
     if block.kind == "E" and block.size("topk") > block.size("experts"):
-        raise ValueError(f"topk {block.size('topk')} is more than the {block.size('experts')} experts: lower topk")
+        raise ValueError(
+            f"topk={block.size('topk')} is more than the {block.size('experts')} experts: lower topk "
+            "(megatron.moe_router_topk)"
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +288,7 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     """
     value = config.get(name)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: the configuration needs this section as a mapping, got {value!r}")
+        raise ValueError(f"config section {name}: expected a mapping, got {value!r}")
     return value
 
 
@@ -380,13 +388,13 @@ def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
         return tuple(int(number) for number in value)
     raise ValueError(
         f"megatron.window_attn_skip_freq: expected a positive integer or a list of 0 and 1, got {value!r}; "
-        "or write the windows into the pattern, such as ((*{window=4096}-)x3*-)x8"
+        "alternatively, write the windows into model.pattern, such as ((*{window=4096}-)x3*-)x8"
     )
 
 
 def _divided(value: int, divisor: int, what: str, by: str) -> int:
     if value % divisor:
-        raise ValueError(f"{what} = {value} is not a multiple of {by} = {divisor}")
+        raise ValueError(f"{what} = {value} is not divisible by {by} = {divisor}: change one of them")
     return value // divisor
 
 

@@ -76,7 +76,9 @@ class Pattern:
             raise ValueError(f"{self.depths} depths of multi-token prediction with {len(self.mtp)} blocks each")
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
         if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
-            raise ValueError(f"cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern")
+            raise ValueError(
+                f"pattern cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern"
+            )
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
@@ -204,7 +206,7 @@ class _Reader:
             return ()
         opened = self.at
         if not VALUES[kind]:
-            raise self.error(f"a {NAMES[kind]} block ({kind!r}) takes no values")
+            raise self.error(f"a {NAMES[kind]} block ({kind!r}) takes no values: remove the braces")
         values: dict[str, int | bool] = {}
         separator = "{"
         while separator != "}":
@@ -216,10 +218,10 @@ class _Reader:
             if name not in VALUES[kind]:
                 raise self.error(unknown_value(kind, name), position)
             if name in values:
-                raise self.error(f"value {name!r} is given twice", position)
+                raise self.error(f"value {name!r} is given twice: remove one", position)
             values[name] = self.value(kind, name)
             if LINEAR in values and len(values) > 1:
-                raise self.error(f"a linear-replaced block has no other values: write {kind}{{linear}}", position)
+                raise self.error(f"a linear-replaced block cannot have other values: write {kind}{{linear}}", position)
             separator = self.peek()
             if not separator:
                 raise self.error("expected '}' to close these values", opened)
@@ -361,8 +363,8 @@ def compile(pattern: Pattern) -> CompiledPattern:
     kinds = {block.kind for block in (*pattern.blocks, *pattern.mtp)}
     if "*" in kinds and kinds & {"D", "+"}:
         raise ValueError(
-            "Megatron cannot mix attention ('*') with MLA ('+') or DeepSeek sparse attention ('D') in one "
-            f"model: got {format(pattern)}"
+            f"model.pattern={format(pattern)}: Megatron cannot mix attention ('*') with MLA ('+') or DeepSeek sparse "
+            "attention ('D') in one model, so replace the blocks of one kind"
         )
     stages = ["".join(block.kind for block in pattern.blocks[first:last]) for first, last in pattern.stages]
     depth = "".join(block.kind for block in pattern.mtp)

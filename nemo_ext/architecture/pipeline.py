@@ -38,7 +38,7 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         if min((*self.blocks, self.embedding, self.head)) < 0:
-            raise ValueError("block costs must not be negative: check blocks, embedding and head")
+            raise ValueError("pipeline costs of blocks, embedding and head must not be negative")
 
     def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
         """Compute the cost of each stage between the cuts."""
@@ -87,11 +87,12 @@ def balance(
         ValueError: There are fewer blocks than stages, or the number of costs is not the number of blocks.
     """
     if min(pipeline_parallel, virtual_stages) < 1:
-        raise ValueError(f"expected at least one stage, got PP {pipeline_parallel} x {virtual_stages} virtual")
+        raise ValueError(f"expected at least one pipeline stage, got PP {pipeline_parallel} x {virtual_stages} virtual")
     stages, blocks = pipeline_parallel * virtual_stages, len(architecture.pattern.blocks)
     if blocks < stages:
         raise ValueError(
-            f"{blocks} blocks cannot fill {stages} stages (PP {pipeline_parallel} x {virtual_stages} virtual)"
+            f"{blocks} blocks cannot fill {stages} pipeline stages (PP {pipeline_parallel} x {virtual_stages} "
+            "virtual): lower the number of stages"
         )
     known = cost(architecture) if callable(cost) else cost
     if len(known.blocks) != blocks:

@@ -113,7 +113,9 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:
-        raise ValueError(f"block {number + 1}: precision plans do not support {block.name} yet")
+        raise ValueError(
+            f"block {number}: precision plans do not support {block.name} blocks yet; unset precision_plan"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Selector:
         where, dot, part = text.partition(".")
         parts = {part for parts in PARTS.values() for part in parts} | {LINEAR}
         if dot and part not in parts:
-            raise ValueError(f"rule {text!r}: unknown part {part!r}: {nearest(part, parts)}")
+            raise ValueError(f"precision_plan.rules: {text!r} names the unknown part {part!r}; {nearest(part, parts)}")
         where = where.strip()
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
             count = int(found[2])
@@ -160,13 +162,15 @@ class Selector:
         found = re.fullmatch(r"([^<>]?)\s*(?:([<>])\s*([^<>]))?", where)
         if found is None or (not where and not part) or any(kind not in NAMES for kind in (found[1], found[3]) if kind):
             raise ValueError(
-                f"rule {text!r}: expected a block kind ({' '.join(PARTS)}), KIND>KIND, KIND<KIND, numbers such as "
-                f"5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally followed by a dot and a part"
+                f"precision_plan.rules: {text!r} is not a selector; expected a block kind ({' '.join(PARTS)}), "
+                f"KIND>KIND, KIND<KIND, numbers such as 5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally "
+                "followed by a dot and a part"
             )
         kind, side, other = found[1], found[2], found[3] or ""
         if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
             raise ValueError(
-                f"rule {text!r}: a {NAMES[kind]} block has the parts {', '.join(PARTS.get(kind, ()))}, not {part}"
+                f"precision_plan.rules: {text!r} must name one of the parts of {NAMES[kind]} blocks, "
+                f"{', '.join(PARTS.get(kind, ()))}, not {part}"
             )
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
 
@@ -210,11 +214,14 @@ class Rule:
         where, _, precision = text.strip().rpartition(" ")
         if precision not in PRECISIONS or not where:
             raise ValueError(
-                f"rule {text!r}: expected a selector and one of {', '.join(PRECISIONS)}, such as 'M>* bf16'"
+                f"precision_plan.rules: {text!r} is not a rule; expected a selector and one of "
+                f"{', '.join(PRECISIONS)}, such as 'M>* bf16'"
             )
         selector = Selector.parse(where.strip())
         if precision == "fp8" and selector.part in NO_FP8:
-            raise ValueError(f"rule {text!r}: {selector.part} does not support FP8: use bf16 or fp32")
+            raise ValueError(
+                f"precision_plan.rules: {text!r} is invalid, as {selector.part} does not support FP8: use bf16 or fp32"
+            )
         return cls(selector, precision, text.strip())
 
 
@@ -254,7 +261,9 @@ class Plan:
             ValueError: a key is unknown or a value is invalid.
         """
         if not isinstance(section, Mapping):
-            raise ValueError(f"precision_plan={section!r}: expected a section: set its keys, or precision=NAME")
+            raise ValueError(
+                f"precision_plan={section!r}: expected a section; set its keys, or choose a plan with precision=NAME"
+            )
         check_keys(section, tuple(cls.__dataclass_fields__), required=(), where="precision_plan")
         values = dict(section)
         rules = values.pop("rules", ()) or ()
@@ -292,10 +301,14 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     for rule in plan.rules:
         if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
             raise ValueError(
-                f"rule {rule.text!r}: there is no block {beyond[0]}; block numbers are 0 to {len(kinds) - 1}"
+                f"precision_plan.rules: {rule.text!r} names block {beyond[0]}, but the model has blocks 0 to "
+                f"{len(kinds) - 1}"
             )
         if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
-            raise ValueError(f"rule {rule.text!r}: none of these blocks has a part {rule.selector.part}")
+            raise ValueError(
+                f"precision_plan.rules: {rule.text!r} selects nothing, as none of its blocks has the part "
+                f"{rule.selector.part!r}: name other blocks or another part"
+            )
     precisions = []
     for weight in weights(architecture):
         first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)

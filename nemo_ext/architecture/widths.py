@@ -17,10 +17,12 @@ def block_at(architecture: Architecture, layer: int) -> Block:
             MLA).
     """
     if not 1 <= layer <= len(architecture.sizes):
-        raise ValueError(f"layer {layer} is outside 1..{len(architecture.sizes)}")
+        raise ValueError(f"layer={layer}: expected a block number from 1 to {len(architecture.sizes)}")
     block = architecture.sizes[layer - 1]
     if LINEAR not in VALUES[block.kind]:
-        raise ValueError(f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet")
+        raise ValueError(
+            f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet; replace the block"
+        )
     return block
 
 

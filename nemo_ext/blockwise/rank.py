@@ -26,7 +26,8 @@ def check_machine(config: Mapping[str, Any]) -> None:
     nodes = config["launcher"]["nodes"]
     if nodes != 1 and ON_NODES not in os.environ:
         raise ValueError(
-            f"launcher.nodes={nodes}: this command runs on one machine only; use `nemo-ext submit job=puzzle`"
+            f"launcher.nodes={nodes}: this command runs on one machine only; set it to 1, or use `nemo-ext submit "
+            "job=puzzle`"
         )
 
 

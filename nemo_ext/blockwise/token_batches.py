@@ -45,8 +45,8 @@ class TokenBatches:
         starts = range(0, self.sequences, size)
         if len(starts) < data_parallel.count():
             raise ValueError(
-                f"{self.sequences} sequences in batches of {size} are too few for {data_parallel.count()} ranks: use "
-                "at least one batch per rank"
+                f"{self.sequences} sequences in batches of {size} are too few for {data_parallel.count()} ranks: raise "
+                "the number of sequences, or use fewer ranks"
             )
         return [self.batch(first, min(size, self.sequences - first)) for first in data_parallel.share(starts)]
 
@@ -58,7 +58,10 @@ class TokenBatches:
         """
         ranks = data_parallel.count()
         if size % ranks:
-            raise ValueError(f"batches of {size} sequences cannot be split evenly over {ranks} ranks: use a multiple")
+            raise ValueError(
+                f"batches of {size} sequences cannot be split evenly over {ranks} ranks: set the batch size to a "
+                f"multiple of {ranks}"
+            )
         rows = size // ranks
         while True:
             yield self.batch(step * size + data_parallel.number() * rows, rows)

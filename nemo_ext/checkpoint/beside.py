@@ -52,9 +52,13 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({str(error).partition(chr(10))[0]}): correct or restore it"
+        ) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected a config with the sections model and megatron")
+        raise CheckpointError(
+            f"{file}: expected a config with the sections model and megatron, not {type(config).__name__}"
+        )
     return config
 
 
@@ -151,7 +155,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}): copy it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
+        raise CheckpointError(f"{file}: expected a JSON object, not {type(content).__name__}")
     return content

@@ -28,14 +28,14 @@ def run(config: Mapping[str, Any]) -> None:
     """
     for key in ("from", "to"):
         if not isinstance(config[key], str) or not config[key]:
-            raise ValueError(f"{key}={config[key]}: expected a folder")
+            raise ValueError(f"{key}={config[key]!r}: expected the path of a folder")
     for key in ("files_from", "architecture", "tokenizer", "old_tokenizer", "template"):
         if config[key] == "":
-            raise ValueError(f"{key}='': give a name, or null")
+            raise ValueError(f"{key}='': expected a name or null")
     names = [field.name for field in fields(Settings)]
     settings = checked(Settings, {name: config[name] for name in names}, strict=True)
     if not isinstance(config["dry_run"], bool):
-        raise ValueError(f"dry_run={config['dry_run']}: expected true or false")
+        raise ValueError(f"dry_run={config['dry_run']!r}: expected true or false")
     if config["model"]["pattern"] and HydraConfig.initialized():
         # A complete model has keys that do not affect a checkpoint; keys typed on the command line must affect it.
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]

@@ -102,8 +102,8 @@ class Description:
     def __post_init__(self) -> None:
         if not 0 < self.vocab_size <= self.architecture.vocab_size:
             raise ValueError(
-                f"model.vocab_size={self.vocab_size}: expected at most megatron.padded_vocab_size="
-                f"{self.architecture.vocab_size}"
+                f"model.vocab_size={self.vocab_size}: expected 1 to "
+                f"megatron.padded_vocab_size={self.architecture.vocab_size}"
             )
         if self.rope is not None and not self.rope.on_windowed:
             # Equal models have equal descriptions, so a setting that makes no difference gets a fixed value.
@@ -131,7 +131,7 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
         )
     if count is None:
-        raise ValueError("model.hf_layers requires model.hf_layer_count, the number of layers")
+        raise ValueError("model.hf_layers requires model.hf_layer_count: set it to the number of layers")
     before = (-1, "-")
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True), start=1):
         shares = layer == before[0] and (before[1], block.kind) == ("*", "-")
@@ -154,11 +154,12 @@ def from_config(config: Mapping[str, Any]) -> Description:
     for name in UNSUPPORTED:
         if flags.values.get(name):
             raise ValueError(
-                f"megatron.{name}={flags.values[name]}: not supported by any Hugging Face format: unset it"
+                f"megatron.{name}={flags.values[name]!r} is not supported by any Hugging Face format: unset it"
             )
     if flags.text("softmax_type", "vanilla") != "vanilla":
         raise ValueError(
-            f"megatron.softmax_type={flags.values['softmax_type']}: not supported by any Hugging Face format: unset it"
+            f"megatron.softmax_type={flags.values['softmax_type']!r} is not supported by any Hugging Face format: set "
+            "it to vanilla"
         )
     architecture = Architecture.from_config(config)
     if architecture.pattern.mtp:
@@ -167,7 +168,10 @@ def from_config(config: Mapping[str, Any]) -> Description:
             "converted, compressed or quantised yet"
         )
     if architecture.learned_positions:
-        raise ValueError("megatron.position_embedding_type=learned_absolute: set it to rope, yarn or none")
+        raise ValueError(
+            "megatron.position_embedding_type=learned_absolute (the default) is not supported by any Hugging Face "
+            "format: set it to rope, yarn or none"
+        )
     architecture = replace(architecture, pattern=Pattern(architecture.pattern.blocks))
     moe = any(block.kind == "E" and not block.is_linear for block in architecture.sizes)
     layers = model.get("hf_layers")
@@ -190,7 +194,7 @@ def _rope(model: Mapping[str, Any], flags: Flags) -> Rope | None:
     if kind == "none":
         return None
     if kind not in ("rope", "yarn"):
-        raise ValueError(f"megatron.position_embedding_type={kind}: expected rope, yarn or none")
+        raise ValueError(f"megatron.position_embedding_type={kind!r}: expected rope, yarn or none")
     base = flags.integer("rotary_base") or 10000
     plain = Rope(base=base, percent=flags.number("rotary_percent", 1.0))
     if kind == "yarn":
@@ -273,7 +277,10 @@ def _activation_flags(description: Description) -> dict[str, Any]:
     flags = known.get((description.activation, description.architecture.gated))
     if flags is None:
         gate = "with" if description.architecture.gated else "without"
-        raise ValueError(f"activation {description.activation!r} {gate} a gate is not supported by Megatron's FFN")
+        raise ValueError(
+            f"activation {description.activation!r} {gate} a gate is not supported by Megatron's FFN: this model "
+            "cannot be converted"
+        )
     return flags
 
 
@@ -317,7 +324,7 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
     if rope.scaling == "llama3":
         flags |= {"use_rope_scaling": True, "rope_scaling_factor": rope.factor}
     elif rope.scaling == "linear":
-        flags["rotary_seq_len_interpolation_factor"] = _whole("rope factor", rope.factor)
+        flags["rotary_seq_len_interpolation_factor"] = _whole("linear RoPE factor", rope.factor)
     elif rope.scaling == "yarn":
         flags |= {
             "position_embedding_type": "yarn",
@@ -331,7 +338,8 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
         if abs(rope.attention_factor - yarn_concentration(rope.factor)) > 1e-9:
             if rope.factor <= 1:
                 raise ValueError(
-                    f"YaRN with factor {rope.factor} and attention_factor {rope.attention_factor}: Megatron supports 1"
+                    f"YaRN with factor={rope.factor} and attention_factor={rope.attention_factor}: Megatron supports "
+                    "only attention_factor=1 for this factor, so the model cannot be converted"
                 )
             flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
         if not rope.on_windowed:
@@ -341,7 +349,9 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
 
 def _whole(name: str, value: float) -> int:
     if value != int(value):
-        raise ValueError(f"{name} {value}: Megatron supports whole numbers only: round it")
+        raise ValueError(
+            f"{name} {value} is not a whole number, which Megatron requires: this model cannot be converted"
+        )
     return int(value)
 
 

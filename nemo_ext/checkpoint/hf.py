@@ -106,15 +106,17 @@ class Settings:
             if folder is not None and not (folder / TOKENIZER).is_file():
                 raise ValueError(f"{key}={folder}: expected a folder with a {TOKENIZER}")
         if self.tokenizer is None and (self.old_tokenizer is not None or self.new_rows != "pieces"):
-            raise ValueError("old_tokenizer and new_rows require tokenizer=FOLDER")
+            raise ValueError(
+                "old_tokenizer and new_rows have no effect without tokenizer=FOLDER: set it, or remove them"
+            )
         if self.dtype is not None:
             torch_dtype(self.dtype)
         if self.to_format not in (None, HUGGING_FACE, MEGATRON):
-            raise ValueError(f"to_format={self.to_format}: expected {HUGGING_FACE} or {MEGATRON}")
+            raise ValueError(f"to_format={self.to_format!r}: expected {HUGGING_FACE} or {MEGATRON}")
         if not self.shard_gigabytes > 0:
             raise ValueError(f"shard_gigabytes={self.shard_gigabytes:g}: expected a positive number")
         if self.files_from is not None and not self.files_from.is_dir():
-            raise ValueError(f"files_from={self.files_from}: no such folder")
+            raise ValueError(f"files_from={self.files_from}: expected an existing folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +169,9 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
         ValueError: the checkpoint is corrupt or does not match the model config, or no format can express the model.
     """
     if not source.exists():
-        raise CheckpointError(f"from={source}: no such folder")
+        raise CheckpointError(f"from={source}: expected the folder of an existing checkpoint or run")
     if to.resolve() == source.resolve():
-        raise CheckpointError(f"to={to}: is also the source: choose another folder")
+        raise CheckpointError(f"to={to} is also the source (from): choose another folder")
     if is_hugging_face(source):
         return _plan_from_hf(source, to, settings, config)
     return _plan_from_megatron(source, to, settings, config)
@@ -185,8 +187,8 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
     config_json = read_json(source / CONFIG)
     hf_format, description = read(config_json)
     off = ignored(config_json)
-    remarks = [f"config.json: {', '.join(off)}: unknown keys that are switched off, ignored"] if off else []
-    remarks += [f"{', '.join(whole.unread)}: not weights of this model, ignored"] if whole.unread else []
+    remarks = [f"config.json: ignored unknown keys that are switched off: {', '.join(off)}"] if off else []
+    remarks += [f"ignored files that are not weights of this model: {', '.join(whole.unread)}"] if whole.unread else []
     requested = _with_changes(to_config(description), config)
     if requested is not None:
         description = _agreed(description, from_config(requested), settings)
@@ -202,7 +204,10 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
         target = _plan_to_hf(reader, entries, to, settings, description, extras)
         return replace(target, remarks=[*remarks, *target.remarks])
     if settings.architecture is not None:
-        raise ValueError(f"architecture={settings.architecture} applies to Hugging Face targets only: remove it")
+        raise ValueError(
+            f"architecture={settings.architecture} applies to Hugging Face targets only: remove it, or set "
+            "to_format=huggingface"
+        )
     return Plan(
         reader=reader,
         to=to,
@@ -221,15 +226,17 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     folder = checkpoint_folder(source, settings.iteration)
     if settings.iteration is not None and folder.name != f"iter_{settings.iteration:07d}":
         raise ValueError(
-            f"iteration={settings.iteration}: {source} is a single checkpoint, not a run: remove iteration"
+            f"iteration={settings.iteration} requires a run, but {source} is a single checkpoint: remove iteration"
         )
     whole = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
-        raise ValueError("to_format=megatron: the source is already a Megatron checkpoint: remove to_format")
+        raise ValueError("to_format=megatron, but the source is already a Megatron checkpoint: remove to_format")
     beside = config_beside(source, folder)
     requested = _with_changes(beside, config)
     if beside is None and requested is None:
-        raise CheckpointError(f"{source}: no config.yaml and no model/*.yaml next to it: name the model with model=...")
+        raise CheckpointError(
+            f"{source} has no config.yaml and no model/*.yaml next to it: name the model with model=NAME"
+        )
     description = from_config(beside or requested or {})
     if beside is not None and requested is not None:
         description = _agreed(description, from_config(requested), settings)
@@ -271,7 +278,8 @@ def _with_tokenizer(
     old = settings.old_tokenizer or beside
     if old is None or not (old / TOKENIZER).is_file():
         raise ValueError(
-            "tokenizer: no tokenizer is next to the checkpoint: name its tokenizer with old_tokenizer=FOLDER"
+            f"tokenizer={settings.tokenizer} requires the checkpoint's own tokenizer, which is not next to it: set "
+            "old_tokenizer=FOLDER"
         )
     new = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
     rows = -(-new.size // PADDED) * PADDED if pad else new.size
@@ -302,7 +310,8 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
         return None
     if beside is None:
         raise CheckpointError(
-            "no config next to the checkpoint, so single keys cannot be overridden: name the model with model=..."
+            "no config.yaml or model/*.yaml is next to the checkpoint (from), so single keys cannot be overridden: "
+            "name the model with model=NAME"
         )
     changed = {name: {**beside[name], **overrides[name]} for name in overrides}
     for name, keys in overrides.items():
@@ -334,7 +343,7 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
         if same:
             near = difflib.get_close_matches(key, {*known, *ROPE_KEYS}, n=1)
             hint = f"; did you mean {section}.{near[0]}?" if near else ""
-            raise ValueError(f"{section}.{key}: has no effect on the model in a checkpoint: remove it{hint}")
+            raise ValueError(f"{section}.{key} has no effect on the model in a checkpoint: remove it{hint}")
 
 
 def _plan_to_hf(
@@ -349,7 +358,10 @@ def _plan_to_hf(
     hf_format, config = choose(description, settings.architecture)
     targets = list(hf_format.entries(description))
     if [entry.pieces for entry in targets] != [entry.pieces for entry in entries]:
-        raise ValueError(f"{hf_format.architecture} stores experts differently: convert to Megatron first, then to it")
+        raise ValueError(
+            f"{hf_format.architecture} stores experts differently than the source: convert to Megatron first, then to "
+            "it"
+        )
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     kept = kept_keys(extras, hf_format)
@@ -420,7 +432,9 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
     if different:
         hint = "" if settings.change_rope or not rope else "; change_rope=true accepts its RoPE settings"
         lines = "".join(f"\n  {line}" for line in different.values())
-        raise CheckpointError(f"the checkpoint does not match the model config:{lines}\nchoose model=...{hint}")
+        raise CheckpointError(
+            f"the checkpoint does not match the model config:{lines}\nchoose the matching model=NAME{hint}"
+        )
     if requested.hf_layers is not None:
         return requested
     return replace(requested, hf_layers=checkpoint.hf_layers, hf_layer_count=checkpoint.hf_layer_count)
@@ -460,7 +474,7 @@ def _work(
     elif len(types) > 1:
         keys = ", ".join(piece.key for piece in inputs)
         raise CheckpointError(
-            f"{keys}: belong to one tensor but have the types {', '.join(sorted(types))}: choose one with dtype=..."
+            f"{keys} belong to one tensor but have the types {', '.join(sorted(types))}: choose one with dtype=NAME"
         )
     else:
         (dtype,) = types
@@ -487,7 +501,7 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
     def finish(folder: Path) -> None:
         if fingerprint(plan.reader) != began_with:
             raise CheckpointError(
-                f"{plan.reader.path}: changed while it was being read: run the same command again when it is complete"
+                f"{plan.reader.path} changed while it was being read: run the same command again when it is complete"
             )
         (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder)
         if settings.template is not None:

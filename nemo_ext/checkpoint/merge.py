@@ -70,7 +70,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.points is not None:
-            raise ValueError("weights and points: give only one of them; points define the weights")
+            raise ValueError("weights and points are both set: remove one of them, as points define the weights")
         for name, numbers in (("weights", self.weights), ("points", self.points)):
             if numbers is not None and not (_is_list(numbers) and numbers and all(map(_is_number, numbers))):
                 raise ValueError(f"{name}={_shown(numbers)}: expected a list of finite numbers, such as [0.25,0.75]")
@@ -155,7 +155,7 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
         ValueError: weights or points are invalid, or the checkpoints are corrupt or hold different models.
     """
     if len(sources) < 2:
-        raise ValueError(f"from={_shown(sources)}: give at least two checkpoints, 'from=[a,b]'")
+        raise ValueError(f"from={_shown(sources)}: expected at least two checkpoints, such as 'from=[a,b]'")
     targets = _targets(len(sources), to, settings)
     checkpoints = open_checkpoints(sources, settings.iterations)
     if isinstance(checkpoints[0].reader, SafetensorsReader):
@@ -184,11 +184,11 @@ def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
     if settings.points is None:
         return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
     if count != 2:
-        raise ValueError(f"points={_shown(settings.points)}: requires exactly two checkpoints, from has {count}")
+        raise ValueError(f"points={_shown(settings.points)} requires exactly two checkpoints, but from has {count}")
     points = {f"t{point + 0.0:g}": float(point) for point in settings.points}  # + 0.0 turns -0 into 0
     if len(points) < len(settings.points):
         raise ValueError(
-            f"points={_shown(settings.points)}: two points would be written to the same folder: {', '.join(points)}"
+            f"points={_shown(settings.points)}: some points share a folder ({', '.join(points)}): remove duplicates"
         )
     return [Target(to / name, (1 - point, point)) for name, point in points.items()]
 
@@ -196,13 +196,13 @@ def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
 def _normalised(weights: Sequence[float], count: int) -> tuple[float, ...]:
     if len(weights) != count:
         raise ValueError(
-            f"weights={_shown(weights)}: {len(weights)} weights for {count} checkpoints: give one per checkpoint"
+            f"weights={_shown(weights)} has {len(weights)} weights for {count} checkpoints: give one per checkpoint"
         )
     total = sum(weights)
     if not abs(total - 1) <= TOLERANCE:
         normalised = [weight / total for weight in weights] if isfinite(total) and total > 0 else None
         hint = f"; did you mean weights={_shown(normalised)}?" if normalised else ""
-        raise ValueError(f"weights={_shown(weights)}: they sum to {total:.9g}, expected 1{hint}")
+        raise ValueError(f"weights={_shown(weights)} must sum to 1, not {total:.9g}{hint}")
     return tuple(weight / total for weight in weights)
 
 
@@ -328,7 +328,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
     def finish(folder: Path) -> None:
         if identities() != began_with:
             raise CheckpointError(
-                f"to={target.to}: a source changed while it was being read: run the same command again when all are "
+                f"to={target.to}: a source changed while it was being read; run the same command again when all are "
                 "complete"
             )
         plan.finish(folder, target)
@@ -368,9 +368,9 @@ def run(config: Mapping[str, Any]) -> None:
     """
     for key in ("check_finite", "verify", "dry_run"):
         if not isinstance(config[key], bool):
-            raise ValueError(f"{key}={config[key]}: expected true or false")
+            raise ValueError(f"{key}={config[key]!r}: expected true or false")
     if not config["to"]:
-        raise ValueError("to: expected the target folder")
+        raise ValueError(f"to={config['to']!r}: expected the path of the target folder")
     named = config["from"] if _is_list(config["from"]) else [config["from"]]
     keys = ("weights", "points", "iterations", "shard_gigabytes", "check_finite", "verify")
     settings = Settings(**{key: config[key] for key in keys})

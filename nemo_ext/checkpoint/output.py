@@ -53,7 +53,7 @@ class Output:
             if self.done:
                 notice(f"{path}: resuming after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
-            notice(f"{path}: an interrupted run left parts that were made with other settings: starting over")
+            notice(f"{path}: starting over, as an interrupted run left parts that were made with other settings")
             _empty(self.folder)
         self._write_record()
 
@@ -141,11 +141,11 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
         spoilt = [name for name, size in sizes.items() if not has_size(path / name, size)]
         if spoilt:
             raise CheckpointError(
-                f"to={path}: was complete, but {listed(spoilt)} went missing or changed since: remove the folder and "
+                f"to={path} was complete, but {listed(spoilt)} went missing or changed since: remove the folder and "
                 "run the same command again"
             )
         return True
-    raise CheckpointError(f"to={path}: exists and holds something else: remove it or choose another name")
+    raise CheckpointError(f"to={path} exists and holds something else: remove it or choose another name")
 
 
 def has_size(file: Path, size: int) -> bool:
@@ -171,11 +171,13 @@ def only_writer(path: Path) -> Iterator[None]:
                 _remove_if_empty(unfinished(path))
     except Timeout:
         raise CheckpointError(
-            f"to={path}: another process is writing it: wait for it, or choose another name"
+            f"to={path} is being written by another process: wait for it, or choose another name"
         ) from None
     except OSError as error:
-        advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix this"
-        raise CheckpointError(f"to={path}: {error}: {advice} and run the same command again, which resumes") from error
+        advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the cause"
+        raise CheckpointError(
+            f"to={path} cannot be written ({error}): {advice} and run the same command again to resume"
+        ) from error
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -196,7 +198,7 @@ def check_target(path: Path) -> None:
         CheckpointError: the path is a mount point.
     """
     if os.path.ismount(path):
-        raise CheckpointError(f"to={path}: is a mount point, which a rename cannot replace: name a folder in it")
+        raise CheckpointError(f"to={path} is a mount point, which a rename cannot replace: name a folder inside it")
 
 
 def check_room(path: Path, needed: int) -> None:
@@ -209,7 +211,7 @@ def check_room(path: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed * _HEADROOM:
         raise CheckpointError(
-            f"to={path}: requires {needed / 1e9:,.1f} GB, but {parent} has {free / 1e9:,.1f} GB free: free disk space, "
+            f"to={path} requires {needed / 1e9:,.1f} GB, but {parent} has {free / 1e9:,.1f} GB free: free disk space, "
             "or choose another disk"
         )
 

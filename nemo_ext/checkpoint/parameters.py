@@ -105,7 +105,9 @@ def _block(description: Description, number: int, block: Block, stacked_experts:
     elif block.kind == "E":
         yield from _moe(description, number, block, at, stacked_experts)
     else:
-        raise ValueError(f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping")
+        raise ValueError(
+            f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping, so this model cannot be converted"
+        )
 
 
 def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = False) -> Row:
@@ -193,7 +195,10 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     architecture, router = description.architecture, description.router
     assert router is not None
     if architecture.gated or architecture.bias:
-        raise ValueError(f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping")
+        raise ValueError(
+            f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping, so this model "
+            "cannot be converted"
+        )
     hidden, ffn, shared, experts = (
         architecture.hidden_size,
         block.size("ffn"),

@@ -84,10 +84,10 @@ def loads(data: bytes, file: Path) -> Any:
     except Exception as error:  # a corrupt pickle raises almost any exception
         if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
             raise Unsafe(
-                f"{file}: {error}, which checkpoint records never need: it may be an attempt to run a program on your "
-                "machine. None of it ran: do not use this checkpoint"
+                f"{file} {error}, which checkpoint records never need. It may be an attempt to run a program on your "
+                "machine; none of it ran. Do not use this checkpoint"
             ) from None
-        raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
+        raise CheckpointError(f"{file} cannot be read ({first_words(error)}): copy it again") from error
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / METADATA
     metadata = loads(file.read_bytes(), file)
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{file}: holds {type(metadata).__name__}, not metadata: copy it again")
+        raise CheckpointError(f"{file} holds {type(metadata).__name__}, not metadata: copy it again")
     return metadata
 
 
@@ -180,11 +180,12 @@ def _check_data(file: Path, data: bytes, label: str) -> None:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # long messages for refused objects, almost any exception for corrupt files
         named = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"names {named[1]}" if named else first_words(error)
+        reason = f"cannot be read ({first_words(error)})"
+        if named:
+            reason = f"names {named[1]}, which neither torch nor Megatron registers as data"
         raise Unsafe(
-            f"{file}{label}: {reason}, which neither torch nor Megatron registers as data: it may be an attempt to run "
-            "a program on your machine. None of it ran. `nemo-ext convert` extracts the weights without reading this "
-            f"object; if you trust it, set {FORCED}=0"
+            f"{file}{label} {reason}. It may be an attempt to run a program on your machine; none of it ran. `nemo-ext "
+            f"convert` extracts the weights without reading this object; if you trust it, set {FORCED}=0"
         ) from None
 
 

@@ -38,7 +38,8 @@ class Retention:
     def __post_init__(self) -> None:
         if self.every is not None and self.last is None:
             raise ValueError(
-                "every has no effect without last, as all checkpoints are kept: set retention.last too, such as 2"
+                "retention.every has no effect without retention.last, as all checkpoints are kept: set "
+                "retention.last, for example to 2"
             )
 
     @classmethod

@@ -146,7 +146,7 @@ def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces")
     tokens = max(before.number.values()) + 1
     if tokens > rows:
         raise CheckpointError(
-            f"{old}: the tokenizer has ids up to {tokens - 1}, but the checkpoint only {rows} rows: name the "
+            f"{old}: the tokenizer has ids up to {tokens - 1}, but the checkpoint has only {rows} rows: name the "
             "checkpoint's own tokenizer with old_tokenizer=FOLDER"
         )
     row_of = before.by_bytes()
@@ -206,7 +206,10 @@ def _tokens(folder: Path) -> _Tokens:
 
     written = json.loads(read_tokenizer(folder / TOKENIZER)[0].to_str())
     if written["model"]["type"] not in ("BPE", "Unigram"):
-        raise ValueError(f"{folder}: {written['model']['type']}: only BPE and Unigram tokenizers are supported")
+        raise ValueError(
+            f"{folder}: the tokenizer is of type {written['model']['type']}, but only BPE and Unigram tokenizers are "
+            "supported"
+        )
     byte_level = '"ByteLevel"' in json.dumps(written["decoder"])
     tokenizer = Tokenizer.from_str(json.dumps(_adding_nothing(written)))
     tokenizer.encode_special_tokens = True

@@ -52,18 +52,18 @@ class SafetensorsReader:
             missing = [file.name for file in files if not file.is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{self.path}: {INDEX} names files that are missing: {listed(missing)}: download them again"
+                    f"{self.path}: files that {INDEX} names are missing ({listed(missing)}): download them again"
                 )
             return files
         if (self.path / SINGLE).is_file():
             return [self.path / SINGLE]
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{self.path}: no *.safetensors: expected {SINGLE}, or shards with {INDEX}")
+            raise CheckpointError(f"{self.path} has no *.safetensors files: expected {SINGLE}, or shards with {INDEX}")
         if len(files) > 1:
             raise CheckpointError(
-                f"{self.path}: {len(files)} *.safetensors but no {INDEX}, so missing shards cannot be detected: "
-                "download the index too"
+                f"{self.path} has {len(files)} *.safetensors files but no {INDEX}, so missing shards cannot be "
+                "detected: download the index too"
             )
         return files
 
@@ -75,13 +75,15 @@ class SafetensorsReader:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     if name in self._file_of:
                         other = self._file_of[name].name
-                        raise CheckpointError(f"{file}: {name} is also in {other}: copy both files and {INDEX} again")
+                        raise CheckpointError(
+                            f"{file}: tensor {name} is also in {other}: copy both files and {INDEX} again"
+                        )
                     part = opened.get_slice(name)
                     dtype = str(part.get_dtype())
                     self.tensors[name] = Stored(tuple(part.get_shape()), _TYPES.get(dtype, dtype))
                     self._file_of[name] = file
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: cannot be read, it may be truncated: {error}; copy it again") from error
+            raise CheckpointError(f"{file} cannot be read and may be truncated ({error}): copy it again") from error
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         where = {name: file.name for name, file in self._file_of.items()}
@@ -118,7 +120,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
         weight_map = json.loads(file.read_text())["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not an index with a weight_map ({error}): copy it again") from error
+        raise CheckpointError(f"{file} is not an index with a weight_map ({error}): copy it again") from error
 
 
 def shard_name(number: int, count: int) -> str:

@@ -53,18 +53,20 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     """
     for source in sources:
         if not source.is_dir():
-            raise CheckpointError(f"from={source}: no such folder")
+            raise CheckpointError(f"from={source}: expected the folder of an existing checkpoint or run")
     is_hf = [is_hugging_face(source) for source in sources]
     if any(is_hf) and not all(is_hf):
         raise ValueError(
-            f"from: {sources[is_hf.index(True)]} is a Hugging Face checkpoint, {sources[is_hf.index(False)]} is not: "
-            "convert them to one format with nemo-ext convert first"
+            f"from: {sources[is_hf.index(True)]} is a Hugging Face checkpoint, but {sources[is_hf.index(False)]} is "
+            "not: convert them to one format with `nemo-ext convert` first"
         )
     if iterations is not None and all(is_hf):
-        raise ValueError("iterations applies to Megatron checkpoints only: remove it")
+        raise ValueError(f"iterations={list(iterations)} applies to Megatron checkpoints only: remove it")
     wanted = iterations or [None] * len(sources)
     if len(wanted) != len(sources):
-        raise ValueError(f"iterations: {len(wanted)} for {len(sources)} checkpoints, expected one per checkpoint")
+        raise ValueError(
+            f"iterations has {len(wanted)} entries for {len(sources)} checkpoints: give one per checkpoint"
+        )
     opened = [
         Checkpoint(source=source, reader=SafetensorsReader(source) if all(is_hf) else _megatron(source, iteration))
         for source, iteration in zip(sources, wanted, strict=True)
@@ -81,7 +83,7 @@ def _megatron(source: Path, iteration: int | None) -> TorchDistReader:
     folder = checkpoint_folder(source, iteration)
     if iteration is not None and folder.name != f"iter_{iteration:07d}":
         raise ValueError(
-            f"iterations: {source} is a single checkpoint, not a run with iteration {iteration}: give null for it"
+            f"iterations: {source} is a single checkpoint, not a run with iteration {iteration}: set its entry to null"
         )
     return TorchDistReader(folder)
 
@@ -124,7 +126,8 @@ def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
     differing = _different_keys(read_json(first.path / CONFIG), read_json(other.path / CONFIG))
     if differing:
         raise CheckpointError(
-            f"{other.path} holds a different model than {first.path}: {CONFIG}: {', '.join(differing)}"
+            f"{other.path} holds a different model than {first.path} ({CONFIG}: {', '.join(differing)}): average only "
+            "checkpoints of one model"
         )
 
 
@@ -152,15 +155,18 @@ def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
     for checkpoint, config in configs:
         try:
             if config is None:
-                raise ValueError("there is none next to it")
+                raise ValueError("no config is next to it")
             described.append((checkpoint.path, from_config(config)))
         except ValueError as reason:
-            remarks.append(f"{checkpoint.path}: only names, shapes and types are compared, not its config: {reason}")
+            remarks.append(
+                f"{checkpoint.path}: only names, shapes and types are compared, as its config cannot be used ({reason})"
+            )
     for path, description in described[1:]:
         differing = differences(description, described[0][1])
         if differing:
             raise CheckpointError(
-                f"{path} and {described[0][0]} are different models: their configs differ in " + ", ".join(differing)
+                f"{path} and {described[0][0]} are different models, as their configs differ in "
+                f"{', '.join(differing)}: average only checkpoints of one model"
             )
     if described:
         return Model(described[0][1], megatron_arguments(described[0][1].architecture), remarks)

@@ -38,13 +38,13 @@ def fall_back(checkpoints: Path) -> str | None:
     sound = next((folder for folder in older if not folder.name.endswith(BROKEN) and problem_of(folder) is None), None)
     if sound is None:
         raise ValueError(
-            f"{problem}; there is no complete older checkpoint: restore it, or start over in another run_dir"
+            f"{problem}; there is no complete older checkpoint: restore one, or start over in another run_dir"
         )
     write_text(tracker, str(int(sound.name.removeprefix("iter_"))))
     renamed = newest.with_name(newest.name + BROKEN)
     if newest.exists() and not renamed.exists():
         newest.rename(renamed)
-    return f"{problem}: resuming from {sound.name}; the corrupt checkpoint is now {renamed.name}"
+    return f"{problem}; resuming from {sound.name}, and the corrupt checkpoint is now {renamed.name}"
 
 
 def back_to(checkpoints: Path, step: int) -> int:
@@ -85,9 +85,9 @@ def by_step(checkpoints: Path) -> dict[int, Path]:
 def problem_of(folder: Path) -> str | None:
     """Message that describes why a checkpoint is incomplete; None if it is complete."""
     if not (folder / METADATA).is_file():
-        return f"{folder}: no {METADATA}, so the checkpoint was not written completely"
+        return f"{folder} has no {METADATA}, so the checkpoint was not written completely"
     if (folder / COMMON).is_file() and not zipfile.is_zipfile(folder / COMMON):
-        return f"{folder / COMMON}: truncated"
+        return f"{folder / COMMON} is truncated"
     try:
         whole_files(folder)
     except CheckpointError as error:

@@ -57,7 +57,9 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     start = config["megatron"].get("pretrained_checkpoint")
     if start is None:
-        raise ValueError("train.model_of_start=true: name the checkpoint in megatron.pretrained_checkpoint")
+        raise ValueError(
+            "train.model_of_start=true requires megatron.pretrained_checkpoint: set it to the checkpoint to start from"
+        )
     path = checkpoints_of(Path(str(start)).expanduser())
     if not path.exists():
         return {}
@@ -96,5 +98,8 @@ def _beside(checkpoint: Path) -> Mapping[str, Any]:
     """
     beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
     if beside is None:
-        raise ValueError(f"{checkpoint}: no config.yaml and no model/*.yaml next to it, so its model is unknown")
+        raise ValueError(
+            f"{checkpoint} has no config.yaml and no model/*.yaml next to it, so its model is unknown: restore one of "
+            "them"
+        )
     return beside

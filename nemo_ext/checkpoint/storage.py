@@ -121,7 +121,7 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
         ("of a different shape", shapes),
         (NO_TYPE, types),
     )
-    refuse_any(f"{reader.path}: ", *problems)
+    refuse_any(f"{reader.path} does not hold the tensors of its model: ", *problems)
 
 
 def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:
@@ -158,6 +158,6 @@ def torch_dtype(name: str) -> torch.dtype:
     import torch
 
     if name not in WEIGHT_TYPES:
-        raise ValueError(f"dtype={name}: expected one of {', '.join(WEIGHT_TYPES)}")
+        raise ValueError(f"dtype={name!r}: expected one of {', '.join(WEIGHT_TYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -60,18 +60,20 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     if iteration is None:
         if not tracker.is_file():
             raise CheckpointError(
-                f"{path}: neither a Hugging Face checkpoint (config.json) nor a Megatron one ({TRACKER} or {METADATA})"
-                ": name the folder of a checkpoint or run"
+                f"{path} is neither a Hugging Face checkpoint (config.json) nor a Megatron one ({TRACKER} or "
+                f"{METADATA}): name the folder of a checkpoint or run"
             )
         word = tracker.read_text(errors="replace").strip()
         if word != RELEASE and not word.isdecimal():
-            raise CheckpointError(f"{tracker}: {word[:20]!r}: expected a number or {RELEASE}: set iteration=NUMBER")
+            raise CheckpointError(
+                f"{tracker} contains {word[:20]!r}, not a number or {RELEASE}: correct it, or set iteration=NUMBER"
+            )
     else:
         word = str(iteration)
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not (folder / METADATA).is_file():
         complete = sorted(file.parent.name for file in root.glob(f"*/{METADATA}"))
-        raise CheckpointError(f"{folder}: no complete checkpoint; available: {', '.join(complete) or 'none'}")
+        raise CheckpointError(f"{folder} is not a complete checkpoint; available: {', '.join(complete) or 'none'}")
     return folder
 
 
@@ -90,15 +92,15 @@ def whole_files(path: Path) -> Metadata:
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     except (AttributeError, TypeError) as error:  # as after a bit flip
-        raise CheckpointError(f"{path / METADATA}: cannot be read ({first_words(error)}): copy it again") from error
+        raise CheckpointError(f"{path / METADATA} cannot be read ({first_words(error)}): copy it again") from error
     for name, end in ends.items():
         if Path(name).name != name:
-            raise Unsafe(f"{path / METADATA}: names {name}, which is not in its folder: do not use this checkpoint")
+            raise Unsafe(f"{path / METADATA} names {name}, which is not in its folder: do not use this checkpoint")
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file}: missing, though {METADATA} names it")
+            raise CheckpointError(f"{file} is missing, although {METADATA} names it: copy it again")
         if file.stat().st_size < end:
-            raise CheckpointError(f"{file}: truncated at {file.stat().st_size} of {end} bytes: copy it again")
+            raise CheckpointError(f"{file} is truncated at {file.stat().st_size} of {end} bytes: copy it again")
     return metadata
 
 
@@ -136,7 +138,7 @@ class TorchDistReader:
             shards = {(key, chunk.offsets): chunk.sizes for chunk in stored.chunks}
             if sum(map(prod, shards.values())) != prod(stored.size) or not shards.keys() <= places.keys():
                 # Otherwise the missing part would be read as uninitialised memory.
-                raise CheckpointError(f"{self.path / METADATA}: {key} is incomplete: use another checkpoint")
+                raise CheckpointError(f"{self.path / METADATA}: tensor {key} is incomplete: use another checkpoint")
             self._shards[key] = {
                 tuple(offset): _Shard(tuple(offset), tuple(sizes), places[name, offset])
                 for (name, offset), sizes in shards.items()
@@ -173,8 +175,8 @@ class TorchDistReader:
                 self._copy(shard, tensor[_slices(starts, ends, piece.offset)], _slices(starts, ends, shard.offset))
             except Exception as error:  # a corrupt archive raises almost any exception
                 raise CheckpointError(
-                    f"{self.path}: {piece.key} cannot be read from {shard.place.relative_path} ({first_words(error)}): "
-                    "copy the checkpoint again"
+                    f"{self.path}: tensor {piece.key} cannot be read from {shard.place.relative_path} "
+                    f"({first_words(error)}): copy the checkpoint again"
                 ) from error
         return tensor
 
@@ -226,20 +228,22 @@ class _Shard:
             archive: Any = _create_file_view(file, self.place.offset, self.place.length)
             records = torch._C.PyTorchFileReader(archive)
             if "byteorder" in records.get_all_records() and records.get_record("byteorder") != sys.byteorder.encode():
-                raise ValueError("different byte order")  # torch would crash on swapping the bytes of a meta tensor
+                raise ValueError(
+                    "the archive has a different byte order"
+                )  # torch would crash on swapping the bytes of a meta tensor
             archive.seek(0)
             stored = torch.load(archive, map_location="meta", weights_only=True)
             if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype) != (target.shape, target.dtype):
-                raise ValueError(f"does not match .metadata: {stored!r}")
+                raise ValueError(f"the archive does not match .metadata: {stored!r}")
             numbers = stored.untyped_storage()
             start, size = numbers._checkpoint_offset, numbers.nbytes()
             if start is None or not 0 <= start <= self.place.length - size:
-                raise ValueError("data outside its archive")
+                raise ValueError("the data are outside the archive")
             whole = stored.is_contiguous() and size == target.nbytes
             flat = target.reshape(-1) if whole else torch.empty(size // target.itemsize, dtype=target.dtype)
             file.seek(self.place.offset + start)
             if file.readinto(bytes_of(flat)) != flat.nbytes:
-                raise ValueError("truncated")
+                raise ValueError("the archive is truncated")
             if not whole:
                 target.copy_(flat.as_strided(stored.shape, stored.stride(), int(stored.storage_offset())))
 

@@ -190,7 +190,7 @@ def already_made(to: Path, to_format: str, parts: Sequence[Sequence[Work]], *, i
     """
     if not was_published(to, _with_parts(to_format, parts, identity)):
         return False
-    notice(f"{to}: complete already")
+    notice(f"{to} is already complete")
     return True
 
 
@@ -240,7 +240,8 @@ def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
     cast = tensor.to(dtype)
     if finite and not cast.abs().max().isfinite():
         raise CheckpointError(
-            f"{slot.label}: values up to {tensor.abs().max().item():.3g} overflow {slot.dtype}: choose another dtype"
+            f"{slot.label}: values up to {tensor.abs().max().item():.3g} overflow {slot.dtype}: choose another type "
+            "with dtype=NAME"
         )
     return cast
 
@@ -269,7 +270,7 @@ def _verify(
             interruptible()
             if not right:
                 raise CheckpointError(
-                    f"{slot.label}: reads back differently than written: remove {output.folder} and run the same "
+                    f"{slot.label} reads back differently than it was written: remove {output.folder} and run the same "
                     "command again; if this recurs, check the disk for faults"
                 )
             advance(slot.bytes)

@@ -95,13 +95,13 @@ def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> Cali
     required = settings.samples + settings.held_out
     if len(selected) < required:
         raise ValueError(
-            f"calibration.data={settings.data}: has {len(selected):,} distinct samples of {_SHORTEST} tokens or more, "
+            f"calibration.data={settings.data} has {len(selected):,} distinct samples of {_SHORTEST} tokens or more, "
             f"but calibration.samples + calibration.held_out is {required:,}: lower them, or provide more data"
         )
     if (highest := max(int(ids.max()) for ids in selected)) >= vocab_size:
         raise ValueError(
-            f"calibration.data={settings.data}: has token {highest}, the model has {vocab_size:,} tokens: make "
-            "the data with the model's tokenizer"
+            f"calibration.data={settings.data} has the token id {highest}, but the model has {vocab_size:,} tokens: "
+            "make the data with the model's tokenizer"
         )
     return CalibrationData(
         samples=selected[: settings.samples], held_out=selected[settings.samples :], available=available
@@ -134,7 +134,7 @@ def data_files(settings: CalibrationSettings) -> list[Path]:
         return [path for _, path in _conversations(settings).check()]
     except ValueError as error:
         raise ValueError(
-            f"calibration.data={settings.data}: neither packs of `nemo-ext sft_data` nor conversations: {error}"
+            f"calibration.data={settings.data} contains neither packs of `nemo-ext sft_data` nor conversations: {error}"
         ) from None
 
 
@@ -208,5 +208,8 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
         if len(ids) >= _SHORTEST:
             samples.append(ids[: settings.max_length].astype(np.int64))
     if refused:
-        notice(f"note: the chat template refuses {len(refused):,} conversations; the first: {refused[0]}")
+        notice(
+            f"note: {len(refused):,} conversations are skipped, as the chat template rejects them; the first error: "
+            f"{refused[0]}"
+        )
     return samples, len(seen)

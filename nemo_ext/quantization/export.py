@@ -127,7 +127,10 @@ def check(
     scales = {name for name in exported.tensors if name.rpartition(".")[2] in SCALES}
     if wrong := sorted((exported.tensors.keys() - scales) ^ expected):
         where = "is missing" if wrong[0] in expected else "is not in the source checkpoint"
-        raise CheckpointError(f"{folder}: {wrong[0]} {where} ({len(wrong)} such tensors)")
+        raise CheckpointError(
+            f"{folder}: the exported tensor {wrong[0]} {where} ({len(wrong)} such tensors): try another ModelOpt "
+            "version"
+        )
     sizes: dict[str, dict[str, int]] = {"before": {}, "after": {}}
     with progress_of("checking", len(expected), unit="tensors") as advance:
         for name, stored in exported.tensors.items():
@@ -142,13 +145,19 @@ def check(
             if kind == "fp8":
                 scale = f"{name.removesuffix('.weight')}.weight_scale"
                 if stored.dtype != FP8 or scale not in scales:
-                    raise CheckpointError(f"{folder}: {name} is {stored.dtype}, but the plan sets FP8 with {scale}")
+                    raise CheckpointError(
+                        f"{folder}: the exported tensor {name} is {stored.dtype}, but the plan requires FP8 with "
+                        f"{scale}: try another ModelOpt version"
+                    )
             elif (
                 tensor.dtype != original.dtype
                 or tensor.shape != original.shape
                 or not torch.equal(_bits(tensor), _bits(original))
             ):
-                raise CheckpointError(f"{folder}: {name} changed, although the plan does not quantise it")
+                raise CheckpointError(
+                    f"{folder}: the exported tensor {name} differs from the source, although the plan does not "
+                    "quantise it: try another ModelOpt version"
+                )
             advance(1)
     return sizes
 

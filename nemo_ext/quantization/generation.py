@@ -38,7 +38,8 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
     """
     if any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed):
         raise ValueError(
-            "precision_plan.rules: vLLM's online quantisation keeps the output layer in BF16: add the rule head bf16"
+            "precision_plan.rules: vLLM's online quantisation keeps the output layer in BF16, so add the rule 'head "
+            "bf16'"
         )
     arguments = vllm_arguments(plan)
     low = [matrix for matrix in listed if matrix.precision == "fp8"]

@@ -112,7 +112,7 @@ def run(config: Mapping[str, Any]) -> None:
         and (work.calibration.held_out or work.plan.kv_cache == "fp8")
     ):
         raise ValueError(
-            "precision_plan.recipe=mxfp8: ModelOpt runs such a model only on GPUs: without a GPU, set "
+            "precision_plan.recipe=mxfp8 requires a GPU, as ModelOpt runs such a model only on GPUs: without one, set "
             "calibration.held_out=0 and precision_plan.kv_cache=bf16"
         )
     check_target(work.to)
@@ -121,7 +121,7 @@ def run(config: Mapping[str, Any]) -> None:
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
             shutil.rmtree(work.converted, ignore_errors=True)
-            notice(f"{work.to}: already finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
+            notice(f"{work.to} is already finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
             return
         check_room(work.to, work.conversion.bytes)
         _quantise(work)
@@ -173,9 +173,11 @@ def resolved_device(name: str) -> str:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={name}: expected auto, cpu, cuda or a GPU such as cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name}: CUDA is not available: use device=cpu, which is slow except for small models")
+        raise ValueError(
+            f"device={name}, but CUDA is not available: use device=cpu, which is slow except for small models"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name}: there are only {torch.cuda.device_count()} GPUs, numbered from cuda:0")
+        raise ValueError(f"device={name}, but there are only {torch.cuda.device_count()} GPUs, numbered from cuda:0")
     return name
 
 
@@ -234,7 +236,7 @@ def _hugging_face(work: Work) -> SafetensorsReader:
     if isinstance(reader, SafetensorsReader):
         return reader
     assert work.conversion.to_format == HUGGING_FACE
-    notice(f"{reader.path}: Megatron checkpoint, is first converted to {work.converted}")
+    notice(f"{reader.path} is a Megatron checkpoint and is first converted to {work.converted}")
     try:
         hf.is_made(work.conversion, work.conversion_settings)
     except CheckpointError:  # left by an interrupted run from another checkpoint

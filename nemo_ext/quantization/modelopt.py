@@ -114,7 +114,8 @@ def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, st
     for tensor, name in names.items():
         if name not in available:
             raise ValueError(
-                f"{tensor}: {type(model).__name__} of the installed transformers has no {name}: use another version"
+                f"{type(model).__name__} of the installed transformers has no parameter {name} for the tensor "
+                f"{tensor}: install another version of transformers"
             )
     return names
 
@@ -193,8 +194,8 @@ def check_calibrated(model: "PreTrainedModel") -> None:
     ]
     if without:
         raise ValueError(
-            f"calibration: no sample reached {without[0]} ({len(without)} such), or its inputs are not finite: raise "
-            "calibration.samples, or check the model's loss"
+            f"calibration: no sample reached the quantizer {without[0]} ({len(without)} such), or its inputs are not "
+            "finite: raise calibration.samples, or check the model's loss"
         )
 
 

@@ -31,7 +31,7 @@ def check_servable(
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
         raise ValueError(
-            "precision_plan: nothing is in FP8, so there is nothing to quantise: set precision=nemotron3_selective "
+            "precision_plan puts nothing in FP8, so there is nothing to quantise: set precision=nemotron3_selective "
             "or precision_plan.default=fp8"
         )
     experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
@@ -39,24 +39,27 @@ def check_servable(
         if len({matrix.precision == "fp8" for matrix in experts if matrix.weight.block == block}) > 1:
             raise ValueError(
                 f"precision_plan.rules: the experts' fc1 and fc2 of block {block} have different precisions, but vLLM "
-                "runs both in one kernel: give them the same precision"
+                "runs both in one kernel, so give them the same precision"
             )
     if any(matrix.weight.part == HEAD for matrix in low):
-        raise ValueError("precision_plan.rules: vLLM does not load an output layer in FP8: add the rule head bf16")
+        raise ValueError("precision_plan.rules: vLLM does not load an output layer in FP8, so add the rule 'head bf16'")
     if plan.recipe == "blockwise" and any(matrix in experts for matrix in low):
         raise ValueError(
-            "precision_plan.recipe=blockwise: vLLM does not support experts with ModelOpt's blocks of 128x128: use "
-            "tensorwise or mxfp8, or add the rules E.fc1 bf16 and E.fc2 bf16"
+            "precision_plan.recipe=blockwise: vLLM does not support experts with ModelOpt's blocks of 128x128; use "
+            "tensorwise or mxfp8, or add the rules 'E.fc1 bf16' and 'E.fc2 bf16'"
         )
     wrong = _misfits(low, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):
-        raise ValueError(f"precision_plan.recipe={plan.recipe}: {wrong[0]} ({len(wrong)} such): use tensorwise")
+        raise ValueError(
+            f"precision_plan.recipe={plan.recipe} does not support the shape of {len(wrong)} tensors ({wrong[0]}): set "
+            "it to tensorwise"
+        )
     remarks = [
         *checkpoint_format.remarks(description),
         "transformers does not read ModelOpt checkpoints: this one is for vLLM",
     ]
     if wrong:
-        remarks.append(f"vLLM's FP8 kernels may pad or refuse such sizes: {wrong[0]} ({len(wrong)} such)")
+        remarks.append(f"vLLM's FP8 kernels may pad or reject such sizes: {wrong[0]} ({len(wrong)} such)")
     if plan.recipe == "delayed":
         remarks.append("recipe delayed: there are no earlier training steps, so the scales come from calibration")
     if plan.recipe == "blockwise":

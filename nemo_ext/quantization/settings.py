@@ -42,17 +42,19 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         ValueError: a value is invalid; the message gives the key, the value and the valid values.
     """
     if config.get("precision_plan") is None:
-        raise ValueError("precision_plan=null: choose the weights in FP8, such as with precision=nemotron3_selective")
+        raise ValueError(
+            "precision_plan=null: choose which weights are in FP8, such as with precision=nemotron3_selective"
+        )
     plan = Plan.from_config(config["precision_plan"])
     if not plan.uses_fp8:
         raise ValueError(
-            "precision_plan: nothing is in FP8, so there is nothing to quantise: set precision_plan.default=fp8"
+            "precision_plan puts nothing in FP8, so there is nothing to quantise: set precision_plan.default=fp8"
         )
     if config["calibration"].get("data") is None:
-        raise ValueError("calibration.data=null: set it to packs of `nemo-ext sft_data`, or files of conversations")
+        raise ValueError("calibration.data=null: set it to packs of `nemo-ext sft_data`, or to files of conversations")
     gigabytes, iteration = config["shard_gigabytes"], config["iteration"]
     if isinstance(gigabytes, bool) or not isinstance(gigabytes, int | float) or gigabytes <= 0:
-        raise ValueError(f"shard_gigabytes={gigabytes}: expected a positive number")
+        raise ValueError(f"shard_gigabytes={gigabytes!r}: expected a positive number")
     return Settings(
         source=Path(str(config["from"])).expanduser(),
         to=Path(str(config["to"])).expanduser(),

@@ -38,11 +38,11 @@ def run(config: dict[str, Any]) -> None:
     check_machine(config)
     model = Path(chosen.model)
     if not model.exists():
-        raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
+        raise ValueError(f"sensitivity.model={model}: expected an existing run directory or Megatron checkpoint")
     if is_hugging_face(model):
         raise ValueError(
-            f"sensitivity.model={model}: is a Hugging Face folder: convert it first: `nemo-ext convert "
-            f"from={model} to=...`"
+            f"sensitivity.model={model} is a Hugging Face folder: convert it first with `nemo-ext convert from={model} "
+            "to=...`"
         )
     config = as_checkpoint(config, model)
     if config["precision_plan"] is None:

@@ -43,6 +43,6 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         ValueError: a value is invalid, there is more than one node, or packs have no validation set.
     """
     if (nodes := config["launcher"]["nodes"]) != 1:
-        raise ValueError(f"launcher.nodes={nodes}: sensitivity runs on one node: set it to 1")
+        raise ValueError(f"launcher.nodes={nodes}, but sensitivity runs on one node: set it to 1")
     check_validation(config, "sensitivity")
     return checked(Settings, config["sensitivity"], "sensitivity", strict=True)

@@ -56,7 +56,10 @@ def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
             selector += f".{weight.part}"
         by_selector.setdefault(selector, []).append(weight)
     if not by_selector:
-        raise ValueError("precision_plan: nothing of this model is in FP8, so there is nothing to measure")
+        raise ValueError(
+            "precision_plan puts nothing of this model in FP8, so there is nothing to measure: set "
+            "precision_plan.default=fp8"
+        )
     return [Unit(name, _group(weights[0], kinds), tuple(weights)) for name, weights in by_selector.items()]
 
 

@@ -85,8 +85,8 @@ class Workspace:
                 changed = {"checkpoint": "another one"}
             if changed:
                 raise ValueError(
-                    f"{self.scores} has scores with other inputs ({describe(changed)}): "
-                    "choose another run_dir, or remove it"
+                    f"{self.scores} was computed from other inputs ({describe(changed)}): choose another run_dir, or "
+                    "remove this file"
                 )
         note(record, made_of)
 

@@ -103,20 +103,23 @@ def test_width_rule_of_the_released_models() -> None:
     [
         (
             {"attention": {"n_heads_in_group": 4, "foo": 1}, "ffn": NO_OP},
-            r"block_configs\[1\]\.attention\.foo: unknown key with the value 1",
+            r"block_configs\[1\]\.attention\.foo=1: unknown key",
         ),
         ({"attention": {"n_heads_in_groups": 4}, "ffn": NO_OP}, "did you mean 'n_heads_in_group'"),
         ({"attention": {"n_heads_in_group": 3}, "ffn": NO_OP}, r"block_configs\[1\]\.attention\.n_heads_in_group"),
         (
             {"attention": {"n_heads_in_group": 4, "num_sink_tokens": 4}, "ffn": NO_OP},
-            r"attention\.num_sink_tokens: unknown key with the value 4",
+            r"attention\.num_sink_tokens=4: unknown key",
         ),
-        ({"attention": NO_OP, "ffn": {}}, r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, got None"),
+        (
+            {"attention": NO_OP, "ffn": {}},
+            r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, .* got None",
+        ),
         ({"attention": NO_OP, "ffn": {"no_op": "yes"}}, r"ffn\.no_op: expected true or false"),
         ({"attention": NO_OP}, r"block_configs\[1\]\.ffn: expected a mapping"),
         (
             {"attention": NO_OP, "ffn": NO_OP, "mamba": {"state": 8}},
-            r"block_configs\[1\]\.mamba: unknown key with the value {'state': 8}",
+            r"block_configs\[1\]\.mamba={'state': 8}: unknown key",
         ),
     ],
 )
@@ -132,7 +135,7 @@ def test_reading_mistakes_are_named_by_path(layer: dict[str, Any], message: str)
         ("*M", r"block 2 \(M\): block_configs supports only attention \('\*'\) and MLP \('-'\), not Mamba-2"),
         ("*{heads=4,kv=2}", "cannot express 'heads' for a single block"),
         ("-", "pass ffn_hidden_size"),
-        ("*{kv=3}", "3 KV heads do not divide the 8"),
+        ("*{kv=3}", "8 attention heads are not divisible by 3 KV heads"),
     ],
 )
 def test_writing_refuses_values_that_the_format_cannot_express(text: str, message: str) -> None:

@@ -38,7 +38,7 @@ def test_get_distinguishes_a_blocks_value_from_a_default() -> None:
 def test_linear_is_a_flag_without_other_values() -> None:
     assert Block.from_values("*", linear=True).is_linear
     assert Block.from_values("*", linear=False) == Block.from_values("*")
-    with pytest.raises(ValueError, match="has no other values: remove kv"):
+    with pytest.raises(ValueError, match="cannot have other values: remove kv"):
         Block.from_values("*", linear=True, kv=4)
     with pytest.raises(ValueError, match="is a flag"):
         Block("*", (("linear", 1),))

@@ -71,6 +71,6 @@ def test_linear_and_empty_stages_are_drawn(architecture_of: ArchitectureOf, tmp_
 
 
 def test_other_suffixes_are_refused(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot draw '.gif' files, expected one of .svg, .png, .pdf"):
+    with pytest.raises(ValueError, match=r"cannot draw '.gif' files; use one of .svg, .png, .pdf"):
         draw_blocks(architecture_of("tiny_hybrid"), tmp_path / "model.gif")
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_pattern_without_cuts_is_split_evenly_as_megatron_does() -> None:
     [
         ("MEM", Layout(pipeline_parallel=2), "3 blocks without cuts cannot be split evenly"),
         ("ME|M|*", Layout(pipeline_parallel=2), "the pattern has 3 stages, but the layout needs 2"),
-        ("MEM*", Layout(pipeline_parallel=2, virtual_stages=2), "cut the pattern with pipeline.balance"),
+        ("MEM*", Layout(pipeline_parallel=2, virtual_stages=2), "write 3 cuts `.` into the pattern"),
         ("M|E", Layout(), "the pattern has 2 stages, but the layout needs 1"),
     ],
 )
@@ -112,11 +112,11 @@ def test_stages_that_do_not_fit(text: str, layout: Layout, message: str) -> None
 @pytest.mark.parametrize(
     ("pattern", "layout", "message"),
     [
-        ("M*{heads=6,kv=2}", Layout(tensor_parallel=4), r"block 2 \(\*\{heads=6,kv=2\}\): heads 6 is not a multiple"),
-        ("M{groups=2}", Layout(tensor_parallel=4), "groups 2 is not a multiple of tensor_parallel 4"),
-        ("-{ffn=50}", Layout(tensor_parallel=4), "ffn 50 is not a multiple of tensor_parallel 4"),
-        ("E{experts=6}", Layout(data_parallel=4, expert_parallel=4), "experts 6 is not a multiple of expert_parallel"),
-        ("*{heads=12,kv=3}", Layout(tensor_parallel=2), "kv 3 is not a multiple of tensor_parallel 2"),
+        ("M*{heads=6,kv=2}", Layout(tensor_parallel=4), r"block 2 \(\*\{heads=6,kv=2\}\): heads=6 must be a multiple"),
+        ("M{groups=2}", Layout(tensor_parallel=4), "groups=2 must be a multiple of tensor_parallel=4"),
+        ("-{ffn=50}", Layout(tensor_parallel=4), "ffn=50 must be a multiple of tensor_parallel=4"),
+        ("E{experts=6}", Layout(data_parallel=4, expert_parallel=4), "experts=6 must be a multiple of expert_parallel"),
+        ("*{heads=12,kv=3}", Layout(tensor_parallel=2), "kv=3 must be a multiple of tensor_parallel=2"),
     ],
 )
 def test_layouts_that_megatron_would_refuse(
@@ -162,7 +162,7 @@ def test_layout_of_a_configuration(config_of: ConfigOf) -> None:
     )
     # Without a number of GPUs, the fewest that hold the experts.
     assert Layout.from_config(config).data_parallel == 2
-    with pytest.raises(ValueError, match="30 GPUs are not a multiple of TP x PP x CP = 4"):
+    with pytest.raises(ValueError, match="30 GPUs are not divisible by TP x PP x CP = 4"):
         Layout.from_config(config, world_size=30)
 
 
@@ -171,8 +171,8 @@ def test_layout_of_a_configuration(config_of: ConfigOf) -> None:
     [
         ({"tensor_parallel": 0}, "tensor_parallel must be at least 1"),
         ({"expert_parallel": 3, "data_parallel": 4}, "must divide tensor x context x data parallel = 4"),
-        ({"precision": "fp8"}, "precision: expected bf16, fp16 or fp32"),
-        ({"recompute": "some"}, "recompute: expected none, selective or full"),
+        ({"precision": "fp8"}, "precision must be bf16, fp16 or fp32"),
+        ({"recompute": "some"}, "recompute_granularity: expected selective, full or none"),
         ({"recompute_modules": ("attention",)}, "unknown .*attention"),
     ],
 )

@@ -34,7 +34,7 @@ def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:
     assert sizes == Block.from_values("M", heads=8, head_dim=64, state=128, groups=8)
     assert resolved("M{head_dim=32}", hidden_size=256).size("heads") == 16
     assert resolved("M{head_dim=32}", hidden_size=256, mamba_num_heads=8).size("heads") == 8
-    with pytest.raises(ValueError, match="2 x hidden_size = 192 is not a multiple of mamba_head_dim = 128"):
+    with pytest.raises(ValueError, match="2 x hidden_size = 192 is not divisible by mamba_head_dim = 128"):
         small("M", mamba_head_dim=128)
 
 
@@ -96,11 +96,15 @@ def test_learned_positions_are_megatrons_default() -> None:
     ("pattern", "flags", "message"),
     [
         ("M*", {"hidden_size": 256}, r"block 2 \(\*\): megatron\.num_attention_heads is missing"),
-        ("E", {}, r"block 1 \(E\): megatron\.num_experts is missing: set it, or write E\{experts=\.\.\.\} for MoE"),
+        (
+            "E",
+            {},
+            r"block 1 \(E\): megatron\.num_experts is missing: set it, or write E\{experts=\.\.\.\} in model\.pattern",
+        ),
         ("*", {"num_attention_heads": 7}, r"megatron\.kv_channels is missing"),
-        ("*{kv=3}", {"num_attention_heads": 4}, "4 heads cannot share 3 KV heads: set kv to a divisor"),
-        ("M{heads=4}", {"hidden_size": 256}, "4 Mamba heads cannot share 8 groups"),
-        ("E{topk=8}", {"num_experts": 4}, "topk 8 is more than the 4 experts"),
+        ("*{kv=3}", {"num_attention_heads": 4}, "4 attention heads are not divisible by 3 KV heads: set kv "),
+        ("M{heads=4}", {"hidden_size": 256}, "4 Mamba heads are not divisible by 8 groups"),
+        ("E{topk=8}", {"num_experts": 4}, "topk=8 is more than the 4 experts"),
         ("-", {"hidden_size": None}, r"megatron\.hidden_size is missing"),
         ("-", {"vocab_size": None}, r"megatron\.vocab_size is missing"),
         ("-", {"ffn_hidden_size": "wide"}, r"megatron\.ffn_hidden_size: expected a positive integer, got 'wide'"),
@@ -109,7 +113,7 @@ def test_learned_positions_are_megatrons_default() -> None:
         ("-", {"normalization": "rms"}, "expected one of RMSNorm, LayerNorm, got 'rms'"),
         ("*", {"num_attention_heads": 4, "window_size": [8, 8]}, "is not causal"),
         ("*", {"num_attention_heads": 4, "window_size": 8}, "expected two integers"),
-        ("*", {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"}, "write the windows into the pattern"),
+        ("*", {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"}, "write the windows into model.pattern"),
         ("-", {"softmax_type": "learnable"}, "softmax_type=learnable"),
         ("", {}, "expected at least one block"),
     ],
@@ -120,7 +124,7 @@ def test_mistakes_are_named(pattern: str, flags: dict[str, Any], message: str) -
 
 
 def test_sections_are_required() -> None:
-    with pytest.raises(ValueError, match="model: the configuration needs this section"):
+    with pytest.raises(ValueError, match="config section model: expected a mapping"):
         Architecture.from_config({"megatron": SMALL})
     with pytest.raises(ValueError, match=r"model\.pattern: expected a pattern"):
         Architecture.from_config({"model": {}, "megatron": SMALL})

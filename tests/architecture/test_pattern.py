@@ -147,7 +147,7 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
         ("*{kv=4 heads=8}", 7, "expected ',' or '}' after a value"),
         ("M*{kv=4", 2, "expected '}' to close these values"),
         ("*{linear=1}", 8, "'linear' is a flag: write *{linear} without a value"),
-        ("*{linear,kv=4}", 9, "a linear-replaced block has no other values: write *{linear}"),
+        ("*{linear,kv=4}", 9, "a linear-replaced block cannot have other values: write *{linear}"),
         ("MG{heads=4}", 2, "a gated delta net block ('G') takes no values"),
     ],
 )

@@ -162,9 +162,9 @@ def test_an_unknown_schedule_has_no_idle_share() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pipeline_parallel": 4}, r"3 blocks cannot fill 4 stages \(PP 4 x 1 virtual\)"),
-        ({"pipeline_parallel": 2, "virtual_stages": 2}, r"cannot fill 4 stages \(PP 2 x 2 virtual\)"),
-        ({"pipeline_parallel": 0}, "expected at least one stage"),
+        ({"pipeline_parallel": 4}, r"3 blocks cannot fill 4 pipeline stages \(PP 4 x 1 virtual\)"),
+        ({"pipeline_parallel": 2, "virtual_stages": 2}, r"cannot fill 4 pipeline stages \(PP 2 x 2 virtual\)"),
+        ({"pipeline_parallel": 0}, "expected at least one pipeline stage"),
         ({"pipeline_parallel": 1, "cost": BlockCosts((1.0,))}, "cost has 1 blocks, but the pattern has 3"),
     ],
 )

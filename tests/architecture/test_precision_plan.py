@@ -112,8 +112,8 @@ def test_sizes_that_a_recipe_does_not_support_are_named() -> None:
     [
         ("M>*", "expected a selector and one of fp8, bf16, fp32"),
         ("X bf16", "expected a block kind"),
-        ("M.qkv bf16", "a Mamba-2 block has the parts in_proj, conv1d, out_proj, not qkv"),
-        (".in_pro bf16", "unknown part 'in_pro': did you mean 'in_proj'?"),
+        ("M.qkv bf16", "must name one of the parts of Mamba-2 blocks, in_proj, conv1d, out_proj, not qkv"),
+        (".in_pro bf16", "unknown part 'in_pro'; did you mean 'in_proj'?"),
         ("M.conv1d fp8", "conv1d does not support FP8: use bf16 or fp32"),
         ("embedding fp8", "embedding does not support FP8"),
         ("first 0 bf16", "expected a block kind"),
@@ -141,7 +141,9 @@ def test_wrong_plans(section: Any, said: str) -> None:
 
 
 def test_a_missing_block_is_named() -> None:
-    with pytest.raises(ValueError, match=r"rule '9 bf16': there is no block 9; block numbers are 0 to 7"):
+    with pytest.raises(
+        ValueError, match=r"precision_plan\.rules: '9 bf16' names block 9, but the model has blocks 0 to 7"
+    ):
         assigned(plan("9 bf16"), architecture("nemotron3_nano_tiny"))
 
 

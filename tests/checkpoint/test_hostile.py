@@ -141,7 +141,7 @@ def test_metadata_are_read_without_running_them(kind: str, marker: Path, checkpo
     newest = checkpoints / "iter_0000020"
     (newest / METADATA).write_bytes(RUNS[kind](marker))
 
-    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*None of it ran"):
+    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata names .*none of it ran"):
         read_metadata(newest)
 
     assert not marker.exists()
@@ -178,7 +178,7 @@ def test_a_resumed_run_uses_the_previous_checkpoint(marker: Path, checkpoints: P
 
     said = fall_back(checkpoints)
 
-    assert said is not None and "None of it ran" in said and "resuming from iter_0000010" in said
+    assert said is not None and "none of it ran" in said and "resuming from iter_0000010" in said
     assert not marker.exists()
 
 
@@ -219,7 +219,7 @@ def test_classes_and_members_of_enums_keep_their_attributes(content: bytes, chec
 def test_other_pickles_are_not_accepted_as_metadata(content: bytes, checkpoints: Path) -> None:
     (checkpoints / "iter_0000020" / METADATA).write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"\.metadata: .*copy it again"):
+    with pytest.raises(CheckpointError, match=r"\.metadata .*copy it again"):
         whole_files(checkpoints / "iter_0000020")
 
 
@@ -257,7 +257,7 @@ def test_arrays_are_accepted_after_another_library_unregistered_them(megatron: N
 def test_malicious_objects_in_shards_are_not_run(megatron: None, marker: Path, checkpoints: Path) -> None:
     newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
 
-    with pytest.raises(Unsafe, match=r"\.distcp \(state\): names \w+\.system"):
+    with pytest.raises(Unsafe, match=r"\.distcp \(state\) names \w+\.system"):
         check_of_run({"run_dir": str(checkpoints.parent), "megatron": {}})
 
     assert TorchDistReader(newest).read("w").eq(0).all()  # the weights alone need none of it
@@ -279,7 +279,7 @@ def test_a_malicious_common_state_is_not_run(zipped: bool, marker: Path, checkpo
     evil = saved({"args": Calls(os.system, f"touch {marker}")}, _use_new_zipfile_serialization=zipped)
     (newest / COMMON).write_bytes(evil)
 
-    with pytest.raises(Unsafe, match=r"common\.pt: names \w+\.system"):
+    with pytest.raises(Unsafe, match=r"common\.pt names \w+\.system"):
         check_objects(newest, whole_files(newest))
 
     assert not marker.exists()
@@ -289,7 +289,7 @@ def test_a_torchscript_archive_as_common_state_is_not_run(checkpoints: Path) -> 
     newest = checkpoints / "iter_0000020"
     torch.jit.save(torch.jit.script(torch.nn.Identity()), newest / COMMON)
 
-    with pytest.raises(Unsafe, match="None of it ran"):
+    with pytest.raises(Unsafe, match="none of it ran"):
         check_objects(newest, whole_files(newest))
 
 

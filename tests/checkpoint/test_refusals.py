@@ -94,7 +94,7 @@ def test_unsupported_settings_of_a_model_are_refused(key: str, value: object) ->
 
 def test_every_unsupported_setting_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"logit_softcapping=30\.0, attn_sink=True: not supported for LlamaForCausalLM"
+        ValueError, match=r"logit_softcapping=30\.0, attn_sink=True is not supported for LlamaForCausalLM"
     ):
         read({**CONFIG, "logit_softcapping": 30.0, "attn_sink": True})
 
@@ -152,12 +152,12 @@ DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
                 ],
             },
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "gated": False}}]},
-            r"block_configs\[0\]\.ffn\.gated: False is not supported",
+            r"block_configs\[0\]\.ffn\.gated: expected True, the only supported value, got False",
         ),
         (
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 256}}]},
             {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 512}}]},
-            r"ffn_mult=1\.0 is a width of 256, but intermediate_size=512",
+            r"ffn_mult=1\.0 means a width of 256, but intermediate_size=512",
         ),
     ],
 )
@@ -197,7 +197,7 @@ def test_ignored_keys_are_reported_and_recorded(to_format: str, model: Path, tmp
 
     hf.convert(plan, settings, progress=False)
 
-    told = "config.json: attn_sink: unknown keys that are switched off, ignored"
+    told = "config.json: ignored unknown keys that are switched off: attn_sink"
     assert told in plan.remarks
     assert told in json.loads((tmp_path / "out" / RECORD).read_text())["remarks"]
     assert hf.is_made(hf.plan(model, tmp_path / "out", settings), settings)

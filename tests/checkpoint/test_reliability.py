@@ -259,7 +259,7 @@ def test_another_source_or_setting_starts_over(
 
     converted(source, tmp_path / "out", **chosen)
 
-    told = f"{tmp_path / 'out'}: an interrupted run left parts that were made with other settings: starting over\n"
+    told = f"{tmp_path / 'out'}: starting over, as an interrupted run left parts that were made with other settings\n"
     assert capsys.readouterr().err == told
     assert_same(tmp_path / "out", converted(source, tmp_path / "expected", **chosen))
 
@@ -294,7 +294,7 @@ def test_a_finished_target_is_not_changed(
 
     converted(small[to_format], tmp_path / "out")
 
-    assert capsys.readouterr().err == f"{made}: complete already\n"
+    assert capsys.readouterr().err == f"{made} is already complete\n"
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in made.rglob("*")} == before
     assert not unfinished(made).exists()
 
@@ -332,7 +332,7 @@ def test_a_bit_flipped_on_disk_is_noticed(
         verify(*arguments)
 
     monkeypatch.setattr(writing, "_verify", flip)
-    with pytest.raises(CheckpointError, match=f"{name[to_format]}: reads back differently than written"):
+    with pytest.raises(CheckpointError, match=f"{name[to_format]} reads back differently than it was written"):
         converted(small[to_format], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -350,7 +350,7 @@ def test_too_little_disk_space_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage._replace(free=13_000))
 
-    with pytest.raises(CheckpointError, match=r"to=.*/out: requires 0.0 GB, but .* has 0.0 GB free: free disk space"):
+    with pytest.raises(CheckpointError, match=r"to=.*/out requires 0.0 GB, but .* has 0.0 GB free: free disk space"):
         converted(small[to_format], tmp_path / "deep" / "out")
     assert not list((tmp_path / "deep").iterdir())
 
@@ -395,7 +395,9 @@ def test_a_full_disk_is_named_and_the_same_command_resumes(
     expected = converted(small[to_format], tmp_path / "expected")
     with mounted(tmp_path / "disk", "24k") as remount:
         to = tmp_path / "disk" / "out"
-        with pytest.raises(CheckpointError, match=r"to=.*/out: .*No space left on device.* free disk space and run"):
+        with pytest.raises(
+            CheckpointError, match=r"to=.*/out cannot be written .*No space left on device.* free disk space and run"
+        ):
             converted(small[to_format], to)
         assert not to.exists()
 
@@ -434,14 +436,14 @@ def test_a_file_size_limit_is_a_users_error(to_format: str, small: dict[str, Pat
 def test_a_read_only_folder_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "1m") as remount:
         remount("ro")
-        with pytest.raises(CheckpointError, match=r"to=.*/disk/out: .*Read-only file system"):
+        with pytest.raises(CheckpointError, match=r"to=.*/disk/out cannot be written .*Read-only file system"):
             converted(small[to_format], tmp_path / "disk" / "out")
 
 
 def test_a_file_in_the_place_of_a_folder_is_a_users_error(small: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(CheckpointError, match=r"to=.*/file/out: .*(File exists|Not a directory)"):
+    with pytest.raises(CheckpointError, match=r"to=.*/file/out cannot be written .*(File exists|Not a directory)"):
         converted(small["megatron"], tmp_path / "file" / "out")
 
 
@@ -451,7 +453,7 @@ def test_a_file_in_the_place_of_a_folder_is_a_users_error(small: dict[str, Path]
 def test_a_second_writer_is_refused(small: dict[str, Path], tmp_path: Path) -> None:
     with only_writer(tmp_path / "out"):
         (unfinished(tmp_path / "out") / "a_part").write_text("of the first")
-        with pytest.raises(CheckpointError, match=r"to=.*/out: another process is writing it"):
+        with pytest.raises(CheckpointError, match=r"to=.*/out is being written by another process"):
             converted(small["megatron"], tmp_path / "out")
         assert (unfinished(tmp_path / "out") / "a_part").read_text() == "of the first"
 
@@ -470,7 +472,7 @@ def test_a_process_that_gets_the_lock_late_finds_the_folder_finished(
 
     converted(small["megatron"], tmp_path / "out")
 
-    assert capsys.readouterr().err == f"{made}: complete already\n"
+    assert capsys.readouterr().err == f"{made} is already complete\n"
     assert written(made) == before
     assert not unfinished(made).exists()
 
@@ -522,7 +524,7 @@ def test_a_stopped_process_resumes_where_it_was(
     process = start(large[to_format], to, "shard_gigabytes=0.002")
     wait_for_parts(to, 3)
     process.send_signal(signal.SIGSTOP)  # otherwise it may finish before this process has looked
-    with pytest.raises(CheckpointError, match="another process is writing it"):
+    with pytest.raises(CheckpointError, match="being written by another process"):
         run(compose("convert", words))
     process.send_signal(signal_number)
     process.send_signal(signal.SIGCONT)

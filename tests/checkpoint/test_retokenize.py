@@ -266,7 +266,7 @@ def test_missing_files_are_named(model: Callable[..., Path], tmp_path: Path) -> 
     large = byte_level(tmp_path / "large", 400, 3, ("<|end|>",))
     for words, message in (
         ([f"tokenizer={tmp_path / 'none'}"], "a folder with a tokenizer.json"),
-        (["new_rows=zero"], "require tokenizer=FOLDER"),
+        (["new_rows=zero"], "have no effect without tokenizer=FOLDER"),
         ([f"tokenizer={new}", f"old_tokenizer={large}"], "name the checkpoint's own"),
         ([f"tokenizer={new}", "new_rows=some"], "new_rows"),
     ):
@@ -281,7 +281,7 @@ def test_missing_files_are_named(model: Callable[..., Path], tmp_path: Path) -> 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
     old = byte_level(tmp_path / "old", 300, 1, ("<|end|>",))
 
-    with pytest.raises(CheckpointError, match="ids up to 300, but the checkpoint only 300 rows"):
+    with pytest.raises(CheckpointError, match="ids up to 300, but the checkpoint has only 300 rows"):
         vocabulary(old, old, rows=300)
     assert vocabulary(old, old, rows=301).counts == [1] * 301
 

@@ -56,7 +56,7 @@ def test_a_run_directory_means_its_checkpoints(child: Path, tmp_path: Path) -> N
 def test_missing_checkpoints_are_left_to_later_checks(child: Path) -> None:
     assert model_of_start(run_of(child.with_name("later"))) == {}
 
-    with pytest.raises(ValueError, match=r"train.model_of_start=true: name the checkpoint"):
+    with pytest.raises(ValueError, match=r"train.model_of_start=true requires megatron.pretrained_checkpoint"):
         model_of_start(run_of(None))
     (child / "model" / "child.yaml").unlink()
     with pytest.raises(ValueError, match="its model is unknown"):

@@ -259,7 +259,10 @@ def test_a_puzzle_childs_pipeline_is_divided_by_weights() -> None:
 
 
 def test_a_class_without_a_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"LamaForCausalLM: unknown format.*did you mean .LlamaForCausalLM"):
+    with pytest.raises(
+        ValueError,
+        match=r"'LamaForCausalLM' is not a supported checkpoint architecture.*did you mean .LlamaForCausalLM",
+    ):
         nemo_ext.register(replace=["LamaForCausalLM"])
 
 

@@ -146,7 +146,7 @@ def test_too_few_samples_are_an_error_that_counts(
 def test_another_tokenizer_is_an_error(packs: Callable[..., Path], tmp_path: Path) -> None:
     folder = packs([[number + 1, 300] for number in range(5)])
 
-    with pytest.raises(ValueError, match="has token 300, the model has 257 tokens"):
+    with pytest.raises(ValueError, match="has the token id 300, but the model has 257 tokens"):
         load(CalibrationSettings(data=str(folder), samples=5, held_out=0), model=tmp_path, vocab_size=257)
 
 

@@ -319,10 +319,10 @@ def test_a_run_of_megatron_is_converted_first(
     [
         ("domyn_small_tiny", "*-", [], "precision_plan=null"),
         ("domyn_small_tiny", "*-", ["precision=bf16"], "precision_plan=null"),
-        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.default=bf16"], "nothing is in FP8"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.default=bf16"], "puts nothing in FP8"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "device=tpu9"], "device=tpu9"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "device=mps"], "device=mps: expected auto, cpu"),
-        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.rules=[]"], "add the rule head bf16"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_current", "precision_plan.rules=[]"], "add the rule 'head bf16'"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=0"], "samples=0"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.sample=3"], "sample"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=90"], "20 distinct samples.*94"),
@@ -378,7 +378,7 @@ def test_a_tensor_that_changed_is_found(
     work = job.prepare(compose("quantize", words))
     reader = SafetensorsReader(source)
 
-    with pytest.raises(CheckpointError, match=r"down_proj.*is bfloat16, but the plan sets FP8"):
+    with pytest.raises(CheckpointError, match=r"down_proj.*is bfloat16, but the plan requires FP8"):
         export.check(source, source=reader, listed=work.listed, tensors=work.tensors)
     none = [matrix for matrix in work.listed if matrix.precision != "fp8"]
     sizes = export.check(source, source=reader, listed=none, tensors=work.tensors)

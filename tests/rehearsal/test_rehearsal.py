@@ -35,7 +35,7 @@ def test_the_phase_with_the_longest_sequences_is_rehearsed() -> None:
 
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a multiple of tensor_parallel 3"):
+    with pytest.raises(ValueError, match="must be a multiple of tensor_parallel=3"):
         rehearsed_ranks("launcher.nproc_per_node=3", "megatron.tensor_model_parallel_size=3", folder=tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_imbalance_adds_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model=domyn_small_tiny megatron.tensor_model_parallel_size=2 megatron.padded_vocab_size=385",
-            "vocab_size 385 is not a multiple of tensor_parallel 2",
+            "vocab_size=385 must be a multiple of tensor_parallel=2",
         ),
         (
             "model=domyn_small_tiny megatron.global_batch_size=12",

@@ -44,5 +44,5 @@ def test_mistakes_are_reported(policy: str, tmp_path: Path) -> None:
         checked(NemoRl, {"backend": "megatron", "set": {}, "fp8_in": "train"}, "nemo_rl")
     with pytest.raises(ValueError, match=r"precision_plan: model=.*no config\.json"):
         Precision.from_config({"precision_plan": {"default": "fp8"}, "policy": str(tmp_path / "none")})
-    with pytest.raises(ValueError, match="there is no block 9"):
+    with pytest.raises(ValueError, match="names block 9"):
         Precision.from_config({"precision_plan": {"default": "fp8", "rules": ["9 bf16"]}, "policy": policy})

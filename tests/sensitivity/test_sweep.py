@@ -131,8 +131,8 @@ def test_the_job(
     assert set(tight["tried"][-1]["fp8"]) <= set(best["fp8"])
 
     for word, said in (
-        ("precision=mxfp8", "has scores with other inputs .precision_plan"),
-        ("megatron.seed=5", "has scores with other inputs .flags.seed: 1234 -> 5"),
+        ("precision=mxfp8", "was computed from other inputs .precision_plan"),
+        ("megatron.seed=5", "was computed from other inputs .flags.seed: 1234 -> 5"),
         ("sensitivity.share=1.5", r"sensitivity: share=1\.5: input should be less than or equal to 1"),
         ("precision=fp8_delayed", r"precision_plan\.recipe=delayed needs Transformer Engine"),
     ):

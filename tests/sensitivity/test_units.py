@@ -36,7 +36,7 @@ def test_exactly_the_chosen_units_are_in_fp8(
     model = TINY.with_pattern("".join(kinds))
     plan = Plan.from_config({"default": "fp8", "rules": list(rules)})
     if not any(each.precision == "fp8" for each in assigned(plan, model)):
-        with pytest.raises(ValueError, match="nothing of this model is in FP8"):
+        with pytest.raises(ValueError, match="puts nothing of this model in FP8"):
             units(plan, model, per)
         return
     every = units(plan, model, per)

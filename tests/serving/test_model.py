@@ -92,7 +92,7 @@ def test_models_that_cannot_be(settings_of: Callable[..., Any], of_megatron: Pat
     settings_of(f"served={tmp_path}", "serving.engine=vllm")
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling.Mine"}}))
     (tmp_path / "modeling.py").write_text("raise SystemExit")
-    with pytest.raises(ValueError, match="review the code, then set trust_remote_code=true"):
+    with pytest.raises(ValueError, match="review it, then set trust_remote_code=true"):
         settings_of(f"served={tmp_path}")
     with pytest.raises(ValueError, match="no such directory"):
         folder_of(str(tmp_path / "nothing"), tmp_path, None)

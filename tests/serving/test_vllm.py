@@ -105,7 +105,7 @@ def test_code_of_others_needs_consent(folder: Callable[..., Path]) -> None:
     place = folder(config={"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})
     (place / "modeling.py").write_text("raise SystemExit")
 
-    with pytest.raises(ValueError, match="review the code, then set trust_remote_code=true"):
+    with pytest.raises(ValueError, match="review it, then set trust_remote_code=true"):
         words(place)
     assert "--trust-remote-code" in words(place, {"trust_remote_code": True})
 

@@ -112,7 +112,7 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
         "pydantic_core._pydantic_core.ValidationError: 1 validation error",
         "_pickle.UnpicklingError: invalid load key",
         "omegaconf.errors.ConfigAttributeError: Key 'x' is not in struct",
-        "nemo_ext.checkpoint.storage.CheckpointError: x: no complete checkpoint",
+        "nemo_ext.checkpoint.storage.CheckpointError: x is not a complete checkpoint",
         "megatron.core.dist_checkpointing.core.CheckpointingException: x is not a distributed checkpoint",
         "RuntimeError: Error(s) in loading state_dict for GPTModel:",
         "RuntimeError: Global shape mismatch: size mismatch for weight",

@@ -100,7 +100,7 @@ def test_megatrons_checkpoints_are_opened_before_submission(
     assert "b_megatron" in said
     assert not errors(*words, coming=(made[1],))
     (said,) = errors(*SWEEP, f"from=[{made[0]},{random_llama}]", f"run_dir={tmp_path / 'run'}")
-    assert "convert them to one format with nemo-ext convert first" in said
+    assert "convert them to one format with `nemo-ext convert` first" in said
     assert not (tmp_path / "run").exists(), "looking leaves nothing"
 
 

@@ -104,7 +104,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "convert it to Megatron with `nemo-ext convert`" in about(key, *train, f"{key}={hf}")[0]
     assert not about(key, *train, f"{key}={whole}")
     (whole / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "no complete checkpoint; available: release" in about(key, *train, f"{key}={whole}")[0]
+    assert "is not a complete checkpoint; available: release" in about(key, *train, f"{key}={whole}")[0]
     convert = ("job=convert", f"to={tmp_path}/to", "cluster=testbed")
     assert about("from", *convert, f"from={empty}")
     assert "no weights" in about("from", *convert, f"from={hf}")[0]
@@ -233,7 +233,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
             ["cluster.qos=boost_qos_lprod does", "of the 64 of a A100-64GB"],
         ),
         (["launcher.nproc_per_node=8"], ["a node of leonardo has 4 GPUs"]),
-        (["megatron.tensor_model_parallel_size=3"], ["not a multiple of TP x PP x CP = 6"]),
+        (["megatron.tensor_model_parallel_size=3"], ["not divisible by TP x PP x CP = 6"]),
     ],
 )
 def test_settings_that_do_not_fit_a_site_are_refused(words: list[str], said: list[str]) -> None:

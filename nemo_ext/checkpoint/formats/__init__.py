@@ -25,7 +25,9 @@ def named(architecture: str) -> Format:
         ValueError: there is no such format; names the nearest one.
     """
     if architecture not in FORMATS:
-        raise ValueError(f"{architecture}: unknown format: {nearest(architecture, FORMATS)}")
+        raise ValueError(
+            f"{architecture!r} is not a supported checkpoint architecture; {nearest(architecture, FORMATS)}"
+        )
     return FORMATS[architecture]
 
 
@@ -45,7 +47,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
         try:
             return candidate, candidate.write(description)
         except CannotExpress as reason:
-            reasons.append(f"{candidate.architecture}: {reason}")
+            reasons.append(f"{candidate.architecture} does not support {reason}")
     raise ValueError("no Hugging Face format can express this model: " + "; ".join(reasons))
 
 
@@ -71,10 +73,10 @@ def ignored(config: Mapping[str, Any]) -> list[str]:
 def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise ValueError(f"config.json: architectures={architectures!r}: expected one class name")
+        raise ValueError(f"config.json: architectures={architectures!r}: expected a list with one class name")
     if config.get("quantization_config"):
         raise ValueError(
-            "config.json: quantization_config: quantised checkpoint: convert the original that it was made from"
+            "config.json: the checkpoint is quantised (quantization_config): convert the original checkpoint instead"
         )
     hf_format = named(str(architectures[0]))
     keys = Keys(config)

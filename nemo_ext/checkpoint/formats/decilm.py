@@ -109,10 +109,13 @@ def _complete(part: Mapping[str, object], keys: Sequence[str]) -> dict[str, obje
 def _read(keys: Keys) -> Description:
     layers = keys.get("block_configs")
     if not isinstance(layers, list):
-        raise ValueError("config.json: block_configs: expected a list with one entry per layer")
-    if len(layers) != keys.integer("num_hidden_layers", len(layers)):
         raise ValueError(
-            f"config.json: num_hidden_layers does not match the {len(layers)} entries of block_configs: correct it"
+            f"config.json: block_configs: expected a list with one entry per layer, not {type(layers).__name__}"
+        )
+    if len(layers) != (count := keys.integer("num_hidden_layers", len(layers))):
+        raise ValueError(
+            f"config.json: num_hidden_layers={count} does not match the {len(layers)} entries of block_configs: "
+            "correct it"
         )
     blocks, numbers = [], []
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")

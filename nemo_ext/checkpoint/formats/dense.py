@@ -98,7 +98,8 @@ def read_biases(keys: Keys) -> bool:
     attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
     if attention != mlp:
         raise ValueError(
-            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported: Megatron has one flag"
+            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported, as Megatron has one flag "
+            "for both: this checkpoint cannot be converted"
         )
     return attention
 
@@ -243,7 +244,10 @@ def _write_olmo3(description: Description) -> dict[str, Any]:
     rms_settings(description)
     refuse(
         (architecture.norm_placement != "output", "norms on inputs"),
-        (not architecture.qk_layernorm or architecture.qk_norm_scope != "width", "no QK norm over the full width"),
+        (
+            not architecture.qk_layernorm or architecture.qk_norm_scope != "width",
+            "a model without QK norm over the full width",
+        ),
         (architecture.bias, "biases"),
     )
     facts = dense_facts(description, "olmo3", "Olmo3ForCausalLM")
@@ -284,7 +288,9 @@ def _read_olmo3(keys: Keys) -> Description:
         "full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(count)
     ]
     if len(types) != count or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types: expected {count} entries of sliding_attention or full_attention")
+        raise ValueError(
+            f"config.json: layer_types: expected {count} entries of sliding_attention or full_attention, not {types!r}"
+        )
     window = keys.integer("sliding_window", 4096) if "sliding_attention" in types else None
     mlp = Block.from_values("-", ffn=keys.integer("intermediate_size"))
     attention = {"sliding_attention": equal_attention(keys, window=window), "full_attention": equal_attention(keys)}
@@ -319,12 +325,13 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         windowed, full = by_type.get("sliding_attention"), by_type.get("full_attention")
         if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):
             raise ValueError(
-                "config.json: rope_parameters.sliding_attention: expected rope_type default and the same rope_theta"
+                "config.json: rope_parameters.sliding_attention: expected rope_type=default and the same rope_theta "
+                "as full_attention, as Megatron supports no others"
             )
         rope = full or by_type["sliding_attention"]
     if not rope.truncate:
         raise ValueError(
-            "config.json: RoPE's truncate=false: ignored by transformers in OLMo 3, but not by vLLM: remove it"
+            "config.json: RoPE's truncate=false is ignored by transformers in OLMo 3, but not by vLLM: remove it"
         )
     return rope
 

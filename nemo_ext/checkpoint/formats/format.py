@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_ext.architecture.blocks import BIAS, Block
+from nemo_ext.architecture.blocks import BIAS, NAMES, Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
@@ -207,7 +207,9 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
     """
     sizes = {block.size(name) for block in blocks if block.kind == kind}
     if len(sizes) != 1:
-        raise CannotExpress(f"blocks {kind!r} with different {name} ({', '.join(map(str, sorted(sizes)))})")
+        raise CannotExpress(
+            f"{NAMES[kind]} blocks with different values of {name} ({', '.join(map(str, sorted(sizes)))})"
+        )
     return sizes.pop()
 
 

@@ -101,7 +101,8 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
         raise ValueError(
-            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported"
+            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported by "
+            "Megatron: this checkpoint cannot be converted"
         )
 
 
@@ -124,7 +125,7 @@ def _write(description: Description) -> dict[str, Any]:
         (kinds & {"-", "E"} and (description.activation == "silu" or architecture.gated), "a gated FFN"),
         ("*" in kinds and description.rope is not None, "positions in attention"),
         (any(block.kind == "*" and block.get("window") for block in blocks), "sliding windows"),
-        ("*" not in kinds, "no attention block, which transformers' class requires"),
+        ("*" not in kinds, "a model without attention blocks"),
         ("M" in kinds and description.norm_epsilon != GATED_NORM_EPSILON, "a norm epsilon other than Mamba's 1e-5"),
     )
     router_is_sigmoid(description)
@@ -182,7 +183,8 @@ def _read(keys: Keys) -> Description:
     epsilon = keys.number("layer_norm_epsilon", 1e-5)
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
-            f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer supports only {GATED_NORM_EPSILON}"
+            f"config.json: layer_norm_epsilon={epsilon} differs from {GATED_NORM_EPSILON}, which Megatron's Mamba-2 "
+            "mixer requires: this checkpoint cannot be converted"
         )
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
@@ -225,7 +227,10 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         keys.only("conv_kernel", CONV_KERNEL)
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
-            raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer supports only 0 to infinity")
+            raise ValueError(
+                f"config.json: time_step_limit={limit!r} differs from 0 to infinity, which Megatron's Mamba-2 mixer "
+                "requires: this checkpoint cannot be converted"
+            )
     return tuple(
         Block.from_values(
             kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()} | full.get(kind, {})

@@ -121,7 +121,7 @@ def _read_block(number: int, values: dict[str, Any]) -> Block:
     kind = kinds.get(str(values.get("kind")))
     if kind is None:
         raise ValueError(
-            f"config.json: block {number}: kind={values.get('kind')!r}: expected one of {', '.join(kinds)}"
+            f"config.json: block {number} has kind={values.get('kind')!r}: expected one of {', '.join(kinds)}"
         )
     unknown = sorted(values.keys() - {"kind", "linear", BIAS, *SIZES[kind]})
     if unknown:

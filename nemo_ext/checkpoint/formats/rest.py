@@ -58,10 +58,12 @@ def ignored_keys(
     rest = [key for key in rest if not _AROUND.fullmatch(key)]
     on = [key for key in rest if not _is_off(key, config[key])]
     if on:
-        advice = "" if any(map(_SHAPE.fullmatch, on)) else ". If the key has no effect on the model, delete it"
+        advice = "delete it only if it has no effect on the model"
+        if any(map(_SHAPE.fullmatch, on)):
+            advice = "this checkpoint cannot be converted"
         raise ValueError(
-            f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)}: not supported for {architecture}, and "
-            f"ignoring it could change the model{advice}"
+            f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)} is not supported for {architecture}, "
+            f"and ignoring it could change the model: {advice}"
         )
     return rest
 

@@ -79,8 +79,8 @@ def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = D
     if rope.scaling == "none":
         return replace(rope, percent=1.0)  # transformers ignores the key in these classes
     raise ValueError(
-        f"config.json: partial_rotary_factor={rope.percent} with rope_type={rope.scaling!r}: this class rotates whole "
-        "heads, and transformers fails on the key: remove it"
+        f"config.json: partial_rotary_factor={rope.percent} with rope_type={rope.scaling!r} is not supported: remove "
+        "partial_rotary_factor, as this class rotates whole heads and transformers fails on the key"
     )
 
 
@@ -106,7 +106,10 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             raise ValueError(f"config.json: RoPE's {name}={value!r}: expected {expected}")
     base = values.pop("rope_theta", DEFAULT_BASE)
     if base != int(base):
-        raise ValueError(f"config.json: rope_theta={base}: Megatron's rotary_base must be a whole number")
+        raise ValueError(
+            f"config.json: rope_theta={base} is not a whole number, which Megatron's rotary_base requires: this "
+            "checkpoint cannot be converted"
+        )
     older = values.pop("type", "default")
     rope_type = values.pop("rope_type", older)
     plain = Rope(base=int(base), percent=float(values.pop("partial_rotary_factor", 1.0)))
@@ -124,8 +127,11 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
         rope = replace(plain, scaling="linear", factor=required("factor"))
     elif rope_type == "llama3":
         for name, known in LLAMA3.items():
-            if required(name) != known:
-                raise ValueError(f"config.json: rope_scaling.{name}: Megatron supports only {known}")
+            if (value := required(name)) != known:
+                raise ValueError(
+                    f"config.json: rope_scaling.{name}={value:g} differs from {known:g}, the only value that Megatron "
+                    "supports: this checkpoint cannot be converted"
+                )
         rope = replace(plain, scaling="llama3", factor=required("factor"))
     elif rope_type == "yarn":
         factor = required("factor")
@@ -152,5 +158,8 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             f"config.json: rope_type={rope_type!r} is not supported: expected default, linear, llama3 or yarn"
         )
     if values:
-        raise ValueError(f"config.json: unknown RoPE settings {sorted(values)} for rope_type={rope_type!r}")
+        raise ValueError(
+            f"config.json: unknown RoPE settings for rope_type={rope_type!r}: {', '.join(sorted(values))}; remove them "
+            "only if they have no effect"
+        )
     return rope
