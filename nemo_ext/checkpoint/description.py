@@ -13,12 +13,13 @@ from typing import Any
 from nemo_ext.architecture.blocks import FLAGS, VALUES, Block
 from nemo_ext.architecture.model import Architecture, Flags, section
 from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import format as format_pattern
 
 UNSUPPORTED = (
     *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "attention_output_gate"),
     *("experimental_attention_variant", "glu_linear_offset", "moe_apply_probs_on_input", "moe_expert_capacity_factor"),
-    *("moe_latent_size", "moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax"),
+    *("moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax"),
     *("moe_shared_expert_gate", "mtp_num_layers", "multi_latent_attention", "no_rope_freq", "openai_gelu"),
     *("qk_l2_norm", "quick_geglu", "rotary_interleaved", "use_mup"),
 )
@@ -119,6 +120,17 @@ class Description:
         return self.architecture.sizes
 
     @property
+    def prediction(self) -> tuple[Block, ...]:
+        """Blocks of multi-token prediction, depth after depth, with inherited values filled in."""
+        pattern = self.architecture.pattern
+        return self.architecture.depth.sizes * pattern.depths if pattern.mtp else ()
+
+    def without_prediction(self) -> "Description":
+        """Return the same model without multi-token prediction."""
+        pattern = Pattern(self.architecture.pattern.blocks)
+        return replace(self, architecture=replace(self.architecture, pattern=pattern))
+
+    @property
     def kinds(self) -> set[str]:
         """Kinds of blocks in the model, without blocks that are replaced by a linear map."""
         return {block.kind for block in self.blocks if not block.is_linear}
@@ -162,18 +174,17 @@ def from_config(config: Mapping[str, Any]) -> Description:
             "it to vanilla"
         )
     architecture = Architecture.from_config(config)
-    if architecture.pattern.mtp:
-        raise ValueError(
-            f"model.pattern={architecture.pattern}: models with multi-token prediction (/) can be trained, but not "
-            "converted, compressed or quantised yet"
-        )
     if architecture.learned_positions:
         raise ValueError(
             "megatron.position_embedding_type=learned_absolute (the default) is not supported by any Hugging Face "
             "format: set it to rope, yarn or none"
         )
-    architecture = replace(architecture, pattern=Pattern(architecture.pattern.blocks))
-    moe = any(block.kind == "E" and not block.is_linear for block in architecture.sizes)
+    pattern = replace(architecture.pattern, cuts=())
+    if architecture.mtp_repeated and pattern.mtp:  # a checkpoint has one set of weights for all depths
+        pattern = replace(pattern, depths=1)
+    architecture = replace(architecture, pattern=pattern, mtp_repeated=False)
+    blocks = (*architecture.sizes, *(architecture.depth.sizes if pattern.mtp else ()))
+    moe = any(block.kind == "E" and not block.is_linear for block in blocks)
     layers = model.get("hf_layers")
     return Description(
         architecture=architecture,
@@ -262,6 +273,8 @@ def to_config(description: Description) -> dict[str, dict[str, Any]]:
         megatron["apply_layernorm_1p"] = True
     if architecture.qkv_bias:
         megatron["add_qkv_bias"] = True
+    if architecture.moe_latent_size:
+        megatron["moe_latent_size"] = architecture.moe_latent_size
     megatron |= _activation_flags(description)
     if description.hf_layers is not None:
         model["hf_layers"] = list(description.hf_layers)
@@ -287,8 +300,9 @@ def _activation_flags(description: Description) -> dict[str, Any]:
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
     """Pattern with only values that differ from the first block of the same kind, and that block for each kind."""
     inherited: dict[str, Block] = {}
+    pattern = description.architecture.pattern
     blocks = []
-    for block in description.blocks:
+    for block in (*description.blocks, *description.prediction[: len(pattern.mtp)]):
         if block.is_linear:
             blocks.append(block)
             continue
@@ -297,7 +311,8 @@ def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
         sizes = {name: value or None for name, value in changed.items() if name not in FLAGS}
         flags = {name: True for name in FLAGS if block.get(name)}  # flags are not inherited
         blocks.append(Block.from_values(block.kind, **sizes, **flags))
-    return Pattern(tuple(blocks)), inherited
+    main = len(description.blocks)
+    return Pattern(tuple(blocks[:main]), (), tuple(blocks[main:]), pattern.depths), inherited
 
 
 def _sizes(inherited: Mapping[str, Block]) -> dict[str, Any]:
@@ -373,7 +388,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
     blocks = architecture.sizes
     heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
     return {
-        "hybrid_layer_pattern": "".join(block.kind for block in blocks),
+        "hybrid_layer_pattern": compile_pattern(architecture.pattern).hybrid_layer_pattern,
         "num_layers": len(blocks),
         "hidden_size": architecture.hidden_size,
         "num_attention_heads": heads,
@@ -396,6 +411,8 @@ _KEYS = {
     "gated": "megatron.swiglu",
     "bias": "not megatron.disable_bias_linear",
     "qkv_bias": "megatron.add_qkv_bias",
+    "moe_latent_size": "megatron.moe_latent_size",
+    "depths": "prediction depths in model.pattern",
     "rope": "megatron.position_embedding_type",
     "router": "megatron.moe_router_*",
     "rope.base": "megatron.rotary_base",
@@ -432,7 +449,7 @@ def differences(checkpoint: Description, model: Description) -> dict[str, str]:
     first, second = model.architecture, checkpoint.architecture
     for name in ("hidden_size", "tied_embeddings", "normalization", "norm_affine", "norm_placement", "qk_layernorm"):
         compare(name, getattr(first, name), getattr(second, name))
-    for name in ("gated", "bias", "qkv_bias") + (("qk_norm_scope",) if first.qk_layernorm else ()):
+    for name in ("gated", "bias", "qkv_bias", "moe_latent_size") + (("qk_norm_scope",) if first.qk_layernorm else ()):
         compare(name, getattr(first, name), getattr(second, name))
     for part in ("rope", "router"):
         ours, theirs = getattr(model, part), getattr(checkpoint, part)
@@ -441,10 +458,10 @@ def differences(checkpoint: Description, model: Description) -> dict[str, str]:
             continue
         for field in fields(ours):
             compare(f"{part}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
+    compare("depths", first.pattern.depths, second.pattern.depths)
+    theirs_and_ours = zip_longest(*((*side.blocks, *side.prediction) for side in (checkpoint, model)))
     differing = [
-        (number, theirs, ours)
-        for number, (theirs, ours) in enumerate(zip_longest(checkpoint.blocks, model.blocks), start=1)
-        if theirs != ours
+        (number, theirs, ours) for number, (theirs, ours) in enumerate(theirs_and_ours, start=1) if theirs != ours
     ]
     if differing:
         lines = [f"block {n}: {a or 'none'} in the checkpoint, {b or 'none'} in the model" for n, a, b in differing]

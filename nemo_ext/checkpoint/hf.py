@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.beside import (
@@ -81,6 +81,7 @@ class Settings:
         old_tokenizer: folder of the checkpoint's tokenizer; None for the tokenizer found next to it.
         new_rows: initialisation of tokens missing from the old tokenizer: `pieces`, `mean` or `zero`
             (`retokenize.vocabulary`).
+        mtp: `drop` converts a model with multi-token prediction without it; `keep` converts all of it.
         template: chat template to write in place of the tokenizer's own, as a name or path for `Template.load`.
     """
 
@@ -96,6 +97,7 @@ class Settings:
     tokenizer: Path | None = None
     old_tokenizer: Path | None = None
     new_rows: NewRows = "pieces"
+    mtp: Literal["keep", "drop"] = "keep"
     template: str | None = None
 
     def __post_init__(self) -> None:
@@ -189,11 +191,13 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
     off = ignored(config_json)
     remarks = [f"config.json: ignored unknown keys that are switched off: {', '.join(off)}"] if off else []
     remarks += [f"ignored files that are not weights of this model: {', '.join(whole.unread)}"] if whole.unread else []
+    description, dropped, more = _with_prediction(description, whole, settings)
+    remarks += more
     requested = _with_changes(to_config(description), config)
     if requested is not None:
         description = _agreed(description, from_config(requested), settings)
     expected = {n: s for e in hf_format.entries(description) for n, s in zip(e.names, e.shapes, strict=True)}
-    check_tensors(whole, expected, ignored=_harmless(whole, description, hf_format))
+    check_tensors(whole, expected, ignored=[*dropped, *_harmless(whole, description, hf_format)])
     extras = settings.files_from or source
     tables = [f"{hf_format.outside[role]}.weight" for role in ("embedding", "head")]
     pad = settings.to_format != HUGGING_FACE
@@ -238,17 +242,40 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
             f"{source} has no config.yaml and no model/*.yaml next to it: name the model with model=NAME"
         )
     description = from_config(beside or requested or {})
+    description, dropped, notes = _with_prediction(description, whole, settings)
     if beside is not None and requested is not None:
         description = _agreed(description, from_config(requested), settings)
     entries = list(choose(description, settings.architecture)[0].entries(description))
-    check_tensors(whole, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
+    check_tensors(whole, {piece.key: piece.whole for entry in entries for piece in entry.pieces}, ignored=dropped)
     extras = settings.files_from or extras_beside(source, folder)
     reader, description, remarks = _with_tokenizer(whole, TABLES, description, settings, beside=extras, pad=False)
     if remarks:
         entries = list(choose(description, settings.architecture)[0].entries(description))
     named = next((found for data in data_sections(beside or {}) if (found := data.get("tokenizer"))), None)
     target = _plan_to_hf(reader, entries, to, settings, description, extras, named)
-    return replace(target, remarks=[*remarks, *target.remarks])
+    return replace(target, remarks=[*notes, *remarks, *target.remarks])
+
+
+def _with_prediction(
+    description: Description, reader: SafetensorsReader | TorchDistReader, settings: Settings
+) -> tuple[Description, list[str], list[str]]:
+    """Drop multi-token prediction if the settings say so.
+
+    Raises:
+        CheckpointError: there is none in the checkpoint, although its config and the settings require it.
+
+    Returns:
+        Description of the model to convert, names of the dropped tensors, and remarks for the user.
+    """
+    dropped = [name for name in reader.tensors if name.startswith("mtp.")]
+    if settings.mtp == "keep":
+        if description.prediction and not dropped:
+            raise CheckpointError(
+                f"{reader.path}: the model's config has multi-token prediction, but the checkpoint has no tensors "
+                "mtp.*: set mtp=drop to convert it without"
+            )
+        return description, [], []
+    return description.without_prediction(), dropped, [f"mtp=drop: {len(dropped)} tensors are not converted"]
 
 
 def _with_tokenizer(
@@ -424,6 +451,8 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
     Raises:
         CheckpointError: the checkpoint holds a different model; lists the differences.
     """
+    if settings.mtp == "drop":
+        requested = requested.without_prediction()
     different = differences(checkpoint, requested)
     rope = [name for name in different if name.startswith("rope.")]
     if settings.change_rope:

@@ -46,7 +46,8 @@ class Row:
     """Row of the tensor mapping: Megatron pieces and the Hugging Face tensors that hold the same values.
 
     Attributes:
-        block: 0-based index of the block; None for parameters outside the blocks.
+        block: 0-based index of the block, where blocks of multi-token prediction follow those of the model; None for
+            parameters outside the blocks.
         pieces: Megatron's tensors, or slices of them.
         roles: roles of the Hugging Face tensors.
         shapes: shapes of the Hugging Face tensors.
@@ -81,14 +82,29 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
 
     yield table("embedding.word_embeddings.weight", "embedding")
     for number, block in enumerate(description.blocks):
-        yield from _block(description, number, block, stacked_experts)
+        yield from _block(description, number, block, f"decoder.layers.{number}.", stacked_experts)
     yield from _norm(description, None, "decoder.final_norm.", "final_norm")
     if not architecture.tied_embeddings:
         yield table("output_layer.weight", "head")
+    yield from _prediction(description, stacked_experts)
 
 
-def _block(description: Description, number: int, block: Block, stacked_experts: bool) -> Iterator[Row]:
-    at = f"decoder.layers.{number}."
+def _prediction(description: Description, stacked_experts: bool) -> Iterator[Row]:
+    """Yield the rows of multi-token prediction, whose norms and projection belong to a depth's first and last block."""
+    hidden, length = description.architecture.hidden_size, len(description.architecture.pattern.mtp)
+    for place, block in enumerate(description.prediction):
+        depth, inner = divmod(place, length)
+        number, at = len(description.blocks) + place, f"mtp.layers.{depth}."
+        if inner == 0:
+            yield from _norm(description, number, f"{at}enorm.", "enorm")
+            yield from _norm(description, number, f"{at}hnorm.", "hnorm")
+            yield _same(number, f"{at}eh_proj.weight", ("eh_proj", "weight"), hidden, 2 * hidden)
+        yield from _block(description, number, block, f"{at}mtp_model_layer.layers.{inner}.", stacked_experts)
+        if inner == length - 1:
+            yield from _norm(description, number, f"{at}final_layernorm.", "final_layernorm")
+
+
+def _block(description: Description, number: int, block: Block, at: str, stacked_experts: bool) -> Iterator[Row]:
     if block.is_linear:
         norm, linear = {"*": ("input_layernorm", "self_attention"), "M": ("norm", "mixer")}.get(
             block.kind, ("pre_mlp_layernorm", "mlp")
@@ -210,7 +226,11 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     if router.expert_bias:
         bias = ("router", "e_score_correction_bias")
         yield _same(number, f"{at}mlp.router.expert_bias", bias, experts, fp32=True)
-    for name, linear, shape in (("up", "linear_fc1", (ffn, hidden)), ("down", "linear_fc2", (hidden, ffn))):
+    width = architecture.moe_latent_size or hidden
+    if architecture.moe_latent_size:
+        yield _same(number, f"{at}mlp.fc1_latent_proj.weight", ("latent_down", "weight"), width, hidden)
+        yield _same(number, f"{at}mlp.fc2_latent_proj.weight", ("latent_up", "weight"), hidden, width)
+    for name, linear, shape in (("up", "linear_fc1", (ffn, width)), ("down", "linear_fc2", (width, ffn))):
         key, whole = f"{at}mlp.experts.experts.{linear}.weight", (experts, *shape)
         if stacked:
             yield _same(number, key, ("experts", f"{name}_proj"), *whole)

@@ -9,13 +9,23 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
 
-def description_of(checkpoint: Path) -> Description:
+def description_of(checkpoint: Path, *, prediction: bool = False) -> Description:
     """Read the description of a checkpoint's model from the config next to it.
 
+    Args:
+        checkpoint: run directory, checkpoints directory or single checkpoint.
+        prediction: whether the caller supports multi-token prediction.
+
     Raises:
-        ValueError: there is no checkpoint, or no config next to it.
+        ValueError: there is no checkpoint or no config next to it, or its multi-token prediction is not supported.
     """
-    return from_config(_beside(checkpoint))
+    description = from_config(_beside(checkpoint))
+    if description.prediction and not prediction:
+        raise ValueError(
+            f"{checkpoint} has multi-token prediction, which this job does not support yet: convert it with mtp=drop "
+            "(nemo-ext convert) to a Hugging Face folder, and back"
+        )
+    return description
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -113,8 +113,12 @@ def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
     """Yield every parameter and saved buffer of a model once, in model order.
 
     Raises:
-        ValueError: the format cannot express a block.
+        ValueError: the format cannot express a block, or the model has multi-token prediction.
     """
+    if description.prediction:
+        raise ValueError(
+            "multi-token prediction is not supported through Megatron-Bridge: use nemo-ext convert, which converts it"
+        )
     for entry in hf_format.entries(description):
         piece = entry.pieces[0]
         if ".experts.experts." not in piece.key:

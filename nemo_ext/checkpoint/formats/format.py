@@ -10,6 +10,13 @@ from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.parameters import Role, Row, rows
 
+PREDICTION = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+"""Modules of a depth of multi-token prediction besides its blocks, which all formats name alike."""
+
+
+LATENT = "latent_down"
+"""Module of MoE blocks that formats with latent experts name."""
+
 
 class CannotExpress(ValueError):
     """Raised if a format cannot express a model; the message gives the reason."""
@@ -34,6 +41,8 @@ class Format:
         outside: mapping from `embedding`, `final_norm` and `head` to module names.
         layer: prefix of names inside a layer; `{layer}` stands for the layer's number.
         modules: mapping from block kind to module names inside a layer; `{expert}` stands for the expert's number.
+        prediction: prefix of names inside a block of multi-token prediction; `{layer}` stands for the number of the
+            block, counted over all depths. "" if the format has no multi-token prediction.
         linear: mapping from block kind to the name of the linear layer that replaces such a block.
         norms: mapping from block kind to the name of the norm inside a layer.
         layers: function that returns each block's layer number, and the number of layers.
@@ -51,6 +60,7 @@ class Format:
     layer: str
     modules: Mapping[str, Mapping[str, str]]
     norms: Mapping[str, str]
+    prediction: str = ""
     linear: Mapping[str, str] = field(default_factory=dict)
     layers: Callable[[Sequence[Block]], tuple[list[int], int]]
     stacked_experts: bool = False
@@ -70,13 +80,20 @@ class Format:
             if row.block is None:
                 names = [self.outside[module] + f".{parameter}" for module, parameter in row.roles]
             else:
-                block = description.blocks[row.block]
-                inside = self.layer.format(layer=numbers[row.block])
+                block = (*description.blocks, *description.prediction)[row.block]
+                main = len(description.blocks)
+                inside = (
+                    self.layer.format(layer=numbers[row.block])
+                    if row.block < main
+                    else self.prediction.format(layer=row.block - main)
+                )
                 names = [inside + self._name(block, role) for role in row.roles]
             yield Entry(**vars(row), names=tuple(names))
 
     def _name(self, block: Block, role: Role) -> str:
         module, parameter = role
+        if module in PREDICTION:
+            return f"{module}.{parameter}"
         if module == "norm":
             return f"{self.norms[block.kind]}.{parameter}"
         if module == "linear":
@@ -163,6 +180,7 @@ def described(
     *,
     vocabulary: int | None = None,
     hidden: int | None = None,
+    prediction: tuple[tuple[Block, ...], int] = ((), 0),
     **own: Any,
 ) -> Description:
     """Build a description from the keys shared by all config.json files.
@@ -173,11 +191,12 @@ def described(
         settings: further fields of `Architecture`.
         vocabulary: default of `vocab_size`; if None, the key is required.
         hidden: default of `hidden_size`; if None, the key is required.
+        prediction: blocks of a depth of multi-token prediction, and the number of depths.
         own: further fields of `Description`.
     """
     size = keys.integer("vocab_size", vocabulary)
     architecture = Architecture(
-        pattern=Pattern(tuple(blocks)),
+        pattern=Pattern(tuple(blocks), (), *prediction),
         hidden_size=keys.integer("hidden_size", hidden),
         vocab_size=size,
         tied_embeddings=keys.flag("tie_word_embeddings"),

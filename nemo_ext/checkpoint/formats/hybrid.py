@@ -29,6 +29,8 @@ MAMBA = {"in_proj": "mixer.in_proj", "conv1d": "mixer.conv1d", "mamba": "mixer",
 MAMBA |= {"out_proj": "mixer.out_proj"}
 MOE = {
     "router": "mixer.gate",
+    "latent_down": "mixer.fc1_latent_proj",
+    "latent_up": "mixer.fc2_latent_proj",
     "experts.up": "mixer.experts.{expert}.up_proj",
     "experts.down": "mixer.experts.{expert}.down_proj",
     "shared_up": "mixer.shared_experts.up_proj",
@@ -58,8 +60,10 @@ KNOWN = frozenset(
         *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32", "norm_eps"),
         *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
         "time_step_rank",  # Mamba 1's
-        # no effect: attention has no positions, multi-token prediction has no layers
-        *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters", "mtp_layers_block_type"),
+        # no effect: attention has no positions
+        *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"),
+        # not read without multi-token prediction
+        *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         # the same as hybrid_override_pattern
         *("num_hidden_layers", "layers_block_type", "layer_types"),
         # sizes of kinds of blocks that may not occur in a pattern
@@ -107,7 +111,8 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
 
 
 def _write(description: Description) -> dict[str, Any]:
-    architecture, blocks, kinds = description.architecture, description.blocks, description.kinds
+    architecture, blocks = description.architecture, (*description.blocks, *description.prediction)
+    kinds = {block.kind for block in blocks if not block.is_linear}
     refuse(
         (any(block.is_linear for block in blocks), "a block replaced by a linear map"),
         (
@@ -130,8 +135,8 @@ def _write(description: Description) -> dict[str, Any]:
     )
     router_is_sigmoid(description)
     facts = common_facts(description, "nemotron_h", "NemotronHForCausalLM") | {
-        "num_hidden_layers": len(blocks),
-        "hybrid_override_pattern": "".join(block.kind for block in blocks),
+        "num_hidden_layers": len(description.blocks),
+        "hybrid_override_pattern": "".join(block.kind for block in description.blocks),
         "layer_norm_epsilon": description.norm_epsilon,
         "norm_eps": description.norm_epsilon,
         "mlp_hidden_act": description.activation,
@@ -139,8 +144,12 @@ def _write(description: Description) -> dict[str, Any]:
         "attention_bias": False,
         "use_bias": False,
         "residual_in_fp32": False,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": architecture.pattern.depths,
     }
+    if depth := architecture.pattern.mtp:
+        facts["mtp_hybrid_override_pattern"] = "".join(block.kind for block in depth)
+        names = {kind: name for name, kind in reversed(_TYPES.items())}
+        facts["mtp_layers_block_type"] = [names[block.kind] for block in depth]
     for kind, sizes in SIZES.items():
         if kind in kinds:
             facts |= {key: common_value(blocks, kind, name) for key, (name, _) in sizes.items()}
@@ -167,19 +176,18 @@ def _write(description: Description) -> dict[str, Any]:
             "norm_topk_prob": facts["num_experts_per_tok"] > 1,
             "n_group": 1,
             "topk_group": 1,
-            "moe_latent_size": None,
+            "moe_latent_size": architecture.moe_latent_size,
         }
     return facts
 
 
 def _read(keys: Keys) -> Description:
     pattern = _pattern(keys)
-    keys.only("moe_latent_size", None)
-    keys.only("num_nextn_predict_layers", 0)
+    prediction = _prediction(keys)
     for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
         keys.only(name, False)
     keys.only("mlp_hidden_act", "relu2", "gelu")
-    kinds = {block.kind for block in pattern.blocks}
+    kinds = {block.kind for block in (*pattern.blocks, *prediction[0])}
     epsilon = keys.number("layer_norm_epsilon", 1e-5)
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
@@ -189,10 +197,12 @@ def _read(keys: Keys) -> Description:
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
     router = _router(keys) if "E" in kinds else None
+    latent = None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")
     return described(
         keys,
         pattern.blocks,
-        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano"},
+        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano", "moe_latent_size": latent},
+        prediction=prediction,
         vocabulary=131072,
         hidden=4096,
         activation=str(keys.get("mlp_hidden_act", "relu2")),
@@ -202,15 +212,28 @@ def _read(keys: Keys) -> Description:
 
 
 def _pattern(keys: Keys) -> Pattern:
-    text = keys.get("hybrid_override_pattern")
+    return _blocks(keys, "hybrid_override_pattern", keys.get("layers_block_type") or keys.get("layer_types"))
+
+
+def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
+    """Return the blocks of a depth of multi-token prediction, and the number of depths."""
+    if not keys.get("num_nextn_predict_layers", 0):
+        return (), 0
+    types = keys.get("mtp_layers_block_type", ["attention", "moe"])  # transformers' default
+    return _blocks(keys, "mtp_hybrid_override_pattern", types).blocks, keys.integer("num_nextn_predict_layers")
+
+
+def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
+    """Read the blocks from a key with their letters or, without it, from a list of their types."""
+    text = keys.get(key)
     if text is not None:
         try:
             return parse(str(text))
         except ValueError as error:
-            raise ValueError(f"config.json: hybrid_override_pattern: {error}") from None
-    types = keys.get("layers_block_type") or keys.get("layer_types")
+            raise ValueError(f"config.json: {key}: {error}") from None
     if not isinstance(types, list) or not set(types) <= set(_TYPES):
-        raise ValueError(f"config.json: layers_block_type={types!r}: expected a list of {', '.join(_TYPES)}")
+        name = key.replace("hybrid_override_pattern", "layers_block_type")
+        raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_TYPES)}")
     return Pattern(tuple(Block.from_values(_TYPES[kind]) for kind in types))
 
 
@@ -254,6 +277,7 @@ NEMOTRON_H = Format(
     read=_read,
     outside={"embedding": "backbone.embeddings", "final_norm": "backbone.norm_f", "head": "lm_head"},
     layer="backbone.layers.{layer}.",
+    prediction="mtp.layers.{layer}.",
     modules={"*": ATTENTION, "-": MLP, "M": MAMBA, "E": MOE},
     norms=dict.fromkeys("*-ME", "norm"),
     layers=one_layer_a_block,

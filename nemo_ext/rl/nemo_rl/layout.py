@@ -192,7 +192,7 @@ def description_of(policy: str) -> Description | None:
     """Read a model's description from its Hugging Face folder; if that fails, print a notice and return None."""
     file = Path(policy).expanduser() / "config.json"
     try:
-        return read(json.loads(file.read_text(encoding="utf-8")))[1]
+        return read(json.loads(file.read_text(encoding="utf-8")))[1].without_prediction()
     except (OSError, ValueError) as error:
         reason = f"{file}: not found" if isinstance(error, OSError) else f"{file}: {error}"
         notice(f"the layout is not computed, because the model's sizes are unknown ({reason}); set it with nemo_rl.set")
