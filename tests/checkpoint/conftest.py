@@ -114,6 +114,7 @@ def nano(random: Random) -> Sections:
     pattern = "".join(random.choice("MME*-") for _ in range(4)) + random.choice(["M*E", "E*M-", "*ME"])
     sections = _base(random, "nano", pattern)
     sections["megatron"] |= _attention(random, wide=True) | _hybrid_sizes(random)
+    sections["megatron"]["moe_latent_size"] = random.choice([None, 12, 20])
     return sections
 
 

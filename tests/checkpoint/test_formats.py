@@ -329,7 +329,7 @@ def test_a_model_that_no_format_can_express_gets_the_reasons(overrides: list[str
         assert architecture in str(caught.value)
 
 
-@pytest.mark.parametrize()
+@pytest.mark.parametrize(("flag", "value"), [("attention_output_gate", True), ("rotary_interleaved", True)])
 def test_flags_without_a_counterpart_are_refused(flag: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"megatron.{flag}"):
         from_config(compose("describe", ["model=domyn_small_tiny", f"++megatron.{flag}={value}"]))
