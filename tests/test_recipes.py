@@ -51,6 +51,16 @@ ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 PUBLISHED = {
     "smollm2_135m": 134.5e6,  # the published checkpoint
     "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
+    # published checkpoints and configurations, to the last parameter in tests/architecture/test_cost.py
+    "nemotron35_lightning_30b": 32.91e9,
+    "nemotron3_super_120b": 123.61e9,
+    "nemotron3_ultra_550b": 560.5e9,
+    "nemotron3_puzzle_75b": 78.3e9,
+    "nemotronh_8b": 8.1e9,
+    "nemotronh_47b": 46.79e9,
+    "nemotronh_56b": 56.32e9,
+    "nemotron_nano_12b_v2": 12.31e9,
+    "nemotron_nano_9b_v2": 8.89e9,
     "domyn_small_10b": 9.8e9,  # paper, table 1: about 10 B; its sizes give 9.8
     "llama_nemotron_nano_8b": 8.03e9,  # Llama 3.1 8B
     "llama_nemotron_parent_70b": 70.55e9,  # Llama 3.3 70B
@@ -64,6 +74,12 @@ PUBLISHED = {
     "olmo3_32b": 32.23e9,  # the published checkpoint
 }
 """Parameters of the full-size models."""
+
+TWINS = {
+    **dict.fromkeys(("nemotron3_ultra", "nemotron3_puzzle"), "nemotron3_super"),
+    **dict.fromkeys(("nemotron35_lightning", "nemotronh", "nemotron_nano"), "nemotron3_nano"),
+}
+"""Families without a tiny model of their own, and the family whose tiny model has their blocks."""
 
 PUZZLE = {"llama_nemotron_super_49b": 28672, "llama_nemotron_ultra_253b": 53248}
 """Models whose blocks are a published JSON, and the FFN width of their parent."""
@@ -191,9 +207,11 @@ def test_a_tiny_model_is_small_and_divides_by_two(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FULL_SIZE if not name.startswith("smollm2")])  # small by itself
 def test_a_tiny_model_has_every_kind_of_block_and_every_switch_of_its_family(name: str) -> None:
     full = composed(f"model={name}")
-    tiny = composed(f"model={full['model']['family']}_tiny")
+    family = full["model"]["family"]
+    tiny = composed(f"model={TWINS.get(family, family)}_tiny")
     switches = {key for key, value in full["megatron"].items() if isinstance(value, bool) and key != "bf16"}
-    switches |= {"normalization", "position_embedding_type", "rotary_percent", "moe_router_score_function"}
+    switches |= {"normalization", "position_embedding_type", "rotary_percent"}
+    switches |= {"moe_router_score_function"} if "num_experts" in full["megatron"] else set()
     # tied embeddings differ inside OLMo 1, grouped queries inside OLMo 3
     switches -= {"untie_embeddings_and_output_weights", "group_query_attention"}
 

@@ -81,15 +81,15 @@ def test_hybrids_to_the_last_parameter(name: str, backbone: int, depth: int | No
     architecture = Architecture.from_config(compose("describe", [f"model={name}"]))
     # The expert biases, which checkpoints have as tensors, are buffers here.
     biases = [block.size("experts") for block in architecture.sizes if block.kind == "E"]
+    prediction = cost.mtp_parameters(architecture).total
 
-    assert cost.total_params(architecture) + sum(biases) == backbone
+    assert cost.total_params(architecture) + sum(biases) == backbone + prediction
     assert cost.active_params(architecture, with_embedding=True) + sum(biases) == active
-    if depth is not None:
-        predicting = architecture.with_pattern(f"{architecture.pattern}/*E")
-        assert cost.mtp_parameters(predicting).total + biases[0] == depth
-        assert cost.active_params(predicting) == cost.active_params(architecture)
-        twice = replace(architecture.with_pattern(f"{architecture.pattern}/*E/*E"), mtp_repeated=True)
-        assert cost.total_params(twice) == cost.total_params(predicting)
+    assert prediction + (biases[0] if depth else 0) == (depth or 0)
+    if depth:
+        twice = architecture.with_pattern(f"{architecture.pattern}/*E")
+        assert cost.total_params(twice) == cost.total_params(architecture) + prediction
+        assert cost.total_params(replace(twice, mtp_repeated=True)) == cost.total_params(architecture)
 
 
 def test_prediction_depths_are_on_the_last_stage_and_cost_training_alone() -> None:
