@@ -185,8 +185,8 @@ def test_rows_that_fail_are_named(
 
 
 WRONG = {
-    "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
-    "steps.frist.max_tokens=9": "steps.frist: unknown step, and a new step requires kind: did you mean 'first'",
+    "steps.first.kind=aks": "steps.first.kind: unknown kind 'aks': did you mean 'ask'",
+    "steps.frist.max_tokens=9": "steps.frist is not a step of the recipe, and a new step requires kind: did you",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
@@ -198,14 +198,14 @@ WRONG = {
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
     "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
-    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge requires a judge",
+    "steps.check={kind: verify, environment: judge}": "steps.check: environment judge requires a judge: set judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
-    "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
+    "outputs.documents.of=kep": "outputs.documents.of: unknown step 'kep'",
     "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
     "outputs.documents=null": "outputs is empty",
     "roles.judge.like=teach": "roles.judge.like=teach",
     "synthesize.max_ded=1": "max_ded",
-    "steps.first.columns={id: answer}": "steps.first: the column id is reserved",
+    "steps.first.columns={id: answer}": "steps.first: the column name id is reserved",
     "steps.first.when=[true] | random": "steps.first.when",
     "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
     "recipe=verified_trace": "recipe=verified_trace: no such recipe: did you mean 'verified_traces'",
@@ -500,7 +500,7 @@ def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, ow
 
     assert (
         code == 2
-        and "outputs.../evil: a name may have only letters" in output
+        and "outputs.../evil: a name may contain only letters" in output
         and not (tmp_path / "evil.jsonl").exists()
     )
 
