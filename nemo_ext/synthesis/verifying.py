@@ -117,13 +117,13 @@ class Verifying:
                 while len(running) > most:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     failed = [error for task in done if (error := task.exception()) is not None]
-                    if failed:
-                        raise failed[0]
-                    for verdict in (task.result() for task in done):
+                    for verdict in (task.result() for task in done if task.exception() is None):
                         file.write(json_line(verdict))
                         known[verdict[ID]] = verdict
                         advance(1)
                     file.flush()
+                    if failed:
+                        raise failed[0]
 
             advance(len(known))
             try:

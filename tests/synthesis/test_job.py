@@ -16,6 +16,11 @@ from typing import Any, cast
 import pytest
 
 from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.rl.verdict import Verdict
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.rows import FirstRows
+from nemo_ext.synthesis.settings import Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
@@ -445,6 +450,24 @@ def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     assert journal.read_bytes() == whole
 
 
+def test_verdicts_that_arrive_with_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def verdict(self: Verifying, row: Mapping[str, Any]) -> Verdict:
+        if row["id"] == "b":
+            raise ValueError("row b names no environment")
+        return Verdict.correct()
+
+    monkeypatch.setattr(Verifying, "_verdict", verdict)
+    (tmp_path / OWN).mkdir()
+    context = Context(name="check", folder=tmp_path, rows=FirstRows([{"id": name} for name in "abc"]), seed=1)
+    verifying = Verifying(step=Verify(), context=context, judge=None, work=WorkSettings())
+
+    with pytest.raises(ValueError, match="row b"):
+        list(verifying.rows("identity"))
+
+    journal = (tmp_path / OWN / "verdicts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["id"] for line in journal} == {"a", "c"}
+
+
 def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     away = True
 
@@ -459,7 +482,7 @@ def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own
     words = [*own(recipe, 6), f"roles.teacher.endpoint={model(echo).url}", f"roles.judge.endpoint={model(judge).url}"]
     words += ["outputs.documents.record.text=first"]
     code, output = synthesize(*words)
-    assert code == 1 and "second" in output
+    assert code == 1 and "steps.second: " in output and " rows have no verdict, more than synthesize.max_dead" in output
 
     away = False
     code, output = synthesize(*words)
