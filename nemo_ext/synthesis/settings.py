@@ -442,7 +442,7 @@ class Recipe:
             if output is not None
         }
         if not outputs:
-            raise ValueError("outputs is empty: add a file with its kind and record")
+            raise ValueError("outputs is empty: add an output with kind and record")
         recipe = cls(
             name=str(config["recipe"]), about=str(config["about"] or ""), roles=roles, steps=steps, outputs=outputs
         )
@@ -455,7 +455,7 @@ class Recipe:
             if role.like is not None and (role.like not in self.roles or self.roles[role.like].like is not None):
                 others = set(self.roles) - {name}
                 raise ValueError(
-                    f"roles.{name}.like={role.like}: expected another role, without like: {nearest(role.like, others)}"
+                    f"roles.{name}.like={role.like}: expected another role with no like: {nearest(role.like, others)}"
                 )
         for name, step in self.steps.items():
             where = f"steps.{name}"

@@ -48,7 +48,7 @@ def test_format_rewards_use_the_mode_of_the_prompt(template: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (5, "reward must be the name of a reward, or a mapping with name, not 5"),
+        (5, "reward must be the name of a reward, or a mapping with the key name, not 5"),
         ({"name": ["outcome"]}, "unknown reward ['outcome']"),
         ({"name": "domyn_math", "max_tokens": 0}, "reward: invalid settings of reward domyn_math: "),
         (

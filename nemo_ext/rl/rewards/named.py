@@ -73,7 +73,7 @@ def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
         ValueError: the reward or one of its arguments is unknown, or an argument is invalid.
     """
     if setting is not None and not isinstance(setting, str | Mapping):
-        raise ValueError(f"{where} must be the name of a reward, or a mapping with name, not {setting!r}")
+        raise ValueError(f"{where} must be the name of a reward, or a mapping with the key name, not {setting!r}")
     settings = {"name": setting} if isinstance(setting, str) else dict(setting or {"name": "outcome"})
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in _REWARDS:

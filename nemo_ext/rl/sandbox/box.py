@@ -213,8 +213,9 @@ class Box:
             self._send(header, [], _STARTING_SECONDS)
             answer, _ = self._receive()
             if "failure" in answer:
-                without = "" if namespaces else "sandbox: programs cannot be confined without namespaces: "
-                raise SandboxError(f"{without}{answer['failure']}")
+                if namespaces:
+                    raise SandboxError(answer["failure"])  # why there are no namespaces, for `describe`
+                raise SandboxError(f"sandbox: programs cannot be confined without namespaces: {answer['failure']}")
             self.isolation = Isolation(**answer["isolation"])
             with suppress(OSError):
                 self._supervisor = os.pidfd_open(answer["process"])
@@ -361,7 +362,7 @@ def _sandbox_errors() -> Iterator[None]:
         yield
     except TimeoutError:
         raise SandboxError(
-            "sandbox: the supervisor of the program did not reply in time; is the machine overloaded?"
+            "sandbox: the supervisor of the program did not reply in time; on a busy machine, lower concurrency"
         ) from None
     except OSError as error:
         raise SandboxError(f"sandbox: the supervisor of the program exited: {error}") from None

@@ -92,7 +92,7 @@ def _comparison(record: Mapping[str, Any]) -> Task:
         {"messages": [*messages[:-2], *answers]}, id=identifier, format="openai"
     ).messages
     if not prompt or not prompt[-1].content.strip():
-        raise FormatError("messages: expected a prompt that is not empty before the two responses")
+        raise FormatError("messages: expected a non-empty prompt before the two responses")
     task = record.get("task") or "genrm"
     if not isinstance(task, str):
         raise FormatError(f"task={task!r}: expected a string")

@@ -151,7 +151,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
     try:
         reason = pool.call(expected, answer)
     except WorkerError as error:
-        return Verdict.error(str(error), shown)
+        return Verdict.error(f"the answer cannot be compared with the reference: {error}", shown)
     return Verdict.wrong(reason, shown) if reason else Verdict.correct(shown)
 
 

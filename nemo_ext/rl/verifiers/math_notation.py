@@ -410,7 +410,7 @@ class _Parser:
             elif lower in _SQUARE:
                 power = _SQUARE[lower]
             elif lower in NO_UNITS or lower in SCALES or unknown > 1 or (lower in MORE and MORE & set(dimensions)):
-                raise UnknownNotation(f"{word!r} after a value")
+                raise UnknownNotation(f"unexpected {word!r} after a value")
             elif lower in MORE:
                 dimensions[lower] = 1
             elif word != "a" and lower not in ("an", "the", "of") and (lower != "in" or self.kind() != "word"):

@@ -112,7 +112,7 @@ def verify(
     try:
         problem = pool.call(reference.text, text)
     except WorkerError as error:
-        return Verdict.error(str(error), text[:200])
+        return Verdict.error(f"the answer cannot be checked against the schema: {error}", text[:200])
     return Verdict.wrong(problem, text[:200]) if problem else Verdict.correct(text[:200])
 
 

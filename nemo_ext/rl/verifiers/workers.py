@@ -131,7 +131,7 @@ class WorkerPool:
             else:
                 self._idle.append(worker)
         if "error" in answer:
-            raise WorkerError(answer["error"])
+            raise WorkerError(f"a call to {self._function} raised {answer['error']}")
         return answer["result"]
 
     def close(self) -> None:
@@ -175,7 +175,9 @@ class WorkerPool:
             ready = worker.receive(START_LIMIT)
         except TimeLimitError:
             self._discard(worker)
-            raise WorkerError(f"a worker process did not start within {START_LIMIT:g} s") from None
+            raise WorkerError(
+                f"a worker process did not start within {START_LIMIT:g} s; lower workers if the machine is overloaded"
+            ) from None
         except (EOFError, OSError):
             status = self._discard(worker)
             raise WorkerError(f"a worker process exited with status {status} while starting") from None

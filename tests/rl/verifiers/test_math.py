@@ -147,7 +147,7 @@ def test_answers_of_the_same_meaning(reference: str, right: str, wrong: str) -> 
         ("2x", r"\frac{d}{dx} x^{2}", "not worked out"),
         (r"2\sqrt{3}", r"\sqrt{12}\cdot 0!", "not worked out"),
         ("6", "4 2", "not a value: numbers side by side without an operator"),
-        ("5", r"5\text{ maybe}", "not a value: 'maybe' after a value"),
+        ("5", r"5\text{ maybe}", "not a value: unexpected 'maybe' after a value"),
         (r"\sum_{k} k", r"\sum_{k} k\text{ maybe}", "different words"),
         ("5", "6", "different answer"),
     ],
