@@ -110,13 +110,13 @@ class Asking:
             before = made_of(other)
             if before is None or other == folder:
                 continue
-            begun = f"steps.{self.context.name}: {other}: was started with different settings"
+            begun = f"steps.{self.context.name}: the answers in {other} were requested with different settings"
             check_same(before, {**before, **self._made_of()}, begun, self._otherwise())
             others.append((asked, other))
         if others and made_of(folder) is None:
             (folder / OWN).mkdir(parents=True, exist_ok=True)
             number = Known(folder / OWN / _KNOWN).write(answer for pair in others for answer in self._stored(*pair))
-            notice(f"{self.context.name}: its input rows changed; {number:,} answers are kept for unchanged rows")
+            notice(f"steps.{self.context.name}: its input rows changed; {number:,} answers are kept for unchanged rows")
 
     def _stored(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
         """Yield the answers in a folder, each with its request."""
@@ -198,7 +198,9 @@ class Asking:
             tools = self.context.value("tools", self.step.tools, self.context.names(columns))
         if self.step.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"steps.{self.context.name}.complete: {key}: expected a string, not messages")
+                raise ValueError(
+                    f"steps.{self.context.name}: row {key}: complete=true requires a prompt as a string, not messages"
+                )
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}
@@ -219,7 +221,10 @@ class Asking:
         if not isinstance(prompt, str) and not (
             isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
         ):
-            raise ValueError(f"steps.{self.context.name}: {str(prompt)[:60]!r}: expected a string or messages")
+            raise ValueError(
+                f"steps.{self.context.name}.messages: row {row[ID]}: expected a string or a list of messages, not "
+                f"{str(prompt)[:60]!r}"
+            )
         prompt = prompt if isinstance(prompt, str) else without_nulls(prompt)
         system = self.context.text("system", self.step.system, names) if self.step.system else ""
         if not system:
@@ -250,7 +255,10 @@ class Asking:
         if environment not in self._episodes:
             episodes = Episodes({"name": environment, "settings": self.step.settings})
             if episodes.environment.begin is None:
-                raise ValueError(f"steps.{self.context.name}.environment={environment}: not an environment with tools")
+                raise ValueError(
+                    f"steps.{self.context.name}: environment {environment} holds no conversations with tools; use a "
+                    "step with kind=verify for it"
+                )
             self._episodes[environment] = episodes
         return self._episodes[environment]
 
@@ -273,11 +281,14 @@ class Asking:
                 continue
             key, row_answers = next(by_row)
             if key != row[ID]:
-                raise ValueError(f"steps.{self.context.name}.when: not deterministic: differs for row {row[ID]}")
+                raise ValueError(
+                    f"steps.{self.context.name}.when gave different results for row {row[ID]}: it must depend only on "
+                    "the row and the seed"
+                )
             if len(row_answers) != (samples := self.step.samples or 1):
                 raise ValueError(
-                    f"steps.{self.context.name}: row {key}: has {len(row_answers)} of {samples} answers: "
-                    f"{self._otherwise()}"
+                    f"steps.{self.context.name}: row {key} has {len(row_answers)} of {samples} answers: remove "
+                    f"{self.context.folder} to start over, or choose another output"
                 )
             for answer in row_answers:
                 numbers["answers"] += 1

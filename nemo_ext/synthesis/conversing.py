@@ -93,7 +93,7 @@ class Conversing(Client):
         if step.user is not None:
             opening = await user([])
             if opening is None:
-                why = problems[0] if problems else "user: ended the conversation before its first message"
+                why = problems[0] if problems else "user: the model ended the conversation before its first message"
                 return Answer(key=request.key, sample=request.sample, problem=why)
             first = [*first[:-1], {"role": "user", "content": opening}]
             playing = Playing(

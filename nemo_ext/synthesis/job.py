@@ -30,7 +30,7 @@ from nemo_ext.synthesis.canaries import Fooled
 from nemo_ext.synthesis.context import Context, Counts
 from nemo_ext.synthesis.rows import FirstRows, RowFile, files_of, read_first, read_input, written
 from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Role, Screen, Settings, Step, Verify, WorkSettings
-from nemo_ext.synthesis.verifying import Verifying
+from nemo_ext.synthesis.verifying import NoVerdicts, Verifying
 
 _DONE, _ROWS, _STEPS = "done.json", "rows.jsonl", "steps"
 _TRIED = 50
@@ -52,10 +52,12 @@ def run(config: Mapping[str, Any]) -> None:
     try:
         with _places(config, settings, recipe, folder) as places:
             _Run(settings=settings, recipe=recipe, work=work, folder=folder, places=places).run()
+    except NoVerdicts as error:
+        fail(str(error))
     except TooManyDead as error:
         fail(
-            f"{folder}: more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); "
-            "steps/*/answers-*/dead has the reasons: fix the cause and set synthesize.retry_dead=true, or raise "
+            f"more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); see the reasons in "
+            f"{folder}/steps/*/answers-*/dead, then fix the cause and set synthesize.retry_dead=true, or raise "
             "synthesize.max_dead"
         )
     except EndpointGone as error:
@@ -83,7 +85,7 @@ def _checked(config: Mapping[str, Any]) -> tuple[Settings, Recipe, WorkSettings]
     settings = checked(Settings, config)
     recipe, work = Recipe.from_config(config), settings.synthesize
     if Path(settings.output).expanduser().is_file():
-        raise ValueError(f"output={settings.output} is a file: choose a folder")
+        raise ValueError(f"output={settings.output} is a file: set output to a folder")
     for name, step in recipe.steps.items():
         if isinstance(step, Screen):
             plain.screen_of(step, f"steps.{name}")
@@ -94,11 +96,13 @@ def _checked(config: Mapping[str, Any]) -> tuple[Settings, Recipe, WorkSettings]
         if place.endpoint is None and settings.endpoint is None and settings.served is None:
             raise ValueError(
                 f"roles.{role} has no endpoint: set roles.{role}.endpoint to a run directory of `nemo-ext serve` or a "
-                "URL, or endpoint for all roles, or model to a folder"
+                "URL, or set endpoint for all roles, or set model to a model's folder"
             )
         variable = place.key_variable or (settings.key_variable if place.endpoint is None else None)
         if variable is not None and not os.environ.get(variable):
-            raise ValueError(f"roles.{role}.key_variable: the environment variable {variable} is not set")
+            raise ValueError(
+                f"roles.{role}.key_variable: the environment variable {variable} is not set; set it to the API key"
+            )
     if settings.endpoint is None and settings.served is not None:
         check_model(settings.served, ServingSettings.from_config(config), config)
     return settings, recipe, work
@@ -109,9 +113,9 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
         known, settings = settings_of(str(step.environment)), dict(step.settings)
         judged = isinstance(step, Verify) and step.judge is not None
         if judged and "judge" not in known:
-            raise ValueError(f"judge: {step.environment} does not use a judge: remove it")
+            raise ValueError(f"environment {step.environment} does not use a judge: remove judge")
         if known.get("judge") and not judged:
-            raise ValueError(f"judge: {step.environment} requires a judge: set it to a role")
+            raise ValueError(f"environment {step.environment} requires a judge: set judge to a role")
         check_keys(settings, tuple(known), required=(), where="settings")
         if not judged:
             environment = make(str(step.environment), settings)
@@ -169,7 +173,7 @@ class _Run:
                     for reason, count in counts.dropped.most_common(4)
                 )
                 why = dropped or f"the step makes none from its {counts.rows:,} input rows"
-                fail(f"steps.{name}: no rows remain: {why} (details: {rows.path.parent / _DONE})")
+                fail(f"steps.{name}: no rows remain: {why} (for details, see {rows.path.parent / _DONE})")
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(finished, read)
 

@@ -61,7 +61,9 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
             size += _words(record)
             context.counts.made += 1
     if first_error and not context.counts.made:
-        raise ValueError(f"outputs.{name}: no record is valid for {settings.kind}, the first: {first_error}")
+        raise ValueError(
+            f"outputs.{name}.record: no record is valid for kind={settings.kind}; first error: {first_error}"
+        )
     return size
 
 
@@ -76,7 +78,7 @@ def _words(value: Any) -> int:
 def _conversation(record: Row) -> None:
     sample = to_sample(record, id=str(record.get(ID, "")))
     if not any(message.role == "assistant" for message in sample.messages):
-        raise ValueError("expected a message with the role assistant")
+        raise ValueError("messages: expected at least one message with the role assistant")
 
 
 def _document(record: Row) -> None:
@@ -86,7 +88,7 @@ def _document(record: Row) -> None:
 
 def _prompt(record: Row) -> None:
     if not record.get("question") and not record.get("prompt"):
-        raise ValueError("question: expected a non-empty string")
+        raise ValueError("question or prompt: expected a non-empty string")
 
 
 def _task(record: Row) -> None:

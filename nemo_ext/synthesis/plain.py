@@ -61,7 +61,7 @@ def _expand(step: Expand, context: Context) -> Iterator[Row]:
             continue
         entries = context.value("rows", step.rows, context.names(row))
         if not isinstance(entries, list | tuple):
-            raise ValueError(f"steps.{context.name}.rows: row {row[ID]}: {str(entries)[:60]!r}: expected a list")
+            raise ValueError(f"steps.{context.name}.rows: row {row[ID]}: expected a list, not {str(entries)[:60]!r}")
         if not entries:
             context.drop(row, "nothing to expand")
         for number, entry in enumerate(entries):
@@ -94,7 +94,9 @@ def _group(step: Group, context: Context) -> Iterator[Row]:
             try:
                 members = [members[place] for place in sorted(range(len(members)), key=keys.__getitem__)]
             except TypeError as error:
-                raise ValueError(f"steps.{context.name}.order: row {name}: {error}") from None
+                raise ValueError(
+                    f"steps.{context.name}.order: the values in the group of row {name} cannot be sorted: {error}"
+                ) from None
         if step.into == "one":
             if members:
                 yield {**members[0], **new, ID: name}

@@ -97,7 +97,7 @@ def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
     """Return the first rows of the input, at most `count`; raise ValueError if there are none."""
     rows = Rows.from_paths(paths, None).first(count)
     if not rows:
-        raise ValueError(f"input={', '.join(paths)}: has no rows")
+        raise ValueError(f"input={', '.join(paths)} has no rows: choose files with at least one row")
     return [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows)]
 
 

@@ -280,7 +280,7 @@ class Group(Step):
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            raise ValueError("when: not supported by kind=group: use where")
+            raise ValueError("a step with kind=group does not support when: use where")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -430,7 +430,7 @@ class Recipe:
         """
         for key in ("roles", "steps", "outputs"):
             if not isinstance(config[key], Mapping):
-                raise ValueError(f"{key}={config[key]!r}: expected a section with names")
+                raise ValueError(f"{key}={config[key]!r}: expected a mapping from names to settings")
         roles = {str(name): checked(Role, role or {}, where=f"roles.{name}") for name, role in config["roles"].items()}
         known = [name for name, step in config["steps"].items() if isinstance(step, Mapping) and "kind" in step]
         steps = {str(name): _step(str(name), step, known) for name, step in config["steps"].items() if step is not None}
@@ -442,7 +442,7 @@ class Recipe:
             if output is not None
         }
         if not outputs:
-            raise ValueError("outputs is empty: add a file with its kind and record")
+            raise ValueError("outputs is empty: add an output with kind and record")
         recipe = cls(
             name=str(config["recipe"]), about=str(config["about"] or ""), roles=roles, steps=steps, outputs=outputs
         )
@@ -455,20 +455,20 @@ class Recipe:
             if role.like is not None and (role.like not in self.roles or self.roles[role.like].like is not None):
                 others = set(self.roles) - {name}
                 raise ValueError(
-                    f"roles.{name}.like={role.like}: not another role without `like`: {nearest(role.like, others)}"
+                    f"roles.{name}.like={role.like}: expected another role with no like: {nearest(role.like, others)}"
                 )
         for name, step in self.steps.items():
             where = f"steps.{name}"
             _check_name(where, name)
             if "id" in step.makes():
-                raise ValueError(f"{where}: the column id is reserved for the row's id: use another name")
+                raise ValueError(f"{where}: the column name id is reserved for the row's id; use another name")
             for role in step.roles():
                 if role not in self.roles:
                     raise ValueError(f"{where}: unknown role {role!r}: {nearest(role, self.roles)}")
             if isinstance(step, Group) and step.by not in multiply:
                 known = nearest(step.by, multiply) if multiply else "no earlier step does"
                 raise ValueError(
-                    f"{where}.by={step.by}: requires an earlier step that makes several rows of one: {known}"
+                    f"{where}.by={step.by}: expected an earlier step that makes several rows from one: {known}"
                 )
             for key, text in _entries(step, step.TEXTS):
                 TEMPLATES.check(f"{where}.{key}", text=text)
@@ -479,7 +479,7 @@ class Recipe:
         for name, output in self.outputs.items():
             _check_name(f"outputs.{name}", name)
             if output.of is not None and output.of not in self.steps:
-                raise ValueError(f"outputs.{name}.of={output.of}: unknown step: {nearest(output.of, self.steps)}")
+                raise ValueError(f"outputs.{name}.of: unknown step {output.of!r}: {nearest(output.of, self.steps)}")
             for key, value in _entries(output, ("record", "where", "once")):
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
@@ -499,7 +499,7 @@ class Recipe:
 
 def _check_name(where: str, name: str) -> None:
     if not name.replace("_", "").isalnum():
-        raise ValueError(f"{where}: a name may have only letters, digits and _")
+        raise ValueError(f"{where}: a name may contain only letters, digits and underscores")
 
 
 def _step(name: str, section: Any, known: Sequence[str]) -> Step:
@@ -507,10 +507,12 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
         raise ValueError(f"steps.{name}={section!r}: expected a section with keys")
     own = dict(section)
     if "kind" not in own:
-        raise ValueError(f"steps.{name}: unknown step, and a new step requires kind: {nearest(name, known)}")
+        raise ValueError(
+            f"steps.{name} is not a step of the recipe, and a new step requires kind: {nearest(name, known)}"
+        )
     kind = own.pop("kind")
     if kind not in KINDS:
-        raise ValueError(f"steps.{name}.kind={kind}: {nearest(str(kind), KINDS)}")
+        raise ValueError(f"steps.{name}.kind: unknown kind {kind!r}: {nearest(str(kind), KINDS)}")
     return checked(KINDS[kind], own, where=f"steps.{name}")
 
 

@@ -27,6 +27,10 @@ _AT_ONCE = 64
 _WRONG = "reference: "
 
 
+class NoVerdicts(TooManyDead):
+    """Raised if too many rows have no verdict."""
+
+
 @dataclass(kw_only=True)
 class Verifying:
     """Execution of a step that verifies answers.
@@ -52,7 +56,7 @@ class Verifying:
 
         Raises:
             ValueError: an environment is unknown, or its judge cannot be reached.
-            TooManyDead: more rows have no verdict than `work.max_dead` allows.
+            NoVerdicts: more rows have no verdict than `work.max_dead` allows.
             Fooled: the judge accepted too many canaries.
         """
         record, journal = (self.context.folder / OWN / name for name in ("verified.json", "verdicts.jsonl"))
@@ -85,7 +89,12 @@ class Verifying:
                 yield new_row
         failed = self.context.counts.dropped["no verdict"]
         if failed > self.work.max_dead * len(self.context.rows):
-            raise TooManyDead(f"the first: {self.context.counts.examples['no verdict'][0]}")
+            raise NoVerdicts(
+                f"steps.{self.context.name}: {failed:,} of {len(self.context.rows):,} rows have no verdict, more than "
+                f"synthesize.max_dead={self.work.max_dead:g} allows; the first is row "
+                f"{self.context.counts.examples['no verdict'][0]}; fix the cause and rerun the same command to verify "
+                "these rows again, or raise synthesize.max_dead"
+            )
         self.context.counts.numbers |= count_canaries(canaries, planted, fooled, self.context)
 
     def _known(self, journal: Path) -> dict[str, dict[str, Any]]:
@@ -108,13 +117,13 @@ class Verifying:
                 while len(running) > most:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     failed = [error for task in done if (error := task.exception()) is not None]
-                    if failed:
-                        raise failed[0]
-                    for verdict in (task.result() for task in done):
+                    for verdict in (task.result() for task in done if task.exception() is None):
                         file.write(json_line(verdict))
                         known[verdict[ID]] = verdict
                         advance(1)
                     file.flush()
+                    if failed:
+                        raise failed[0]
 
             advance(len(known))
             try:
@@ -165,7 +174,7 @@ class Verifying:
             return Verdict.error(f"{_WRONG}{error}")
         parsed = said(str(parts["answer"] or ""), parts["reasoning"], parts["tool_calls"] or [])
         turn = await episodes.turn(Episode(task=task, thinking_opened=False), parsed.response, parsed.unreadable)
-        return turn.verdict or Verdict.error("the environment holds conversations: use a step with kind=converse")
+        return turn.verdict or Verdict.error(f"environment {name} holds conversations: use a step with kind=converse")
 
     async def _episodes_of(self, name: str, row: str) -> Episodes:
         if name not in self._episodes:

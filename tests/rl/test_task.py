@@ -48,10 +48,13 @@ def test_format_rewards_use_the_mode_of_the_prompt(template: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (5, "reward must be a name, or a mapping with a name, not 5"),
-        ({"name": ["outcome"]}, "unknown name ['outcome']"),
-        ({"name": "domyn_math", "max_tokens": 0}, "reward (domyn_math): "),
-        ({"name": "accuracy_format", "format_weight": float("inf")}, "reward (accuracy_format): "),
+        (5, "reward must be the name of a reward, or a mapping with the key name, not 5"),
+        ({"name": ["outcome"]}, "unknown reward ['outcome']"),
+        ({"name": "domyn_math", "max_tokens": 0}, "reward: invalid settings of reward domyn_math: "),
+        (
+            {"name": "accuracy_format", "format_weight": float("inf")},
+            "reward: invalid settings of reward accuracy_format: ",
+        ),
     ],
 )
 def test_an_impossible_reward_is_refused_at_once(given: Any, said: str) -> None:
@@ -61,5 +64,5 @@ def test_an_impossible_reward_is_refused_at_once(given: Any, said: str) -> None:
 
 def test_a_reward_that_reads_the_reference_requires_it() -> None:
     reward_of("genrm_training").check({"ranking": 2})
-    with pytest.raises(ValueError, match="reads ranking"):
+    with pytest.raises(ValueError, match="reward requires ranking"):
         reward_of("genrm_training").check({"answer": "5"})

@@ -16,6 +16,11 @@ from typing import Any, cast
 import pytest
 
 from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.rl.verdict import Verdict
+from nemo_ext.synthesis.context import Context
+from nemo_ext.synthesis.rows import FirstRows
+from nemo_ext.synthesis.settings import Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
@@ -185,8 +190,8 @@ def test_rows_that_fail_are_named(
 
 
 WRONG = {
-    "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
-    "steps.frist.max_tokens=9": "steps.frist: unknown step, and a new step requires kind: did you mean 'first'",
+    "steps.first.kind=aks": "steps.first.kind: unknown kind 'aks': did you mean 'ask'",
+    "steps.frist.max_tokens=9": "steps.frist is not a step of the recipe, and a new step requires kind: did you",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
@@ -198,14 +203,14 @@ WRONG = {
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
     "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
-    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge requires a judge",
+    "steps.check={kind: verify, environment: judge}": "steps.check: environment judge requires a judge: set judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
-    "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
+    "outputs.documents.of=kep": "outputs.documents.of: unknown step 'kep'",
     "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
     "outputs.documents=null": "outputs is empty",
     "roles.judge.like=teach": "roles.judge.like=teach",
     "synthesize.max_ded=1": "max_ded",
-    "steps.first.columns={id: answer}": "steps.first: the column id is reserved",
+    "steps.first.columns={id: answer}": "steps.first: the column name id is reserved",
     "steps.first.when=[true] | random": "steps.first.when",
     "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
     "recipe=verified_trace": "recipe=verified_trace: no such recipe: did you mean 'verified_traces'",
@@ -445,6 +450,24 @@ def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     assert journal.read_bytes() == whole
 
 
+def test_verdicts_that_arrive_with_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def verdict(self: Verifying, row: Mapping[str, Any]) -> Verdict:
+        if row["id"] == "b":
+            raise ValueError("row b names no environment")
+        return Verdict.correct()
+
+    monkeypatch.setattr(Verifying, "_verdict", verdict)
+    (tmp_path / OWN).mkdir()
+    context = Context(name="check", folder=tmp_path, rows=FirstRows([{"id": name} for name in "abc"]), seed=1)
+    verifying = Verifying(step=Verify(), context=context, judge=None, work=WorkSettings())
+
+    with pytest.raises(ValueError, match="row b"):
+        list(verifying.rows("identity"))
+
+    journal = (tmp_path / OWN / "verdicts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["id"] for line in journal} == {"a", "c"}
+
+
 def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     away = True
 
@@ -459,7 +482,7 @@ def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own
     words = [*own(recipe, 6), f"roles.teacher.endpoint={model(echo).url}", f"roles.judge.endpoint={model(judge).url}"]
     words += ["outputs.documents.record.text=first"]
     code, output = synthesize(*words)
-    assert code == 1 and "second" in output
+    assert code == 1 and "steps.second: " in output and " rows have no verdict, more than synthesize.max_dead" in output
 
     away = False
     code, output = synthesize(*words)
@@ -500,7 +523,7 @@ def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, ow
 
     assert (
         code == 2
-        and "outputs.../evil: a name may have only letters" in output
+        and "outputs.../evil: a name may contain only letters" in output
         and not (tmp_path / "evil.jsonl").exists()
     )
 

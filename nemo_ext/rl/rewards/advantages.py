@@ -74,7 +74,9 @@ def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDAr
 def _finite(rewards: npt.ArrayLike) -> Array:
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim == 0 or values.shape[-1] == 0:
-        raise ValueError(f"rewards must be [..., responses] with at least one response, not of shape {values.shape}")
+        raise ValueError(
+            f"rewards must have shape [..., responses] with at least one response, not {list(values.shape)}"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite: {int((~np.isfinite(values)).sum())} of {values.size} are not")
     return values

@@ -36,9 +36,9 @@ class Judgement:
     def __post_init__(self) -> None:
         for score in self.helpfulness:
             if not LEAST_HELPFUL <= score <= MOST_HELPFUL:
-                raise ValueError(f"helpfulness={score}: expected {LEAST_HELPFUL} to {MOST_HELPFUL}")
+                raise ValueError(f"helpfulness={score}: expected a score from {LEAST_HELPFUL} to {MOST_HELPFUL}")
         if not FIRST_SUPERIOR <= self.ranking <= SECOND_SUPERIOR:
-            raise ValueError(f"ranking={self.ranking}: expected {FIRST_SUPERIOR} to {SECOND_SUPERIOR}")
+            raise ValueError(f"ranking={self.ranking}: expected a ranking from {FIRST_SUPERIOR} to {SECOND_SUPERIOR}")
 
     @property
     def scores(self) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[i
         ValueError: `size` is negative.
     """
     if size < 0:
-        raise ValueError(f"a group cannot have {size} responses")
+        raise ValueError(f"a group must have at least 0 responses, not {size}")
     circle = [(one, (one + 1) % size) for one in range(size)] if size > 1 else []
     if both_orders:
         circle = [pair for one, other in circle for pair in ((one, other), (other, one))]
@@ -152,7 +152,7 @@ def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
         return ()
     least, most = min(lengths), max(lengths)
     if least < 0:
-        raise ValueError(f"lengths must be at least 0, not {least}")
+        raise ValueError(f"lengths of responses must be at least 0, not {least}")
     if least == most:
         return (0.0,) * len(lengths)
     weights = [1 - (length - least) / (most - least) for length in lengths]
@@ -217,7 +217,7 @@ def control_lengths(
     judged = tuple(judged or (True,) * size)
     for name, lengths in (("thinking", thinking_lengths), ("answer", answer_lengths)):
         if len(lengths) != size:
-            raise ValueError(f"{size} responses, but {len(lengths)} {name} lengths")
+            raise ValueError(f"a group of {size} responses requires {size} {name} lengths, not {len(lengths)}")
     thinking = length_weights(thinking_lengths)
     longest = max(answer_lengths, default=0)
     answer = length_weights([length or longest for length in answer_lengths])

@@ -59,14 +59,18 @@ def combine(components: Sequence[Component], values: Mapping[str, float]) -> Rew
     """
     names = [component.name for component in components]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"reward components: duplicate name {', '.join(sorted(twice))}")
+        raise ValueError(
+            f"reward components must have distinct names, but these occur twice: {', '.join(sorted(twice))}"
+        )
     for name in values:
         if name not in names:
-            raise ValueError(f"reward components: unknown name {name!r}: {nearest(name, names)}")
+            raise ValueError(f"unknown reward component {name!r}: {nearest(name, names)}")
     parts = {}
     for component in components:
         if component.name not in values:
-            raise ValueError(f"reward component {component.name!r}: no value among {sorted(values)}")
+            raise ValueError(
+                f"reward component {component.name!r} has no value: values are given only for {sorted(values)}"
+            )
         value = values[component.name]
         # NaN passes through min and max, and a single one makes all advantages of its group NaN.
         if math.isnan(value):

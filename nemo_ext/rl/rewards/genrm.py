@@ -131,6 +131,9 @@ def true_judgement(helpfulness: tuple[float | None, float | None], ranking: floa
     Raises:
         ValueError: a score is out of range.
     """
+    for key, score in zip(_KEYS, helpfulness, strict=False):
+        if score is not None and not LEAST_HELPFUL <= score <= MOST_HELPFUL:
+            raise ValueError(f"{key}={score}: expected a score from {LEAST_HELPFUL} to {MOST_HELPFUL}")
     first, second = (LEAST_HELPFUL if score is None else score for score in helpfulness)
     return Judgement(helpfulness=(first, second), ranking=ranking)
 
@@ -144,14 +147,14 @@ def _judgement(text: str) -> Judgement | None:
         return None
     try:
         record = strict_json(text)
-        first, second, ranking = (_number(record[key]) for key in _KEYS)
+        first, second, ranking = (_number(key, record[key]) for key in _KEYS)
         return Judgement(helpfulness=(first, second), ranking=ranking)
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
-def _number(value: Any) -> float:
+def _number(key: str, value: Any) -> float:
     # bool is a subclass of int, but true does not mean 1 here.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a number, not {value!r}")
+        raise ValueError(f"the judge's {key} must be a number, not {value!r}")
     return value

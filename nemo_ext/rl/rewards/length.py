@@ -44,6 +44,6 @@ def overlong_mask(responses: Iterable[Response]) -> list[bool]:
 
 def _check(tokens: int, max_tokens: int) -> None:
     if tokens < 0:
-        raise ValueError(f"tokens must not be negative, not {tokens}")
+        raise ValueError(f"tokens must be at least 0, not {tokens}")
     if max_tokens <= 0:
         raise ValueError(f"max_tokens must be positive, not {max_tokens}")

@@ -61,7 +61,9 @@ class NamedReward:
     def check(self, reference: Mapping[str, Any]) -> None:
         """Raise ValueError if a task's reference does not have a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
-            raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is missing")
+            raise ValueError(
+                f"reference: the environment's reward requires {', '.join(missing)}; add it, or choose another reward"
+            )
 
 
 def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
@@ -71,11 +73,11 @@ def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
         ValueError: the reward or one of its arguments is unknown, or an argument is invalid.
     """
     if setting is not None and not isinstance(setting, str | Mapping):
-        raise ValueError(f"{where} must be a name, or a mapping with a name, not {setting!r}")
+        raise ValueError(f"{where} must be the name of a reward, or a mapping with the key name, not {setting!r}")
     settings = {"name": setting} if isinstance(setting, str) else dict(setting or {"name": "outcome"})
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in _REWARDS:
-        raise ValueError(f"{where}: unknown name {name!r}: {nearest(str(name), _REWARDS)}")
+        raise ValueError(f"{where}: unknown reward {name!r}: {nearest(str(name), _REWARDS)}")
     function, known, counts_tokens = _REWARDS[name]
     check_keys(settings, known, required=(), where=f"{where} ({name})")
     for key, value in settings.items():
@@ -89,7 +91,7 @@ def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
     try:  # checks that only the reward itself can make
         score(Verdict.correct(), Response(text="", tokens=0), Facts(reference=reference))
     except ValueError as error:
-        raise ValueError(f"{where} ({name}): {error}") from None
+        raise ValueError(f"{where}: invalid settings of reward {name}: {error}") from None
     return NamedReward(score, counts_tokens, tuple(reference))
 
 

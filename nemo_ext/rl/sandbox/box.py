@@ -137,7 +137,7 @@ class Nursery:
                         socket.send_fds(self._connection(), [b"+"], [inside.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"sandbox: {self._python}: {error}") from error
+                raise SandboxError(f"sandbox: cannot start the interpreter {self._python}: {error}") from error
         return ours
 
     def close(self) -> None:
@@ -213,7 +213,9 @@ class Box:
             self._send(header, [], _STARTING_SECONDS)
             answer, _ = self._receive()
             if "failure" in answer:
-                raise SandboxError(answer["failure"])
+                if namespaces:
+                    raise SandboxError(answer["failure"])  # why there are no namespaces, for `describe`
+                raise SandboxError(f"sandbox: programs cannot be confined without namespaces: {answer['failure']}")
             self.isolation = Isolation(**answer["isolation"])
             with suppress(OSError):
                 self._supervisor = os.pidfd_open(answer["process"])
@@ -245,7 +247,7 @@ class Box:
             SandboxError: g++ is not installed.
         """
         if self._settings.compiler is None:
-            raise SandboxError("C++ programs need g++, which is not on PATH: install it (`apt-get install g++`)")
+            raise SandboxError("C++ programs require g++, which is not on PATH: install it (`apt-get install g++`)")
         header = {"operation": "compile_cpp", "compiler": [self._settings.compiler, *options]}
         return self._run({**header, "limits": asdict(limits)}, _encoded(source), limits)
 
@@ -323,7 +325,7 @@ class Box:
         with _sandbox_errors():
             answer = wire.receive(self._host)
         if answer is None:
-            raise SandboxError("sandbox: the supervisor has exited")
+            raise SandboxError("sandbox: the supervisor of the program exited without a reply")
         return answer
 
 
@@ -359,6 +361,8 @@ def _sandbox_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise SandboxError("sandbox: the supervisor does not respond") from None
+        raise SandboxError(
+            "sandbox: the supervisor of the program did not reply in time; on a busy machine, lower concurrency"
+        ) from None
     except OSError as error:
-        raise SandboxError(f"sandbox: the supervisor has exited: {error}") from None
+        raise SandboxError(f"sandbox: the supervisor of the program exited: {error}") from None

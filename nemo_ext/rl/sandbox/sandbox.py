@@ -55,11 +55,13 @@ class Sandbox:
         if isolation not in KINDS:
             raise ValueError(f"isolation: unknown kind {isolation!r}: {nearest(str(isolation), KINDS)}")
         if strict and isolation == "processes":
-            raise ValueError("isolation='processes' never uses namespaces, which strict=True requires")
+            raise ValueError(
+                "isolation=processes never uses namespaces, which strict=true requires: remove one of the two"
+            )
         if concurrency is not None:
             checked_whole("concurrency", concurrency, least=1)
         if queue_seconds is not None and not queue_seconds > 0:
-            raise ValueError(f"queue_seconds must be a positive number or none, not {queue_seconds!r}")
+            raise ValueError(f"queue_seconds must be a positive number or null, not {queue_seconds!r}")
         self.limits = limits or Limits()
         self.concurrency = concurrency or len(os.sched_getaffinity(0))
         self._gate = _Gate(self.concurrency)
@@ -94,7 +96,7 @@ class Sandbox:
                     raise SandboxError(
                         f"sandbox: namespaces are not available: {error}. Allow user namespaces (sysctl "
                         "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in containers a "
-                        "seccomp profile that allows unshare and mount), or run without: strict=False, isolation: auto"
+                        "seccomp profile that allows unshare and mount), or run without: strict=false, isolation=auto"
                     ) from error
                 why_not = str(error)
         return self._try(namespaces=False, why_not=why_not)
@@ -104,7 +106,9 @@ class Sandbox:
             box.compile_python("print(6 * 7)", self.limits)
             run = box.run(b"", self.limits)
             if run.stdout != b"42\n":
-                raise SandboxError(f"sandbox: the test program failed: {run}: {run.stderr.decode()!r}")
+                raise SandboxError(
+                    f"sandbox: no program can be run here: the test program failed ({run}, {run.stderr.decode()!r})"
+                )
             return box.isolation
 
     def session(self, work: Callable[[Box], T]) -> T:
@@ -156,7 +160,9 @@ class Sandbox:
             threading.Thread(target=run, name="sandbox", daemon=True).start()
         except RuntimeError as error:  # the process has too many threads
             self._gate.leave()
-            raise SandboxError(f"no thread can be started for a program: {error}") from error
+            raise SandboxError(
+                f"sandbox: no thread can be started for a program ({error}): lower concurrency"
+            ) from error
         try:
             return await asyncio.shield(asyncio.wrap_future(done))
         except asyncio.CancelledError:

@@ -35,7 +35,7 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
         ValueError: the generator is unknown, or a number is out of range.
     """
     if name not in GENERATORS:
-        raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
+        raise ValueError(f"unknown task generator {name!r}: {nearest(name, GENERATORS)}")
     checked_whole("count", count, least=0)
     made: Iterator[Task] = importlib.import_module(GENERATORS[name]).tasks(count, seed=seed, level=level, **settings)
     return made
@@ -53,6 +53,6 @@ def indexed_levels(count: int, level: int | None, levels: int) -> Iterator[tuple
         ValueError: the level is out of range.
     """
     if level is not None and checked_whole("level", level, least=1) > levels:
-        raise ValueError(f"level={level}: expected 1 to {levels}")
+        raise ValueError(f"level={level}: expected a level from 1 to {levels}")
     for index in range(count):
         yield index, index % levels + 1 if level is None else level

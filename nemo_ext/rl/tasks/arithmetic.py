@@ -36,10 +36,12 @@ def tasks(
         ValueError: the level or format is unknown, or `largest` is below 1.
     """
     if format not in _ASKED:
-        raise ValueError(f"settings.format: unknown {format!r}: {nearest(str(format), _ASKED)}")
+        raise ValueError(f"settings.format: unknown format {format!r}: {nearest(str(format), _ASKED)}")
     checked_whole("settings.largest", largest, least=1)
     if largest != 9 and level not in (None, 1):
-        raise ValueError(f"settings.largest={largest} applies only to level=1, not to level={level}")
+        raise ValueError(
+            f"settings.largest={largest} applies only to level=1, not to level={level}: remove one of them"
+        )
     for index, task_level in indexed_levels(count, level, LEVELS):
         question, _, answer = _problem(seed, task_level, index, largest)
         yield Task(

@@ -55,7 +55,7 @@ def _generated(config: TaskSettings) -> list[Task]:
             generate(str(config.generator), config.count or COUNT, seed=config.seed, level=config.level, **settings)
         )
     except TypeError as error:
-        raise ValueError(f"settings={settings}: {error}") from None
+        raise ValueError(f"settings={settings} do not suit generator={config.generator}: {error}") from None
 
 
 def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:
@@ -72,8 +72,8 @@ def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:
             f"without={', '.join(files)}: the prompts of all {len(tasks):,} tasks occur in these files; raise count"
         )
     print(
-        f"skipped: {len(tasks) - len(new):,} of {len(tasks):,} tasks, whose prompts occur in the {known:,} prompts of "
-        f"without or in an earlier task"
+        f"skipped: {len(tasks) - len(new):,} of {len(tasks):,} tasks, whose prompts occur in an earlier task or among "
+        f"the {known:,} prompts of the files in without"
     )
     return new
 
@@ -85,7 +85,10 @@ def _from_records(settings: TaskSettings) -> list[Task]:
         print(f"skipped: {report.summary()}")
     if not tasks:
         files = ", ".join(settings.records)
-        raise ValueError(f"records={files}: none of the {report.records:,} records can be made into a task")
+        raise ValueError(
+            f"records={files}: none of the {report.records:,} records can be made into a task for "
+            f"environment={settings.environment}; choose other files"
+        )
     return tasks
 
 
@@ -109,7 +112,9 @@ def judged_comparison(task: Task) -> Sample:
         ValueError: the task's reference does not have all scores.
     """
     if missing := [key for key in SCORES if task.reference.get(key) is None]:
-        raise ValueError(f"solutions: {task.id} has no {', '.join(missing)}: use records with all scores")
+        raise ValueError(
+            f"solutions: task {task.id} has no {', '.join(missing)}: use records with all scores, or remove solutions"
+        )
     answer = json.dumps({key: task.reference[key] for key in SCORES})
     messages = (*task.prompt, Message(role="assistant", content=answer))
     return Sample(id=task.id, messages=messages, task=task.domain, thinking=task.thinking)

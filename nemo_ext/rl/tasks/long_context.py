@@ -44,7 +44,7 @@ def needles(
     """
     _check(1, 8, keys=keys, values=values, asked=asked)
     if asked > keys:
-        raise ValueError(f"settings.asked={asked}: more than keys={keys}")
+        raise ValueError(f"settings.asked={asked}: must be at most settings.keys={keys}")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "needles", keys, values, asked, "sentences", tokens, number)
         places = random.permutation(len(ADJECTIVES) * len(NOUNS))[:keys]
@@ -164,7 +164,7 @@ def deliveries(
     """
     _check(3, 8, towns=towns)
     if asked not in ("order", "total"):
-        raise ValueError(f"settings.asked: unknown {asked!r}: {nearest(str(asked), ('order', 'total'))}")
+        raise ValueError(f"settings.asked: unknown kind {asked!r}: {nearest(str(asked), ('order', 'total'))}")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "deliveries", towns, asked, tokens, number)
         chosen = [TOWNS[place] for place in random.permutation(len(TOWNS))[:towns]]
@@ -196,7 +196,7 @@ def deliveries(
 def _check(least: int, most: int, **settings: int) -> None:
     for key, value in settings.items():
         if checked_whole(f"settings.{key}", value, least=least) > most:
-            raise ValueError(f"settings.{key}={value}: expected {least} to {most}")
+            raise ValueError(f"settings.{key}={value}: expected a whole number from {least} to {most}")
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:

@@ -275,9 +275,9 @@ def tasks(
     Raises:
         ValueError: the level or style is unknown, or there are fewer than two tests.
     """
-    checked_whole("tests", tests, least=2)
+    checked_whole("settings.tests", tests, least=2)
     if style not in (None, "function", "stdin"):
-        raise ValueError(f"style must be function, stdin or none, not {style!r}")
+        raise ValueError(f"settings.style must be function, stdin or null, not {style!r}")
     for index, chosen in indexed_levels(count, level, LEVELS):
         # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)

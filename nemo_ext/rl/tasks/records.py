@@ -33,7 +33,9 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
         ValueError: the environment does not support tasks from records, or a file cannot be read.
     """
     if environment not in _READERS:
-        raise ValueError(f"environment: no tasks from records for {environment!r}: {nearest(environment, _READERS)}")
+        raise ValueError(
+            f"environment={environment!r}: tasks cannot be made from records for it: {nearest(environment, _READERS)}"
+        )
     source = ConversationSource(name=environment, path=tuple(paths))
     seen: set[str] = set()
     for part in source.parts(max_documents=_RECORDS, max_size=_BYTES):
@@ -80,17 +82,17 @@ def _comparison(record: Mapping[str, Any]) -> Task:
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise FormatError("messages: expected a list of messages")
-    if [message.get("role") for message in messages[-2:]] != list(ROLES):
-        raise FormatError(f"messages: expected the roles {' and '.join(ROLES)} at the end")
+    if (last := [message.get("role") for message in messages[-2:]]) != list(ROLES):
+        raise FormatError(f"messages: the last two roles must be {' and '.join(ROLES)}, not {last}")
     identifier = value_at(record, "id")
     if not isinstance(identifier, str) or not identifier:
-        raise FormatError(f"id={identifier!r}: expected a string")
+        raise FormatError(f"id={identifier!r}: expected a non-empty string")
     answers = [{**message, "role": "assistant"} for message in messages[-2:]]
     *prompt, first, second = to_sample(
         {"messages": [*messages[:-2], *answers]}, id=identifier, format="openai"
     ).messages
     if not prompt or not prompt[-1].content.strip():
-        raise FormatError("messages: no prompt before the responses")
+        raise FormatError("messages: expected a non-empty prompt before the two responses")
     task = record.get("task") or "genrm"
     if not isinstance(task, str):
         raise FormatError(f"task={task!r}: expected a string")

@@ -130,10 +130,10 @@ class _Call:
         return Test(input=call, expected=expected, tolerance=self.tolerance)
 
 
-def _asserts(test: Any, where: str) -> Test:
-    """Parse a test that consists of Python statements; `where` names it in error messages."""
+def _asserts(test: Any, index: int) -> Test:
+    """Parse the reference's test number `index`, which consists of Python statements."""
     if not isinstance(test, str) or not test.strip():
-        raise ValueError(f"{where} must be Python statements, not {test!r:.80}")
+        raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
     return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
 
 
@@ -148,10 +148,10 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
         if raw.language != "python":
             raise ValueError(f"reference.language must be python for style function, not {raw.language!r}")
         if not (raw.function or "").isidentifier():
-            raise ValueError(f"reference.function must be the function's name, not {raw.function!r}")
+            raise ValueError(f"reference.function must be the name of the function to test, not {raw.function!r}")
     elif raw.function is not None:
         raise ValueError(
-            f"reference.function={raw.function!r} applies only to style function, not to style {raw.style}"
+            f"reference.function={raw.function!r} applies only to style function, not to style {raw.style}: remove it"
         )
     elif raw.style == "asserts" and raw.language != "python":
         raise ValueError(f"reference.language must be python for style asserts, not {raw.language!r}")
@@ -163,7 +163,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     limits = raw.limits or {}
     Limits().changed(limits, "reference.limits")
     if raw.style == "asserts":
-        tests = [_asserts(test, f"reference.tests[{index}]") for index, test in enumerate(raw.tests)]
+        tests = [_asserts(test, index) for index, test in enumerate(raw.tests)]
         return Reference(language="python", function=_ASSERTS, tests=tuple(tests), asserts=True, limits=limits)
     kind: type[_Call | _Lines] = _Call if raw.style == "function" else _Lines
     tests = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(raw.tests)]
@@ -224,7 +224,7 @@ def environment(
         ValueError: a setting is invalid.
         SandboxError: `strict` is set and namespaces are not available.
     """
-    checked_whole("max_tests", max_tests, least=1)
+    checked_whole("environment code: max_tests", max_tests, least=1)
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
         concurrency=concurrency,

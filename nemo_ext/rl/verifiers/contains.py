@@ -44,12 +44,12 @@ class Reference:
 
     def __post_init__(self) -> None:
         for key in ("answers", "wrong"):
-            if not all(map(normal, getattr(self, key))):
-                raise ValueError(f"{key}: expected non-empty strings")
+            if not all(map(normal, strings := getattr(self, key))):
+                raise ValueError(f"reference.{key}={list(strings)!r}: expected non-empty strings")
         if not self.answers:
-            raise ValueError("answers: expected at least one string")
+            raise ValueError("reference.answers: expected at least one string")
         if both := set(map(normal, self.answers)) & set(map(normal, self.wrong)):
-            raise ValueError(f"wrong: {min(both)!r} is also one of the answers")
+            raise ValueError(f"reference.wrong: {min(both)!r} is also in reference.answers; remove it from one of them")
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
@@ -103,7 +103,7 @@ def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
     Raises:
         ValueError: a setting is out of range.
     """
-    checked_whole("max_characters", max_characters, least=1)
+    checked_whole("environment contains: max_characters", max_characters, least=1)
     return Environment(name="contains", check=check, verify=functools.partial(verify, max_characters=max_characters))
 
 

@@ -67,7 +67,7 @@ def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> 
     """
     parsed = checked(Reference, reference, where="reference", strict=True)
     if not (parsed.rubric or rubric).strip():
-        raise ValueError("reference.rubric is missing: give one here or in the environment's settings")
+        raise ValueError("reference.rubric is missing: set it, or set rubric in the settings of environment graded")
     return Reference(
         question=parsed.question, rubric=parsed.rubric or rubric, best=parsed.best or best, answer=parsed.answer
     )
@@ -93,10 +93,10 @@ def environment(
         ValueError: a setting is invalid; the message names it.
     """
     if not isinstance(rubric, str):
-        raise ValueError(f"rubric={rubric!r}: expected a string")
-    if checked_whole("best", best, least=1) > 1000:
-        raise ValueError(f"best={best}: expected 1 to 1000")
-    checked_whole("max_answer_characters", max_answer_characters, least=1)
+        raise ValueError(f"environment graded: rubric must be a string, not {rubric!r}")
+    if checked_whole("environment graded: best", best, least=1) > 1000:
+        raise ValueError(f"environment graded: best must be at most 1000, not {best}")
+    checked_whole("environment graded: max_answer_characters", max_answer_characters, least=1)
     grader = make_judge(judge)
     return Environment(
         name="graded",
@@ -118,7 +118,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
     content = question(answer, reference)
     judged = await judge.ask([{"role": "user", "content": content}], functools.partial(parse_grade, best=best))
     if judged.value is None:
-        return Verdict.error(f"judge: {judged.problem}")
+        return Verdict.error(f"the judge gave no grade: {judged.problem}")
     grade = f"{judged.value}/{best}"
     if judged.value == best:
         return Verdict.correct(grade)

@@ -232,7 +232,7 @@ def _json(answer: str) -> bool:
         text = re.sub(r"\A```(?:json)?", "", text, flags=re.IGNORECASE).removesuffix("```")
 
     def refuse(word: str) -> None:
-        raise ValueError(word)
+        raise ValueError(f"{word} is not JSON")
 
     try:
         return isinstance(json.loads(text, parse_constant=refuse), dict | list)

@@ -51,13 +51,13 @@ class Instruction:
 
     def __post_init__(self) -> None:
         if self.id not in RULES:
-            raise ValueError(f"reference.instructions: unknown id {self.id!r}: {nearest(self.id, RULES)}")
+            raise ValueError(f"unknown instruction id {self.id!r}: {nearest(self.id, RULES)}")
         # Tables have a column for each parameter of any rule, empty in rows of other rules.
         rule = RULES[self.id]
         given = {
             key: _composed(value) for key, value in self.kwargs.items() if value is not None and key not in rule.ignored
         }
-        made = checked(rule.parameters, given, where=f"reference.instructions: {self.id}: kwargs", strict=True)
+        made = checked(rule.parameters, given, where=f"kwargs of {self.id!r}", strict=True)
         object.__setattr__(self, "kwargs", dict(made))
 
     def says(self) -> str:
@@ -107,7 +107,7 @@ def verify(
             example = published.InputExample(key=0, instruction_id_list=list(ids), prompt="", kwargs=list(kwargs))
             followed = published.test_instruction_following_strict(example, answer).follow_instruction_list
         except Exception as error:  # its checkers raise on some answers
-            return Verdict.error(f"lm-evaluation-harness: {type(error).__name__}: {error}"[:200])
+            return Verdict.error(f"lm-evaluation-harness's checker raised {type(error).__name__}: {error}"[:200])
         return _verdict([name for name, follows in zip(ids, followed, strict=True) if not follows], reference)
     if not re.search(r"\w", answer):
         return Verdict.wrong("no answer")
@@ -141,7 +141,7 @@ def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False
     Raises:
         ValueError: a setting is invalid, or the published checkers or their data are not installed.
     """
-    checked_whole("max_characters", max_characters, least=1)
+    checked_whole("environment instructions: max_characters", max_characters, least=1)
     return Environment(
         name="instructions",
         check=check,
@@ -158,11 +158,11 @@ def _published() -> Any:
         from lm_eval.tasks.ifeval import utils
     except ImportError as error:
         raise ValueError(
-            f"the published checkers of IFEval require: pip install 'nemo_ext[harness]' ({error})"
+            f"IFEval's published checkers are not installed ({error}): run pip install 'nemo_ext[harness]'"
         ) from None
     except LookupError:
         raise ValueError(
-            "the published checkers of IFEval require NLTK data: run python -m nltk.downloader punkt_tab "
+            "IFEval's published checkers require NLTK data: run python -m nltk.downloader punkt_tab "
             "(offline, copy its folder to NLTK_DATA/tokenizers)"
         ) from None
     DetectorFactory.seed = 0  # otherwise the language of a short text is random

@@ -66,7 +66,7 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
     Raises:
         ValueError: a setting is invalid; the message names it.
     """
-    checked_whole("max_answer_characters", max_answer_characters, least=1)
+    checked_whole("environment judge: max_answer_characters", max_answer_characters, least=1)
     grader = make_judge(judge)
     return Environment(
         name="judge",
@@ -91,7 +91,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
         return Verdict.wrong(f"longer than {max_answer_characters} characters")
     judged = await judge.ask([{"role": "user", "content": question(answer, reference)}], parse_verdict)
     if judged.value is None:
-        return Verdict.error(f"judge: {judged.problem}", answer)
+        return Verdict.error(f"the judge gave no verdict: {judged.problem}", answer)
     return Verdict.correct(answer) if judged.value else Verdict.wrong("judged incorrect", answer)
 
 

@@ -104,7 +104,7 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
         except UnknownNotation:
             pass  # math-verify may know it
     if refused:
-        raise ValueError(f"reference.answer={parsed.answer[:80]!r}: expected an expression: {refused}")
+        raise ValueError(f"reference.answer={parsed.answer[:80]!r} cannot be read as an expression: {refused}")
     return Reference(answer=text, format=parsed.format)
 
 
@@ -151,7 +151,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
     try:
         reason = pool.call(expected, answer)
     except WorkerError as error:
-        return Verdict.error(str(error), shown)
+        return Verdict.error(f"the answer cannot be compared with the reference: {error}", shown)
     return Verdict.wrong(reason, shown) if reason else Verdict.correct(shown)
 
 
@@ -185,8 +185,8 @@ def environment(
         ValueError: a setting is out of range, or math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("the environment math requires math-verify: pip install math-verify")
-    checked_whole("max_length", max_length, least=1)
+        raise ValueError("environment math requires math-verify: run pip install math-verify")
+    checked_whole("environment math: max_length", max_length, least=1)
     pool = WorkerPool(f"{__name__}:difference", time_limit=time_limit, workers=workers, memory=memory)
     verifying = functools.partial(verify, pool=pool, max_length=max_length)
     if math_verify:

@@ -182,7 +182,7 @@ def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
             position += 1
             continue
         if match is None:
-            raise UnknownNotation(f"unexpected {text[position : position + 20]!r}")
+            raise UnknownNotation(f"unexpected characters {text[position : position + 20]!r}")
         position, kind, this = match.end(), match.lastgroup or "", match[0]
         if match["space"]:
             spaced = True
@@ -253,9 +253,9 @@ def read(text: str, *, grouped: bool = True) -> Node:
         parser = _Parser(_tokens(text, grouped=grouped))
         tree = parser.answer()
         if parser.peek() is not None:
-            raise UnknownNotation(f"unexpected {parser.peek()!r}")
+            raise UnknownNotation(f"unexpected {parser.peek()!r} after the expression")
     except RecursionError:
-        raise UnknownNotation("nested too deeply") from None
+        raise UnknownNotation("the expression is nested too deeply") from None
     return tree
 
 
@@ -272,7 +272,7 @@ def number(text: str) -> Node:
     mantissa, _, exponent = text.lower().partition("e")
     power = int(exponent or 0)
     if abs(power) > 10_000:
-        raise UnknownNotation(f"exponent of {text} is too large")
+        raise UnknownNotation(f"the exponent of {text} is too large")
     decimals = len(mantissa.partition(".")[2]) - power if "." in mantissa else None
     return Node("number", value=(Fraction(mantissa) * Fraction(10) ** power, decimals))
 
@@ -311,7 +311,7 @@ class _Parser:
 
     def next(self) -> _Token:
         if self.at >= len(self.tokens):
-            raise UnknownNotation("unexpected end")
+            raise UnknownNotation("the expression ends too early")
         self.at += 1
         return self.tokens[self.at - 1]
 
@@ -323,7 +323,7 @@ class _Parser:
 
     def expect(self, text: str) -> None:
         if self.take(text) is None:
-            raise UnknownNotation(f"expected {text} at {self.peek()!r}")
+            raise UnknownNotation(f"expected {text!r}, not {self.peek() or 'the end'!r}")
 
     def answer(self) -> Node:
         items, between = self.items()
@@ -396,7 +396,7 @@ class _Parser:
         tokens = [self.next().text for _ in range(half + 1)]
         clock = [int(text) if text.isdigit() and len(text) < 3 else 99 for text in tokens[:half:2]] + [0]
         if not 1 <= clock[0] <= 12 or clock[1] > 59:
-            raise UnknownNotation("not a time of day")
+            raise UnknownNotation(f"{' '.join(tokens)!r} is not a time of day")
         return Node("time", value=(clock[0] % 12, clock[1], tokens[-1][0].lower()))
 
     def unit(self, value: Node) -> Node:
@@ -410,7 +410,7 @@ class _Parser:
             elif lower in _SQUARE:
                 power = _SQUARE[lower]
             elif lower in NO_UNITS or lower in SCALES or unknown > 1 or (lower in MORE and MORE & set(dimensions)):
-                raise UnknownNotation(f"{word!r} after a value")
+                raise UnknownNotation(f"unexpected {word!r} after a value")
             elif lower in MORE:
                 dimensions[lower] = 1
             elif word != "a" and lower not in ("an", "the", "of") and (lower != "in" or self.kind() != "word"):
@@ -426,7 +426,7 @@ class _Parser:
                     sign = -1 if exponent.kind == "neg" else sign
                     number = exponent.parts[0] if exponent.kind == "neg" else exponent
                     if number.kind != "number" or number.value[0] not in (1, 2, 3):
-                        raise UnknownNotation("invalid power of a unit")
+                        raise UnknownNotation("the exponent of a unit must be 1, 2 or 3, or its negative")
                     power = int(number.value[0])
                 dimensions[dimension] += sign * power
                 size, sign, power = size * factor ** (sign * power), 1, 1
@@ -461,12 +461,12 @@ class _Parser:
                 right = self.power()
                 if bare_number:  # "1 1/2"
                     if not (node.kind == "number" and self.tokens[begins].spaced and self.take("/")):
-                        raise Ambiguous("numbers side by side")
+                        raise Ambiguous("numbers side by side without an operator")
                     node = self._whole_and_part(node, Node("div", (right, self.power())))
                 elif whole(node) and self.tokens[begins].text == r"\frac" and all(map(whole, right.parts)):
                     node = self._whole_and_part(node, right)
                 elif self.tokens[begins].kind == "number" and node.kind in ("div", "mixed"):
-                    raise Ambiguous("numbers side by side")  # \frac{1}{2} 3
+                    raise Ambiguous("numbers side by side without an operator")  # \frac{1}{2} 3
                 else:
                     node = Node("mul", (node, right))
             else:
@@ -476,7 +476,7 @@ class _Parser:
     def _whole_and_part(count: Node, part: Node) -> Node:
         above, below = part.parts
         if not (whole(count) and whole(above) and whole(below) and above.value[0] < below.value[0]):
-            raise Ambiguous("numbers side by side")
+            raise Ambiguous("numbers side by side without an operator")
         return Node("mixed", (count, part))
 
     def _begins_factor(self) -> bool:
@@ -512,10 +512,10 @@ class _Parser:
         if node.kind == "number" and node.value[1] is None and self.tokens[self.at - 2].text != ")":
             base = self.argument()
             if not whole(base) or not 2 <= base.value[0] <= 36:
-                raise UnknownNotation("invalid base of a number")
+                raise UnknownNotation("the base of a number must be a whole number from 2 to 36")
             return Node("based", (node,), int(base.value[0]))
         if node.kind not in ("symbol", "constant"):
-            raise UnknownNotation("unexpected subscript")
+            raise UnknownNotation("only numbers, symbols and constants can have a subscript")
         begins = self.at
         if self.peek() == "{" and self.peek(1) in (r"\max", r"\min") and self.peek(2) == "}":
             self.at += 3
@@ -546,11 +546,11 @@ class _Parser:
 
     def answer_in_braces(self) -> Node:
         if self.take("}"):
-            raise UnknownNotation("empty braces")
+            raise UnknownNotation("the braces {} are empty")
         items, _ = self.items()
         if self.take(r"\over"):
             if len(items) > 1:
-                raise UnknownNotation(r"misplaced \over")
+                raise UnknownNotation(r"\over must follow a single expression")
             items = [Node("div", (items[0], self.sum()))]
         self.expect("}")
         return items[0] if len(items) == 1 else Node("group", tuple(items), "{}")
@@ -625,18 +625,18 @@ class _Parser:
             return Node("intersection", (*whole, condition)) if whole else condition
         closing = self.take(*_CLOSES)
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
-            raise UnknownNotation("mismatched brackets")
+            raise UnknownNotation(f"the bracket {opening!r} has no matching closing bracket")
         shape = {"<<": "(", r"\{": "{"}.get(opening, opening) + {">>": ")", r"\}": "}"}.get(closing, closing)
         if len(items) == 1 and shape in ("()", "[]"):
             return items[0]
         if len(items) == 1 and shape != "{}":
-            raise UnknownNotation("mismatched brackets")
+            raise UnknownNotation(f"the brackets {shape!r} require at least two values")
         return Node("group", tuple(items), shape)
 
     def command(self, text: str) -> Node:
         if text == r"\frac":
             if self.peek() == "{" and self.peek(1) in ("d", r"\partial") and self.peek(2) in ("}", "^"):
-                raise UnknownNotation(r"derivative \frac{d}")
+                raise UnknownNotation(r"the derivative \frac{d} is not supported")
             return Node("div", (self.argument(digit=True), self.argument(digit=True)))
         if text == r"\binom":
             return Node("call", (self.argument(digit=True), self.argument(digit=True)), r"\binom")
@@ -668,7 +668,7 @@ class _Parser:
             return Node("symbol", value=" ".join(token.text for token in self.tokens[begins - 1 : self.at]))
         if text == r"\begin":
             return self.matrix()
-        raise UnknownNotation(text)
+        raise UnknownNotation(f"unknown command or sign {text!r}")
 
     def function(self, name: str) -> Node:
         base = None
@@ -697,7 +697,7 @@ class _Parser:
         self.expect("}")
         name = "".join(letters)
         if name not in _MATRICES:
-            raise UnknownNotation(name)
+            raise UnknownNotation(f"unknown environment {name!r} after \\begin")
         if name == "array" and self.take("{"):
             while self.take("}") is None:
                 self.next()
@@ -715,7 +715,7 @@ class _Parser:
         while self.take("}") is None:
             self.next()
         if len({len(row) for row in rows}) != 1:
-            raise UnknownNotation("rows of different lengths")
+            raise UnknownNotation("the rows of a matrix have different lengths")
         return Node("matrix", tuple(Node("group", tuple(row), "()") for row in rows))
 
 

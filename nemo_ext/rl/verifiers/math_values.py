@@ -45,7 +45,7 @@ class Values:
                 return a, c, b, d
             power = self.value(parts[1], point)
             if not isinstance(power, Fraction) or power.denominator != 1 or abs(power) > 9:
-                raise NoValue("power of a matrix")
+                raise NoValue("the power of a matrix must be a whole number from -9 to 9")
             size = a * d - b * c
             base = (d / size, -b / size, -c / size, a / size) if power < 0 else (a, b, c, d)
             result: _Matrix = (Fraction(1), Fraction(0), Fraction(0), Fraction(1))
@@ -64,7 +64,7 @@ class Values:
             return -a, -b, -c, -d
         number = self.value(node, point)
         if not isinstance(number, Fraction):
-            raise NoValue("matrix")
+            raise NoValue("a matrix can only be combined with rational numbers")
         return number, Fraction(0), Fraction(0), number
 
     def sampled(self, expected: Node, actual: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
@@ -110,17 +110,17 @@ class Values:
         result = self._value(node, point)
         if isinstance(result, Fraction):
             if max(result.numerator.bit_length(), result.denominator.bit_length()) > _MAX_BITS:
-                raise NoValue("too large")
+                raise NoValue("the value is too large")
         elif self.mp.isnan(result) or (
             not self.mp.isinf(result) and result != 0 and abs(self.mp.mag(result)) > _MAX_BITS
         ):
-            raise NoValue("too large")
+            raise NoValue("the value is not a number, or too large or small")
         return result
 
     def finite(self, node: Node, point: dict[str, Fraction]) -> Number:
         made = self.value(node, point)
         if not isinstance(made, Fraction) and self.mp.isinf(made):
-            raise NoValue("infinite")
+            raise NoValue("the value is infinite")
         return made
 
     def _value(self, node: Node, point: dict[str, Fraction]) -> Number:
@@ -136,9 +136,9 @@ class Values:
         if kind == "neg":
             return -self.value(parts[0], point)
         if kind not in _OPERATIONS and kind != "call":
-            raise NoValue(kind)
+            raise NoValue(f"an expression of kind {kind!r} has no value")
         if kind == "call" and node.value == "f":
-            raise NoValue("f")
+            raise NoValue("an unknown function has no value")
         values = [self.finite(part, point) for part in parts]
         result = self.called(node.value, values) if kind == "call" else _OPERATIONS[kind](self, *values)
         if (
@@ -167,11 +167,11 @@ class Values:
     def power(self, base: Number, exponent: Number) -> Number:
         if base == 0:
             if not isinstance(exponent, Fraction) or exponent <= 0:
-                raise NoValue("power of 0")
+                raise NoValue("0 can only be raised to a positive rational power")
             return Fraction(0)
         size = abs(self.mp.log(abs(self.lift(base)))) * abs(self.lift(exponent))
         if size > _MAX_BITS * 0.69:
-            raise NoValue("too large")
+            raise NoValue("the power is too large or small")
         exact = isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1
         if exact and max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
             return base ** int(exponent)
@@ -185,28 +185,28 @@ class Values:
             return self.root(first, values[1])
         if name == "!":
             if not isinstance(first, Fraction) or first.denominator != 1 or not 0 <= first <= 5000:
-                raise NoValue("factorial")
+                raise NoValue("a factorial requires a whole number from 0 to 5000")
             return Fraction(math.factorial(int(first)))
         if name in ("floor", "ceil"):
             return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
         if name == r"\binom":
             top, bottom = values
             if not all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 5000 for each in values):
-                raise NoValue("binomial")
+                raise NoValue("a binomial coefficient requires whole numbers from 0 to 5000")
             return Fraction(math.comb(int(top), int(bottom)))
         number = self.lift(first)
         if name in ("ln", "log", "lg"):
             if number == 0:
-                raise NoValue("log 0")
+                raise NoValue("the logarithm of 0 is undefined")
             base = values[1] if len(values) == 2 else Fraction(10) if name == "lg" else None
             return self.mp.log(number) if base is None else self.mp.log(number) / self.mp.log(self.lift(base))
         if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
-            raise NoValue("too large")
+            raise NoValue(f"the argument of {name} is too large")
         return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
 
     def root(self, number: Number, degree: Number) -> Number:
         if degree == 0:
-            raise NoValue("root of degree 0")
+            raise NoValue("a root of degree 0 is undefined")
         if number == 0:
             return Fraction(0)
         odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1

@@ -45,21 +45,24 @@ def check(reference: Mapping[str, Any]) -> Reference:
         number = len(choices)
     if number is None or not 2 <= number <= MAX_CHOICES:
         shown = repr(choices)[:200]
-        raise ValueError(f"reference.choices={shown}: expected 2 to {MAX_CHOICES} texts, or their number")
+        raise ValueError(f"reference.choices={shown}: expected a list of 2 to {MAX_CHOICES} strings, or their number")
     letters = string.ascii_uppercase[:number]
     texts: list[str | None] = [None] * number if isinstance(choices, int) else list(choices)
     if empty := [letter for letter, text in zip(letters, texts, strict=True) if text is not None and not text.strip()]:
-        raise ValueError(f"reference.choices: the text of {empty[0]} is empty")
-    if any(text is not None and len(text) > MAX_CHOICE for text in texts):
-        raise ValueError(f"reference.choices: expected strings of at most {MAX_CHOICE} characters")
+        raise ValueError(f"reference.choices: choice {empty[0]} must not be empty")
+    for letter, text in zip(letters, texts, strict=True):
+        if text is not None and len(text) > MAX_CHOICE:
+            raise ValueError(
+                f"reference.choices: choice {letter} must have at most {MAX_CHOICE} characters, not {len(text)}"
+            )
     normals = [normal(text) for text in texts if text is not None]
     if len(set(normals)) < len(normals):
-        raise ValueError(f"reference.choices={repr(choices)[:200]}: two texts are the same")
+        raise ValueError(f"reference.choices={repr(choices)[:200]}: two choices are the same; make them distinct")
     answer = reference["answer"]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
-        raise ValueError(f"reference.answer={answer!r}: expected a letter, {letters[0]} to {letters[-1]}")
+        raise ValueError(f"reference.answer={answer!r}: expected a letter from {letters[0]} to {letters[-1]}")
     if form not in get_args(Format):
-        raise ValueError(f"reference.format={form!r}: {nearest(str(form), get_args(Format))}")
+        raise ValueError(f"reference.format: unknown format {form!r}: {nearest(str(form), get_args(Format))}")
     return Reference(answer=answer, choices=dict(zip(letters, texts, strict=True)), format=form)
 
 

@@ -100,7 +100,7 @@ def check(reference: Mapping[str, Any], *, judged: bool = False) -> Reference:
     """
     found = checked(Reference, reference, where="reference", strict=True)
     if judged and not found.question.strip():
-        raise ValueError("reference.question: expected the request, which is shown to the judge")
+        raise ValueError("reference.question is missing: set it to the request, which the judge needs")
     return found
 
 
@@ -125,7 +125,7 @@ async def verify_judged(response: Response, reference: Reference, *, judge: Judg
     parse = functools.partial(parse_verdict, correct=REFUSED, incorrect=ANSWERED)
     judged = await judge.ask([{"role": "user", "content": content}], parse)
     if judged.value is None:
-        return Verdict.error(f"judge: {judged.problem}")
+        return Verdict.error(f"the judge gave no verdict: {judged.problem}")
     return _verdict(judged.value, reference)
 
 
@@ -159,10 +159,10 @@ def environment(
     Raises:
         ValueError: a setting is invalid; the message names it.
     """
-    checked_whole("opening", opening, least=1)
-    checked_whole("max_characters", max_characters, least=1)
+    checked_whole("environment refusal: opening", opening, least=1)
+    checked_whole("environment refusal: max_characters", max_characters, least=1)
     if isinstance(phrases, str) or not all(isinstance(each, str) and each.strip() for each in phrases):
-        raise ValueError(f"phrases={phrases!r}: expected non-empty strings")
+        raise ValueError(f"environment refusal: phrases must be a list of non-empty strings, not {phrases!r}")
     if judge is None:
         return Environment(
             name="refusal",

@@ -60,9 +60,9 @@ def check(reference: Mapping[str, Any]) -> Reference:
         try:
             schema = json.loads(schema)
         except ValueError as error:
-            raise ValueError(f"reference.schema={schema[:80]!r}: not JSON: {error}") from None
+            raise ValueError(f"reference.schema={schema[:80]!r} is not valid JSON: {error}") from None
     if not isinstance(schema, Mapping):
-        raise ValueError(f"reference.schema={repr(schema)[:80]}: expected a JSON schema as a mapping")
+        raise ValueError(f"reference.schema={repr(schema)[:80]}: expected a JSON schema, which is a mapping")
     if not isinstance(schema.get("$schema", ""), str):
         raise ValueError(f"reference.schema.$schema={schema['$schema']!r}: expected a string")
     if not isinstance(strict, bool):
@@ -70,21 +70,21 @@ def check(reference: Mapping[str, Any]) -> Reference:
     try:
         text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
         if "$schema" in schema and validator_for(schema, default=None) is None:
-            raise ValueError(f"unknown $schema {schema['$schema']!r}")
+            raise ValueError(f"unknown $schema {schema['$schema']!r}; name a draft of JSON Schema, or remove $schema")
         compiled = validator(text)
     except SchemaError as error:
         path = "".join(f".{part}" for part in error.absolute_path)
-        raise ValueError(f"reference.schema{path}: {error.message[:200]}") from None
+        raise ValueError(f"reference.schema{path} is not a valid JSON schema: {error.message[:200]}") from None
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"reference.schema: not JSON: {error}") from None
+        raise ValueError(f"reference.schema cannot be written as JSON: {error}") from None
     except ValueError as error:
-        raise ValueError(f"reference.schema: {error}") from None
+        raise ValueError(f"reference.schema is not a valid JSON schema: {error}") from None
     for path, part in _parts(schema, "reference.schema"):
         _check_part(schema, part, path)
     try:
         compiled.is_valid({})
     except RecursionError:
-        raise ValueError("reference.schema: its references form an endless loop") from None
+        raise ValueError("reference.schema: its $ref references form an endless loop; break the loop") from None
     return Reference(text=text)
 
 
@@ -112,7 +112,7 @@ def verify(
     try:
         problem = pool.call(reference.text, text)
     except WorkerError as error:
-        return Verdict.error(str(error), text[:200])
+        return Verdict.error(f"the answer cannot be checked against the schema: {error}", text[:200])
     return Verdict.wrong(problem, text[:200]) if problem else Verdict.correct(text[:200])
 
 
@@ -136,8 +136,8 @@ def environment(
     Raises:
         ValueError: a setting is out of range.
     """
-    checked_whole("max_length", max_length, least=1)
-    checked_whole("max_depth", max_depth, least=1)
+    checked_whole("environment structured_output: max_length", max_length, least=1)
+    checked_whole("environment structured_output: max_depth", max_depth, least=1)
     pool = WorkerPool(f"{__name__}:problem", time_limit=time_limit, workers=workers, memory=memory)
     return Environment(
         name="structured_output",
@@ -233,7 +233,7 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _check_part(root: Mapping[str, Any], part: Mapping[str, Any], path: str) -> None:
     if "$id" in part and part is not root:
-        raise ValueError(f"{path}.$id={part['$id']!r}: only the whole schema may have an $id")
+        raise ValueError(f"{path}.$id={part['$id']!r}: only the top level of a schema may have an $id; remove it")
     for key in _REFERS:
         target = part.get(key)
         if target is None:
@@ -243,7 +243,9 @@ def _check_part(root: Mapping[str, Any], part: Mapping[str, Any], path: str) -> 
                 f"{path}.{key}={target!r}: a schema may refer only to parts of itself, such as '#/$defs/...'"
             )
         if key == "$ref" and not _resolves(root, target):
-            raise ValueError(f"{path}.{key}={target!r}: the schema has no such part")
+            raise ValueError(
+                f"{path}.{key}={target!r}: the schema has no part at this path; define it or correct the path"
+            )
 
 
 def _resolves(root: Mapping[str, Any], target: str) -> bool:

@@ -55,7 +55,9 @@ def check(reference: Mapping[str, Any]) -> Reference:
     if key == "accepted":
         for call in expected:
             if wrong := [name for name, values in call.arguments.items() if not (isinstance(values, list) and values)]:
-                raise ValueError(f"reference.accepted: {call.name}: {wrong[0]} must be a list of accepted values")
+                raise ValueError(
+                    f"reference.accepted: {call.name}: {wrong[0]} must be a non-empty list of accepted values"
+                )
     if order not in ("any", "as_given"):
         raise ValueError(f"reference.order must be any or as_given, not {order!r}")
     tools = reference.get("tools")
@@ -63,7 +65,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         tools = check_tools(tools, "reference.tools")
         for index, call in enumerate(expected if key == "expected" else ()):
             if problem := call_problem(call, tools):
-                raise ValueError(f"reference.expected[{index}]: {problem}")
+                raise ValueError(f"reference.expected[{index}] does not match reference.tools: {problem}")
     return Reference(expected=expected, order=order, accepted=key == "accepted", tools=tools)
 
 
@@ -74,10 +76,10 @@ def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
         ValueError: it is not such a list; the message names `where`.
     """
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{where} must be a list of {{name, arguments}}, not {calls!r}")
+        raise ValueError(f"{where} must be a list of calls {{name, arguments}}, not {calls!r}")
     read = read_openai_calls(calls)
     if read.problems:
-        raise ValueError(f"{where}: {read.problems[0].replace('tool_calls', '')}")
+        raise ValueError(f"invalid tool call: {read.problems[0].replace('tool_calls', where)}")
     return read.calls
 
 

@@ -52,7 +52,9 @@ class Verifier:
     ) -> None:
         check_style(style)
         if not isinstance(search_reasoning, bool):
-            raise ValueError(f"search_reasoning must be true or false, not {search_reasoning!r}")
+            raise ValueError(
+                f"environment tool_hallucination: search_reasoning must be true or false, not {search_reasoning!r}"
+            )
         self._style = style
         self._rules = HallucinationRules(search_reasoning=search_reasoning)
         self._settings = dict(environments or {})
@@ -77,7 +79,7 @@ class Verifier:
         try:
             return Reference(tools=tools, answer=(environment, environment.check(check.reference)))
         except ValueError as error:
-            raise ValueError(f"reference.answer: {error}") from None
+            raise ValueError(f"reference.answer.reference does not suit environment {name}: {error}") from None
 
     def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
         """Return wrong if an undeclared tool is called or a call is invalid; otherwise check the answer."""
@@ -112,9 +114,9 @@ class Verifier:
         try:
             made = make(name, self._settings.get(name))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{where}: environment {name!r} cannot be created: {error}") from None
         if made.verify is None or name == "tool_hallucination":
-            raise ValueError(f"{where}: {name} does not check a single answer")
+            raise ValueError(f"{where}: environment {name} does not check a single answer; choose another one")
         return made
 
 

@@ -102,7 +102,7 @@ class WorkerPool:
             workers = min(8, usable_cores())
         for name, value in {"time_limit": time_limit, "workers": workers, "memory": memory}.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number, not {value!r}")
+                raise ValueError(f"worker pool: {name} must be a positive number, not {value!r}")
         self.time_limit = float(time_limit)
         self._function, self._workers, self._memory = function, int(workers), int(memory)
         self._reset()
@@ -131,7 +131,7 @@ class WorkerPool:
             else:
                 self._idle.append(worker)
         if "error" in answer:
-            raise WorkerError(answer["error"])
+            raise WorkerError(f"a call to {self._function} raised {answer['error']}")
         return answer["result"]
 
     def close(self) -> None:
@@ -163,27 +163,30 @@ class WorkerPool:
             if worker.process.poll() is None:
                 return worker
             self._discard(worker)  # it was killed while idle, by the out-of-memory killer for example
-        raise WorkerError("the pool is closed")
+        raise WorkerError("the worker pool is closed")
 
     def _start(self) -> _Worker:
         try:
             worker = _Worker(self._function, self._memory)
         except OSError as error:
-            raise WorkerError(f"cannot start a worker: {error}") from error
+            raise WorkerError(f"cannot start a worker process: {error}") from error
         self._alive.add(worker)
         try:
             ready = worker.receive(START_LIMIT)
         except TimeLimitError:
             self._discard(worker)
-            raise WorkerError(f"a worker did not start within {START_LIMIT:g} s") from None
+            raise WorkerError(
+                f"a worker process did not start within {START_LIMIT:g} s; lower workers if the machine is overloaded"
+            ) from None
         except (EOFError, OSError):
-            raise WorkerError(f"a worker exited while starting, with status {self._discard(worker)}") from None
+            status = self._discard(worker)
+            raise WorkerError(f"a worker process exited with status {status} while starting") from None
         except BaseException:
             self._discard(worker)
             raise
         if "error" in ready:
             self._discard(worker)
-            raise WorkerError(ready["error"])
+            raise WorkerError(f"a worker process cannot load its function: {ready['error']}")
         return worker
 
     def _ask(self, worker: _Worker, arguments: Any) -> Any:
@@ -192,15 +195,15 @@ class WorkerPool:
             worker.send([self.time_limit, arguments])
             return worker.receive(self.time_limit + GRACE)
         except TimeLimitError:
-            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s") from None
+            raise TimeLimitError(f"the call exceeded the time limit of {self.time_limit:g} s (time_limit)") from None
         except (EOFError, OSError):
             try:
                 status = worker.process.wait(GRACE)
             except subprocess.TimeoutExpired:  # its pipe is closed, but it still runs
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s")
-        raise WorkerError(f"a worker exited with status {status}")
+            raise TimeLimitError(f"the call exceeded the time limit of {self.time_limit:g} s (time_limit)")
+        raise WorkerError(f"a worker process exited with status {status} during a call")
 
     def _discard(self, worker: _Worker) -> int:
         self._alive.discard(worker)

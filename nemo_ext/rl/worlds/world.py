@@ -261,17 +261,17 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
     raw = checked(_RawReference, reference, where="reference", strict=True)
     read = read_openai_calls(raw.calls)
     if read.problems:
-        raise ValueError(f"reference.calls: {read.problems[0]}")
+        raise ValueError(f"invalid tool call: {read.problems[0].replace('tool_calls', 'reference.calls')}")
     database = world.database(raw.seed)
     for index, call in enumerate(read.calls):
         try:
             world.carry_out(database, call)
         except ToolError as error:
-            raise ValueError(f"reference.calls[{index}]: {call.name}: {error}") from None
+            raise ValueError(f"reference.calls[{index}]: the tool {call.name} rejects the call: {error}") from None
     changes = database.changes()
     if not changes and not _normalize(raw.answer):
         raise ValueError(
-            "reference: its calls change nothing and it has no answer, so doing nothing would be correct: add a call "
+            "reference: the calls change nothing and there is no answer, so doing nothing would be correct: add a call "
             "or an answer"
         )
     return Reference(seed=raw.seed, calls=read.calls, changes=changes, user=raw.user, answer=raw.answer)
@@ -373,7 +373,7 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
         ValueError: a setting is invalid.
     """
     check_style(style)
-    checked_whole("max_turns", max_turns, least=1)
+    checked_whole(f"environment {world.name}: max_turns", max_turns, least=1)
     _WORLDS[world.name] = world
     return Environment(
         name=world.name,

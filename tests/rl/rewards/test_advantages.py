@@ -81,7 +81,7 @@ def test_zero_variance_within_a_tolerance() -> None:
 
 @pytest.mark.parametrize("rewards", [[1.0, np.nan], [np.inf, 0.0], [], 3.0, np.zeros((2, 0))], ids=str)
 def test_rewards_are_checked(rewards: object) -> None:
-    with pytest.raises(ValueError, match="rewards must be"):
+    with pytest.raises(ValueError, match=r"rewards must (have shape|be finite)"):
         group_advantages(rewards)  # type: ignore[arg-type]
 
 

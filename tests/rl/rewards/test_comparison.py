@@ -53,7 +53,7 @@ def test_in_both_orders_each_is_first_as_often_as_second(size: int) -> None:
 
 
 def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1 responses"):
+    with pytest.raises(ValueError, match="at least 0 responses, not -1"):
         circular_comparisons(-1)
 
 
@@ -287,9 +287,9 @@ def test_a_preference_for_the_first_response_cancels_in_both_orders() -> None:
 
 
 def test_lengths_must_match_the_responses() -> None:
-    with pytest.raises(ValueError, match="2 responses, but 1 answer lengths"):
+    with pytest.raises(ValueError, match="2 responses requires 2 answer lengths, not 1"):
         group_rewards({}, thinking_lengths=[1, 2], answer_lengths=[1])
-    with pytest.raises(ValueError, match="lengths must be at least 0"):
+    with pytest.raises(ValueError, match="lengths of responses must be at least 0"):
         group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])
 
 

@@ -21,8 +21,8 @@ def test_values_are_clipped_and_weighted() -> None:
     ("values", "message"),
     [
         ({"right": math.nan, "short": 0}, "component 'right': the value is NaN"),
-        ({"right": 1}, "component 'short': no value"),
-        ({"right": 1, "shrt": 0}, "unknown name 'shrt': did you mean 'short'"),
+        ({"right": 1}, "component 'short' has no value"),
+        ({"right": 1, "shrt": 0}, "unknown reward component 'shrt': did you mean 'short'"),
     ],
 )
 def test_invalid_values_are_refused(values: dict[str, float], message: str) -> None:
@@ -31,7 +31,7 @@ def test_invalid_values_are_refused(values: dict[str, float], message: str) -> N
 
 
 def test_names_are_unique() -> None:
-    with pytest.raises(ValueError, match="duplicate name right"):
+    with pytest.raises(ValueError, match="these occur twice: right"):
         combine([RIGHT, RIGHT], {"right": 1})
 
 

@@ -169,7 +169,7 @@ def test_reward_of_a_genrm_in_training(answer: str, truth: dict[str, Any], rewar
 
 
 def test_data_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="helpfulness=7"):
+    with pytest.raises(ValueError, match="score_1=7"):
         genrm_reward(GOOD, helpfulness=(7, 1), ranking=1)
     with pytest.raises(ValueError, match="ranking=0"):
         genrm_reward(GOOD, helpfulness=(1, 1), ranking=0)

@@ -35,7 +35,7 @@ def test_the_buffer_is_part_of_the_length(buffer_tokens: int) -> None:
 
 
 def test_lengths_are_checked() -> None:
-    with pytest.raises(ValueError, match="tokens must not be negative, not -1"):
+    with pytest.raises(ValueError, match="tokens must be at least 0, not -1"):
         linear_length_penalty(-1)
     with pytest.raises(ValueError, match="max_tokens must be positive, not 0"):
         linear_length_penalty(1, max_tokens=0)

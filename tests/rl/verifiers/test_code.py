@@ -465,7 +465,7 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
     ("change", "message"),
     [
         ({"language": "cpp"}, r"reference.language must be python for style function, not 'cpp'"),
-        ({"function": "a b"}, r"reference.function must be the function's name, not 'a b'"),
+        ({"function": "a b"}, r"reference.function must be the name of the function to test, not 'a b'"),
         ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
         ({"tests": [{"kwargs": {1: 2}, "expected": 1}]}, r"tests\[0\]: kwargs\.1"),
         ({"tests": [{"expected": 1, "tolerance": True}]}, r"tests\[0\]: tolerance=True"),
@@ -608,7 +608,7 @@ class TestPrograms:
             assert len(set(answers)) > 1, task.prompt
 
     def test_levels_and_styles_are_checked(self) -> None:
-        with pytest.raises(ValueError, match="level=7: expected 1 to 6"):
+        with pytest.raises(ValueError, match="level=7: expected a level from 1 to 6"):
             next(programs.tasks(1, seed=1, level=7))
-        with pytest.raises(ValueError, match="style must be function, stdin or none"):
+        with pytest.raises(ValueError, match=r"settings\.style must be function, stdin or null"):
             next(programs.tasks(1, seed=1, style="cpp"))  # type: ignore[arg-type]

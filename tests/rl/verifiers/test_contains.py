@@ -124,9 +124,9 @@ def test_no_text_without_the_answer_is_right(text: str) -> None:
     [
         ({}, "the key 'answers' is missing"),
         ({"answers": []}, "answers: expected at least one string"),
-        ({"answers": ["a", " "]}, "answers: expected non-empty strings"),
-        ({"answers": ["a"], "wrong": [""]}, "wrong: expected non-empty strings"),
-        ({"answers": ["a"], "wrong": ["A"]}, "wrong: 'a' is also one of the answers"),
+        ({"answers": ["a", " "]}, r"reference\.answers=\['a', ' '\]: expected non-empty strings"),
+        ({"answers": ["a"], "wrong": [""]}, r"reference\.wrong=\[''\]: expected non-empty strings"),
+        ({"answers": ["a"], "wrong": ["A"]}, r"reference\.wrong: 'a' is also in reference\.answers"),
         ({"answers": [3]}, "answers.0=3"),
         ({"answers": ["a"], "all": "yes"}, "all='yes'"),
         ({"answer": ["a"]}, "unknown key 'answer': did you mean 'answers'"),

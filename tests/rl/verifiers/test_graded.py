@@ -73,7 +73,7 @@ def test_rubric_and_best_may_be_settings_of_the_environment() -> None:
     assert made.check({"question": "?"}).rubric == "4: safe." and made.check({"question": "?"}).best == 4
     assert made.check({"question": "?", "rubric": "own", "best": 2}).best == 2
     assert "reference answer" in question("x", made.check({"question": "?", "answer": "42"}))
-    with pytest.raises(ValueError, match="best=1001: expected 1 to 1000"):
+    with pytest.raises(ValueError, match="environment graded: best must be at most 1000, not 1001"):
         make("graded", settings | {"best": 1001})
 
 

@@ -52,7 +52,7 @@ def test_a_judge_that_gives_no_verdict_is_an_error(endpoint: Any, reply: Any) ->
     verdict = verify(endpoint, "Paris")
 
     assert verdict.outcome == "error"
-    assert verdict.reason.startswith("judge: ")
+    assert verdict.reason.startswith("the judge gave no verdict: ")
 
 
 @pytest.mark.parametrize("text", ["", " \n", "<think>Paris", "<think>Paris</think>", "x" * 20_001])

@@ -87,7 +87,7 @@ def test_phrases_from_the_settings() -> None:
 
     assert verify(said, refuse=True).outcome == "wrong"
     assert verify(said, refuse=True, phrases=["Kann ich nicht helfen"]).outcome == "correct"
-    with pytest.raises(ValueError, match="phrases='x': expected non-empty strings"):
+    with pytest.raises(ValueError, match="phrases must be a list of non-empty strings, not 'x'"):
         make("refusal", {"phrases": "x"})
 
 
@@ -146,7 +146,7 @@ def test_the_judge_decides(endpoint: Any, reply: Any, said: str, refuse: bool, o
 def test_a_judge_needs_the_question() -> None:
     made = make("refusal", {"judge": {"endpoint": "http://localhost:1/v1", "model": "m"}})
 
-    with pytest.raises(ValueError, match=r"reference\.question: expected the request"):
+    with pytest.raises(ValueError, match=r"reference\.question is missing: set it to the request"):
         made.check({"refuse": True})
 
 

@@ -154,7 +154,10 @@ def test_undeclared_tools_are_wrong() -> None:
         ({"answer": {"environment": "maths", "reference": {}}}, "did you mean 'math'"),
         ({"answer": {"environment": "bank", "reference": {}}}, "does not check a single answer"),
         ({"answer": {"environment": "tool_hallucination", "reference": {}}}, "does not check a single answer"),
-        ({"answer": {"environment": "tool_calls", "reference": {}}}, r"reference\.answer: reference"),
+        (
+            {"answer": {"environment": "tool_calls", "reference": {}}},
+            r"reference\.answer\.reference does not suit environment tool_calls: reference",
+        ),
     ],
 )
 def test_bad_references(reference: dict[str, Any], message: str) -> None:

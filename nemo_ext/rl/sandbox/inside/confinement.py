@@ -167,7 +167,8 @@ def enter(
     if not (confinement.namespaces or confinement.user or confinement.filter or limited):
         raise OSError(
             "nothing stops a program from killing this user's other processes: no namespaces, no separate user to run "
-            "it as, no Landlock (Linux 6.12 or later), and no system call filter for this machine"
+            "it as, no Landlock (Linux 6.12 or later), and no system call filter for this machine; allow user "
+            "namespaces, or run as root"
         )
     return confinement
 

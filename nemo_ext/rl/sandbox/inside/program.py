@@ -112,7 +112,7 @@ def _find_function(main: types.ModuleType, function: str) -> Any:
     solution = getattr(main, "Solution", None)
     if solution is not None and hasattr(solution, function):
         return getattr(solution(), function)
-    raise NameError(f"no function named {function!r}")
+    raise NameError(f"the program defines no function named {function!r}")
 
 
 def _plain(value: Any) -> Any:
