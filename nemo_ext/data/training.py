@@ -73,7 +73,10 @@ def check_validation(config: Mapping[str, Any], job: str) -> None:
     """
     packed = (config.get("data") or {}).get("packed")
     if isinstance(packed, Mapping) and not packed.get("valid") and not config["megatron"].get("valid_data_path"):
-        raise ValueError(f"data.packed.valid=null, but {job} compares models on validation data: set it to a prefix")
+        raise ValueError(
+            f"data.packed.valid=null, but {job} compares models on validation data: set it to the prefix of validation "
+            "packs"
+        )
 
 
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
@@ -96,7 +99,7 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):
         if not manifest.splits["valid"].documents:
             raise ValueError(
-                f"{manifest.prefix}: {manifest.contents()}; training requires validation documents of each stream: add "
+                f"{manifest.prefix} has no validation documents, which training requires ({manifest.contents()}): add "
                 "documents, or remove the stream"
             )
     return before != [path.read_bytes() for path in manifests]

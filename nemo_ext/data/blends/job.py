@@ -23,9 +23,11 @@ def audit(config: Mapping[str, Any]) -> None:
     """
     data = config.get("data")
     if data is not None and data.get("packed") is not None:
-        raise ValueError("this recipe reads packs, not a blend; their shares are in report.md of `nemo-ext sft_data`")
+        raise ValueError(
+            "data.packed is set, so there is no blend to show: see the shares in report.md of `nemo-ext sft_data`"
+        )
     if data is None or (data.get("blend") is None and data.get("streams") is None):
-        raise ValueError("no blend to show: give data=NAME, recipe=NAME, or a blend in data.blend")
+        raise ValueError("no blend to show: set data=NAME or recipe=NAME, or define data.blend or data.streams")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # no need to fit a terminal
@@ -42,11 +44,15 @@ def audit(config: Mapping[str, Any]) -> None:
             try:
                 report = write_blend(plan, folder, title=title)
             except OSError as error:
-                raise ValueError(f"output={config['output']}: {error.strerror}: choose another directory") from error
+                raise ValueError(
+                    f"output={config['output']} cannot be written ({error.strerror}): choose another directory"
+                ) from error
             console.print(f"report: {report}", soft_wrap=True)
     if often := _often_in_total([plan for _, plan in plans]):
         console.print(
-            f"warning: read more than max_epochs times over all phases together: {often}", style="red", soft_wrap=True
+            f"warning: some streams are read more than max_epochs times over all phases together: {often}",
+            style="red",
+            soft_wrap=True,
         )
 
 
@@ -57,7 +63,7 @@ def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any],
     """
     tokens = config["tokens"]
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
-        raise ValueError(f"tokens={tokens}: give the number of tokens of the run, such as 25e12")
+        raise ValueError(f"tokens={tokens!r}: expected the number of tokens of the run, such as 25e12")
     phases = sections_of(config)
     shared = [name for name, phase in phases.items() if phase.data is None]
     if len(shared) == len(phases):
@@ -90,7 +96,7 @@ def _check_files(plan: BlendPlan) -> None:
         raise ValueError(
             f"{missing[0].where}: {missing[0].prefix}_train.idx does not exist"
             + (f", nor do the files of {len(missing) - 1} other streams" if len(missing) > 1 else "")
-            + ": tokenise the streams first, or plan without files by removing require_files"
+            + ": tokenise the streams first, or set require_files=false to plan without files"
         )
 
 

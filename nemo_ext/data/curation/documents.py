@@ -97,7 +97,8 @@ class Writer:
         if (file := self._open.get(path)) is None:
             if len(self._open) == MOST_FILES:
                 raise ValueError(
-                    f"curate.divide: one unit needs more than {MOST_FILES} folders: choose keys with fewer values"
+                    f"curate.divide requires more than {MOST_FILES} folders for one unit of work: choose keys with "
+                    "fewer values"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = self._stack.enter_context(complete_file(path))

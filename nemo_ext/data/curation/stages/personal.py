@@ -56,9 +56,10 @@ class Personal(Stage):
     regions: StringsOrNone = ()
 
     def check(self) -> None:
-        for name in (*self.kinds, *self.replacements):
-            if name not in _USUAL:
-                raise ValueError(f"personal: unknown kind {name!r}: {nearest(name, _USUAL)}")
+        for key, names in (("kinds", self.kinds), ("replacements", self.replacements)):
+            for name in names:
+                if name not in _USUAL:
+                    raise ValueError(f"{key}: unknown kind of personal data {name!r}: {nearest(name, _USUAL)}")
         _finders(self.kinds, self.regions)
 
     def start(self) -> Judge:
@@ -102,10 +103,12 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
         from stdnum.it import codicefiscale
         from stdnum.us import ssn
     except ImportError as error:
-        raise ValueError(f"personal requires: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(
+            f"personal requires phonenumbers and python-stdnum ({error}): pip install 'nemo_ext[curate]'"
+        ) from error
     for region in regions:
         if region not in phonenumbers.SUPPORTED_REGIONS:
-            raise ValueError(f"personal: unknown region {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
+            raise ValueError(f"regions: unknown region {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
 
     @lru_cache(maxsize=10_000)
     def phones_in(around: str) -> tuple[tuple[int, int], ...]:
