@@ -28,7 +28,7 @@ LENGTH = {"length": "{kind: length, least: 3}"}
 
 def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path, curate: Curate, lines: Lines) -> None:
     source = tmp_path / "raw.jsonl"
-    good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70}
+    good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70, "source": "crawl"}
     source.write_bytes(
         b"\n".join([json.dumps(good).encode(), b'{"text": "half', b'{"text": 5}', b'{"other": "x"}', b'{"text": " "}'])
         + b'\n{"text": "\\ud800 half a character"}\n'
@@ -36,7 +36,7 @@ def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path,
     )
     out = curate(source, LENGTH)
     first, second, *_ = lines(out / "documents")
-    assert first == {**good, "id": "7", "source": "text"}
+    assert first == {**good, "id": "7", "source": "text", "source_": "crawl"}
     assert second["id"] == "text/raw.jsonl:7"
     read = json.loads((out / "funnel.json").read_text())["text"]["read"]
     assert read["records"] == 506 and read["skipped"] == {"malformed": 4, "empty": 1}
