@@ -315,7 +315,10 @@ def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
         )
     paths = ("train_data_path", "valid_data_path", "data_path")
     flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in paths}
-    filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    try:
+        filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if filled.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
         raise ValueError(
             f"{where}.data contains packs, which require a per-token loss: set calculate_per_token_loss to true in "

@@ -128,8 +128,8 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     blend = blend_to_tokenize({**config, **dict.fromkeys(_OVER_BLEND), "output": output})
     if config["data"].get("blend") is not None:
         raise ValueError(
-            "data.blend cannot be used here, since its weights depend on the sizes of tokenised streams: set "
-            "data.streams"
+            "data.blend cannot be used to read text, since its weights depend on the sizes of tokenised streams: set "
+            "data.streams instead"
         )
     blend.setdefault("directory", str(directory))
     weighted = {}

@@ -50,12 +50,17 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
     """
-    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
-    for section in (config, *phases):
+    phases = {f"phases.{name}": phase for name, phase in (config.get("phases") or {}).items()}
+    for where, section in {"": config, **phases}.items():
+        if not isinstance(section, Mapping):
+            continue
         data, megatron = section.get("data") or {}, {**config["megatron"], **(section.get("megatron") or {})}
-        if data.get("packed") is not None:
-            check_packed({"data": data, "megatron": megatron})
-        MixedLengths.from_config({"data": data, "megatron": megatron})
+        try:
+            if data.get("packed") is not None:
+                check_packed({"data": data, "megatron": megatron})
+            MixedLengths.from_config({"data": data, "megatron": megatron})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -159,7 +159,7 @@ def run(config: Mapping[str, Any]) -> None:
         mine = settings.mine(list(plan.mixtures))
         for place, name in enumerate(mine, 1):
             if not plan.is_done(name):
-                notice(f"run {place} of {len(mine)}: {name}: {plan.streams.describe(plan.mixtures[name])}")
+                notice(f"run {place} of {len(mine)}, {name}: {plan.streams.describe(plan.mixtures[name])}")
                 _train_and_evaluate(plan, name, plan.mixtures[name])
             _losses(plan, name)
         if unfinished := [name for name in plan.mixtures if not plan.is_done(name)]:
@@ -206,7 +206,7 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
     if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
         reasons = "; ".join(missing)
         raise ValueError(
-            f"evaluate: data of benchmarks is missing ({reasons}); provide it, or select benchmarks with "
+            f"evaluate: benchmark data is missing ({reasons}); provide it, or select benchmarks with "
             "evaluate.benchmarks=[...]"
         )
 

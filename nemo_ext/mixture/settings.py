@@ -142,13 +142,12 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"train: launcher.nodes must be 1 for small runs, not {training['launcher']['nodes']}")
     if phases := [name for name, phase in (training.get("phases") or {}).items() if (phase or {}).get("data")]:
         raise ValueError(
-            f"train: phases.{phases[0]}.data is not possible, since a small run has one mixture; remove data from "
-            "phases"
+            f"train: phases.{phases[0]}.data cannot be set, since a small run has one mixture; remove data from phases"
         )
     flags = training["megatron"]
     if paths := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
         raise ValueError(
-            f"train: megatron.{paths[0]} is not possible, since each run has a different mixture; set data or streams "
+            f"train: megatron.{paths[0]} cannot be set, since each run has a different mixture; set data or streams "
             "instead"
         )
     data = training.get("data") or {}

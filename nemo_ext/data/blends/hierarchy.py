@@ -145,7 +145,7 @@ class _Reader:
                 raise ValueError(f"{where} must be a mapping with name, weight and source, not {stream!r}")
             check_keys(stream, ("name", "weight", "prefix", "source"), required=("name", "weight"), where=where)
             rest = {key: value for key, value in stream.items() if key not in ("name", "weight")}
-            leaf = self._leaf(stream["name"], where, positive(f"{where}.weight", stream["weight"]), rest)
+            leaf = self._leaf(stream["name"], where, positive(f"{where}.weight", stream["weight"], excludes=True), rest)
             leaves.append(leaf)
         return Group(key="", where="data.streams", amount=None, by="shares", setting=None, children=tuple(leaves))
 
@@ -242,7 +242,7 @@ class _Reader:
                 raise ValueError(f"{where}: set either `each` (of every child) or `share` (of the tier), not both")
             for key, times in (("each", children), ("share", 1)):
                 if key in section:
-                    amount = positive(f"{where}.{key}", section[key])
+                    amount = positive(f"{where}.{key}", section[key], excludes=True)
                     if amount * times > 1:
                         raise ValueError(
                             f"{where}.{key}={section[key]} gives the tier {float(amount * times):g} in total: lower it "
@@ -254,8 +254,8 @@ class _Reader:
         if key not in section:
             if parent == "epochs":
                 return Fraction(1)
-            raise ValueError(f"{where}.{key} is missing: set it, since the group is divided by {parent}")
-        return positive(where if short else f"{where}.{key}", section[key])
+            raise ValueError(f"{where}.{key} is missing: set it, since its group is divided by {parent}")
+        return positive(where if short else f"{where}.{key}", section[key], excludes=True)
 
     def _leaf(self, key: object, where: str, amount: Fraction | None, section: Mapping[str, object]) -> Leaf:
         name = self.names.replace("*", key) if isinstance(key, str) else key
@@ -295,7 +295,7 @@ def _setting(where: str, section: Mapping[str, object], by: str) -> Fraction | N
 
 def _cap(where: str, section: Mapping[str, object]) -> Fraction | None:
     cap = section.get("cap_epochs")
-    return None if cap is None else positive(f"{where}.cap_epochs", cap)
+    return None if cap is None else positive(f"{where}.cap_epochs", cap, excludes=True)
 
 
 def _check_tiers(group: Group) -> None:
@@ -314,8 +314,17 @@ def _check_tiers(group: Group) -> None:
         )
 
 
-def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:
+def positive(
+    where: str, value: object, *, zero: bool = False, most: int | None = None, excludes: bool = False
+) -> Fraction:
     """Return a setting's number as an exact fraction of its decimal digits, so that 0.1 is 1/10.
+
+    Args:
+        where: key of the setting, for the message.
+        value: value of the setting.
+        zero: True to allow 0.
+        most: maximum; None for no limit.
+        excludes: True if 0 would exclude a part of the blend, so that the message says how to do that.
 
     Raises:
         ValueError: The value is not a number within the limits.
@@ -326,5 +335,5 @@ def positive(where: str, value: object, *, zero: bool = False, most: int | None 
         if (exact > 0 or (zero and exact == 0)) and (most is None or exact <= most):
             return exact
     limits = f"from 0 to {most}" if zero else "above 0" + ("" if most is None else f" and at most {most}")
-    hint = ": to exclude it, remove it from the blend" if value == 0 else ""
+    hint = ": to exclude it, remove it from the blend" if excludes and value == 0 else ""
     raise ValueError(f"{where} must be a number {limits}, not {value!r}{hint}")

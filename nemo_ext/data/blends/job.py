@@ -32,7 +32,12 @@ def audit(config: Mapping[str, Any]) -> None:
     if not console.is_terminal:
         console.width = 160  # no need to fit a terminal
     limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
-    plans = [(name, plan_blend({**section, **limits}, tokens)) for name, section, tokens in _blends(config)]
+    plans = []
+    for name, section, tokens in _blends(config):
+        try:
+            plans.append((name, plan_blend({**section, **limits}, tokens)))
+        except ValueError as error:
+            raise ValueError(str(error) if section is data else f"phases.{name}: {error}") from error
     for name, plan in plans:
         if config["require_files"]:
             _check_files(plan)

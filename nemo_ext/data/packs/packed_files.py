@@ -284,7 +284,9 @@ def check_packed(config: Mapping[str, Any]) -> None:
     if packed["train"] is None:
         raise ValueError("data.packed.train=null: set it to the prefix of the packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
-        raise ValueError("data.packed requires megatron.micro_batch_size=1; use longer packs instead of several")
+        raise ValueError(
+            "data.packed requires megatron.micro_batch_size=1; use longer packs instead of several per micro-batch"
+        )
     if megatron.get("mtp_num_layers"):
         raise ValueError(
             "data.packed cannot be combined with multi-token prediction, which would cross samples: remove "

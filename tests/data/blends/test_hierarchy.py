@@ -81,7 +81,7 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: .inf}", "data.blend.a must be a number above 0, not inf"),
         ("{a: true}", "data.blend.a must be a number above 0, not True"),
         ("{a: much}", "data.blend.a must be a number above 0, not 'much'"),
-        ("{a: }", "data.blend.a.share is missing: set it, since the group is divided by shares"),
+        ("{a: }", "data.blend.a.share is missing: set it, since its group is divided by shares"),
         ("{a: {prefix: x}}", "data.blend.a.share is missing"),
         ("{a: [b]}", "data.blend.a.share is missing"),
         ("{a: {share: 1, tokens: -5}}", "data.blend.a.tokens must be a number above 0, not -5"),

@@ -59,7 +59,9 @@ class Perplexity(Stage):
 
                 pieces = sentencepiece.SentencePieceProcessor(model_file=str(Path(path).expanduser()))
         except ImportError as error:
-            raise ValueError(f"KenLM models require kenlm ({error}): pip install 'nemo_ext[curate]'") from error
+            raise ValueError(
+                f"perplexity requires a package that is missing ({error}): pip install kenlm sentencepiece"
+            ) from error
         except OSError as error:
             raise ValueError(
                 f"models.{language} or sentencepiece.{language} cannot be loaded ({error}): choose another file"
