@@ -49,7 +49,7 @@ class Piece:
     def __post_init__(self) -> None:
         style = self.style or ("constant" if self.end is None else "linear")
         if style != "constant" and self.end is None:
-            raise ValueError(f"lr: style={style} requires `end`: set it, or set style=constant")
+            raise ValueError(f"lr.style={style} requires lr.end: set lr.end, or set lr.style to constant")
         object.__setattr__(self, "style", style)
         object.__setattr__(self, "end", self.start if style == "constant" else self.end)
 
@@ -196,7 +196,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     if not math.isclose(planned, total, rel_tol=1e-6):
         lengths = ", ".join(f"{name} {section.tokens:g}" for name, section in sections.items())
         raise ValueError(
-            f"phases: {lengths} add up to {planned:g} tokens, but train.tokens is {total:g}: make them equal"
+            f"phases add up to {planned:g} tokens ({lengths}), but train.tokens={total:g}: make the two equal"
         )
     phases: list[Phase] = []
     step = sample = token = 0
@@ -207,7 +207,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
         _check_flags(f"phases.{name}.megatron", flags)
         for flag in _WHOLE_RUN:
             if flag in flags:
-                instead = "give the phase `data`" if flag in _DATA else f"set megatron.{flag}"
+                instead = f"set phases.{name}.data" if flag in _DATA else f"set megatron.{flag}"
                 raise ValueError(f"phases.{name}.megatron.{flag} applies to the whole run: {instead} instead")
         sizes = {
             key: checked_whole(f"{place}.{key}", flags.get(key, megatron[key]), least=1)
@@ -218,8 +218,8 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
         steps = round((until - token) / tokens_per_step)
         if steps < 1:
             raise ValueError(
-                f"phases.{name}: {section.tokens:g} tokens are fewer than the {tokens_per_step:,} of a step: make the "
-                "phase longer"
+                f"phases.{name}.tokens={section.tokens:g} is less than one step of {tokens_per_step:,} tokens: make "
+                "the phase longer"
             )
         phases.append(
             Phase(
@@ -301,8 +301,8 @@ def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | N
     for phase in plan.phases:
         if validation and (phase_length := phase.megatron.get("seq_length", length)) != length:
             raise ValueError(
-                f"phases.{phase.name}.megatron.seq_length={phase_length}: the run validates on packs of {length} "
-                "tokens, which have a fixed length: set data.packed.valid=null"
+                f"phases.{phase.name}.megatron.seq_length={phase_length}, but the run validates on packs with a fixed "
+                f"length of {length} tokens: set seq_length to {length}, or data.packed.valid to null"
             )
     return {phase.name: None if phase.data is None else _own_path(config, phase) for phase in plan.phases}
 
@@ -310,18 +310,23 @@ def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | N
 def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
     where, data = f"phases.{phase.name}", phase.data or {}
     if config["megatron"].get("mock_data"):
-        raise ValueError(f"{where}.data cannot be combined with data=mock: choose other data or remove it")
+        raise ValueError(
+            f"{where}.data cannot be combined with data=mock: choose other data for the run, or remove {where}.data"
+        )
     paths = ("train_data_path", "valid_data_path", "data_path")
     flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in paths}
-    filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    try:
+        filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if filled.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
         raise ValueError(
-            f"{where}.data has packs, which require a loss per token: set calculate_per_token_loss to true in "
+            f"{where}.data contains packs, which require a per-token loss: set calculate_per_token_loss to true in "
             f"{where}.megatron, or in megatron for the whole run"
         )
     tokenizers = [section["tokenizer"] for section in (config["data"], data) if section.get("tokenizer")]
     if len({load_tokenizer(tokenizer).identity for tokenizer in tokenizers}) > 1:
-        raise ValueError(f"{where}.data has another tokenizer than data: use the same one in all phases")
+        raise ValueError(f"{where}.data.tokenizer differs from data.tokenizer: use the same tokenizer in all phases")
     path: list[str] = filled["train_data_path"]
     return path
 
@@ -413,5 +418,7 @@ def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs
         if sum(epochs) > max_epochs > max(epochs)
     ]
     if often:
-        lines.append(f"data: read more than max_epochs={max_epochs:g} times over all phases: {some_of(often)}")
+        lines.append(
+            f"data: some streams are read more than max_epochs={max_epochs:g} times over all phases: {some_of(often)}"
+        )
     return lines

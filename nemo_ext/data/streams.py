@@ -138,15 +138,19 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
     blend = flattened(data) if isinstance(data, Mapping) else {}
     if settings.input is not None:
         if blend.get("streams"):
-            raise ValueError("input and a blend (data=..., data.streams) exclude each other: use separate commands")
+            raise ValueError(
+                "input cannot be combined with a blend (data=... or data.streams): use a separate command for each"
+            )
         blend |= _blend_of_files(settings)
     else:
-        for key in ("output", "kind", "text_key"):
+        for key, of_stream in (("output", "prefix"), ("kind", "source.kind"), ("text_key", "source.text_key")):
             if config[key] is not None:
-                raise ValueError(f"{key}={config[key]} requires input=...; in a blend, set it in each stream")
+                raise ValueError(f"{key}={config[key]} requires input=...; in a blend, set {of_stream} in each stream")
         streams = blend.get("streams")
         if not streams:
-            raise ValueError("nothing to tokenise: give input=FILE output=PREFIX, or a blend such as data=local_text")
+            raise ValueError(
+                "no text is given: set input=FILE and output=PREFIX, or choose a blend such as data=local_text"
+            )
         if isinstance(streams, Sequence) and not any(isinstance(s, Mapping) and s.get("source") for s in streams):
             raise ValueError(
                 "no stream of this blend has a source: add sources, or tokenise your own files for each stream with "
@@ -173,7 +177,10 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     output = None if config["input"] is None else str(own)
     blend = blend_to_tokenize({**config, **dict.fromkeys(_OVER_BLEND), "output": output})
     if config["data"].get("blend") is not None:
-        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: set data.streams")
+        raise ValueError(
+            "data.blend cannot be used to read text, since its weights depend on the sizes of tokenised streams: set "
+            "data.streams instead"
+        )
     blend.setdefault("directory", str(directory))
     weighted = {}
     for leaf in read_tree(blend).leaves():
@@ -184,7 +191,9 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
         except ValueError as error:
             raise ValueError(f"stream {leaf.name!r}: {error}") from error
     if not sum(weight for _, weight in weighted.values()):
-        raise ValueError(f"the weights of the {len(weighted)} streams with a source are all 0: set one above 0")
+        raise ValueError(
+            f"the weights of the {len(weighted)} streams with a source are all 0: set at least one above 0"
+        )
     return weighted
 
 
@@ -192,7 +201,9 @@ def _blend_of_files(settings: TextSettings) -> dict[str, object]:
     """Return `directory` and `streams` of a single-stream blend for the user's files, globs or directory."""
     paths, output = settings.input or (), settings.output
     if output is None:
-        raise ValueError("output is not set: output=PREFIX writes PREFIX_train.bin, PREFIX_valid.bin and others")
+        raise ValueError(
+            "output is not set: set output=PREFIX, which writes PREFIX_train.bin, PREFIX_valid.bin and others"
+        )
     prefix = Path(output).expanduser()
     if output.endswith("/") or prefix.is_dir():
         raise ValueError(f"output={output} is a directory: give a prefix for the files, e.g. {prefix / 'mine'}")
@@ -223,7 +234,8 @@ def _kind_of(paths: Sequence[str]) -> str:
             packed = {"jsonl": (".gz", ".zst"), "warc": (".gz",)}.get(kind or "", ())
             if kind is None or (path.suffix in (".gz", ".zst") and path.suffix not in packed):
                 raise ValueError(
-                    f"input={path}: the kind cannot be inferred from its name: set kind to jsonl, parquet, text or warc"
+                    f"the kind of input={path} cannot be inferred from its name: set kind to jsonl, parquet, text or "
+                    "warc"
                 )
             kinds.add(kind)
     if len(kinds) > 1:

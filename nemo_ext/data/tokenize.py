@@ -49,14 +49,14 @@ def tokenize_blend(
     try:
         blend = read_blend(config if workers is None else {**config, "workers": workers})
     except OSError as error:
-        raise ValueError(f"{error}: correct this and run the same command again") from error
+        raise ValueError(f"the input cannot be read ({error}): correct this and run the same command again") from error
     manifests = []
     for stream in blend.streams:
         try:
             manifests.append(_tokenize(stream, blend, progress=progress))
         except OSError as error:  # such as a full disk or missing permissions, which the user can correct
             raise ValueError(
-                f"{stream.prefix}: {error}: correct this and run the same command again, which resumes"
+                f"tokenising {stream.prefix} failed ({error}): correct this and run the same command again to resume"
             ) from error
     return manifests
 
@@ -144,7 +144,8 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
             count = complete_shards(work, shards, source, workers=workers, label=f"{stream.name}: reading", total=shown)
             if source.fingerprint(source.inputs()) != fingerprint:
                 raise ValueError(
-                    f"{prefix}: input files changed while they were read: run again when they are complete"
+                    f"input files of {prefix} changed while they were read: run the same command again once they are "
+                    "complete"
                 )
             selection = select(directory, count, source, blend.validation_share)
         except ValueError:  # the input was refused: once it is corrected, these shards no longer match it

@@ -50,12 +50,17 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
     """
-    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
-    for section in (config, *phases):
+    phases = {f"phases.{name}": phase for name, phase in (config.get("phases") or {}).items()}
+    for where, section in {"": config, **phases}.items():
+        if not isinstance(section, Mapping):
+            continue
         data, megatron = section.get("data") or {}, {**config["megatron"], **(section.get("megatron") or {})}
-        if data.get("packed") is not None:
-            check_packed({"data": data, "megatron": megatron})
-        MixedLengths.from_config({"data": data, "megatron": megatron})
+        try:
+            if data.get("packed") is not None:
+                check_packed({"data": data, "megatron": megatron})
+            MixedLengths.from_config({"data": data, "megatron": megatron})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -73,7 +78,10 @@ def check_validation(config: Mapping[str, Any], job: str) -> None:
     """
     packed = (config.get("data") or {}).get("packed")
     if isinstance(packed, Mapping) and not packed.get("valid") and not config["megatron"].get("valid_data_path"):
-        raise ValueError(f"data.packed.valid=null, but {job} compares models on validation data: set it to a prefix")
+        raise ValueError(
+            f"data.packed.valid=null, but {job} compares models on validation data: set it to the prefix of validation "
+            "packs"
+        )
 
 
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
@@ -96,7 +104,7 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):
         if not manifest.splits["valid"].documents:
             raise ValueError(
-                f"{manifest.prefix}: {manifest.contents()}; training requires validation documents of each stream: add "
+                f"{manifest.prefix} has no validation documents, which training requires ({manifest.contents()}): add "
                 "documents, or remove the stream"
             )
     return before != [path.read_bytes() for path in manifests]

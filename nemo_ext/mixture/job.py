@@ -159,7 +159,7 @@ def run(config: Mapping[str, Any]) -> None:
         mine = settings.mine(list(plan.mixtures))
         for place, name in enumerate(mine, 1):
             if not plan.is_done(name):
-                notice(f"run {place} of {len(mine)}: {name}: {plan.streams.describe(plan.mixtures[name])}")
+                notice(f"run {place} of {len(mine)}, {name}: {plan.streams.describe(plan.mixtures[name])}")
                 _train_and_evaluate(plan, name, plan.mixtures[name])
             _losses(plan, name)
         if unfinished := [name for name in plan.mixtures if not plan.is_done(name)]:
@@ -205,7 +205,10 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
         scorer.close()
     if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
         reasons = "; ".join(missing)
-        raise ValueError(f"evaluate: {reasons}: provide the data, or select benchmarks with evaluate.benchmarks=[...]")
+        raise ValueError(
+            f"evaluate: benchmark data is missing ({reasons}); provide it, or select benchmarks with "
+            "evaluate.benchmarks=[...]"
+        )
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
@@ -217,7 +220,8 @@ def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
     names = [task.name for task in benchmarks if task.kind == "bits" or task.settings.get("headline") == BITS]
     if not names:
         raise ValueError(
-            f"evaluate={' '.join(settings.evaluate)}: no benchmark is in bits per byte: use suite=olmo3_base_easy"
+            f"evaluate={' '.join(settings.evaluate)} has no benchmark scored in bits per byte: use "
+            "suite=olmo3_base_easy"
         )
     return names
 
@@ -230,17 +234,17 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
     """
     tokens = tokens_of_run(training)
     if tokens is None:
-        raise ValueError("train: the length of the runs is unknown: set train.tokens")
+        raise ValueError("train: the length of the small runs is unknown; add train.tokens=NUMBER")
     plan = plan_blend(training["data"], tokens)
     leaves = list(plan.root.leaves())
     for leaf in leaves:
         size = plan.sizes.get(leaf.name)
         if size is None or size.known != "files":
             raise ValueError(
-                f"train: {leaf.prefix}_train.idx does not exist: tokenise the stream (`nemo-ext tokenize`)"
+                f"train: {leaf.prefix}_train.idx does not exist; tokenise the stream (`nemo-ext tokenize`)"
             )
     if len(leaves) < 2:
-        raise ValueError("train: a mixture requires at least two streams")
+        raise ValueError(f"train: a mixture requires at least two streams, not {len(leaves)}")
     mixture.check_names(leaf.name for leaf in leaves)
     sizes = np.array([float(plan.sizes[leaf.name].tokens) for leaf in leaves])
     weights = np.array([float(plan.shares[leaf.name]) for leaf in leaves])
@@ -256,8 +260,8 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
     for name, passes, limit in zip(streams.names, streams.prior * tokens / sizes, streams.repeats, strict=True):
         if passes > limit + 1e-9:
             raise ValueError(
-                f"mixture.prior={mixture.prior}: a run of {tokens:,} tokens reads {name} {passes:.3g} times, more than "
-                f"{limit:g}: raise mixture.repeats, or lower train.tokens"
+                f"mixture.prior={mixture.prior}: a run of {tokens:,} tokens would read {name} {passes:.3g} times, more "
+                f"than {limit:g}; raise mixture.repeats, or lower train.tokens"
             )
     return streams
 
@@ -289,13 +293,13 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
     for name, low, high in zip(streams.names, lowest, highest, strict=True):
         if low > high:
             raise ValueError(
-                f"mixture.at_least.{name}={low:g}: its share of {longest:,.0f} tokens can be at most {high:.3g} "
-                "(mixture.at_most, or mixture.repeats passes): lower it"
+                f"mixture.at_least.{name}={low:g} is above {high:.3g}, the largest share of {longest:,.0f} tokens that "
+                "mixture.at_most and mixture.repeats allow: lower it"
             )
     if highest.sum() < 1 - 1e-9 or lowest.sum() > 1 + 1e-9:
         raise ValueError(
-            f"mixture: shares of at least {lowest.sum():.3g} and at most {highest.sum():.3g} together cannot sum to 1: "
-            "change mixture.at_least, at_most, tokens or repeats"
+            f"mixture: the shares cannot sum to 1, since their minimums sum to {lowest.sum():.3g} and their maximums "
+            f"to {highest.sum():.3g}; change mixture.at_least, at_most, tokens or repeats"
         )
     return lowest, highest
 
@@ -325,9 +329,11 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code == USER_ERROR:
-        raise ValueError(f"{run_dir}: nothing was started, for the reason above")
+        raise ValueError(
+            f"the run in {run_dir} was not started, for the reason above: correct it and run the same command again"
+        )
     if code:
-        print(f"error: {run_dir}: this run failed, see above; the same command resumes", file=sys.stderr)
+        print(f"error: the run in {run_dir} failed, see above; the same command resumes it", file=sys.stderr)
         sys.exit(FAILED)
 
 
@@ -345,8 +351,8 @@ def _losses(plan: Plan, name: str) -> list[float]:
         short = sum(int(entry.get(key) or 0) for key in ("failed", "unscored", "missing"))
         if value is None or not 0 < value < float("inf") or short:
             raise ValueError(
-                f"{path.parent}: {benchmark} has {f'{short} problems without a score' if short else 'no value'}; "
-                f"report.md there has the reason: remove the folder, then run the same command to evaluate again"
+                f"{path.parent}: {benchmark} has {f'{short} problems without a score' if short else 'no value'}; see "
+                "report.md there for the reason, remove the folder and run the same command to evaluate again"
             )
         losses.append(float(value))
     return losses

@@ -156,8 +156,8 @@ def optimum(
     while True:
         if highest.sum() < 1 - 1e-9 or lowest.sum() > 1 + 1e-9 or (lowest > highest + 1e-12).any():
             raise ValueError(
-                f"mixture: no shares with sum 1 are within the limits (at least {lowest.sum():.3g}, at most "
-                f"{highest.sum():.3g} together): raise mixture.repeats, or change mixture.tokens, at_least or at_most"
+                f"mixture: no shares within the limits sum to 1 (minimums sum to {lowest.sum():.3g}, maximums to "
+                f"{highest.sum():.3g}); raise mixture.repeats, or change mixture.tokens, at_least or at_most"
             )
         result = minimize(
             goal,
@@ -169,7 +169,7 @@ def optimum(
             options={"maxiter": 2000, "ftol": 1e-12},
         )
         if not result.success:
-            raise ValueError(f"mixture: the solver did not find the minimum ({result.message}): raise mixture.kl")
+            raise ValueError(f"mixture: the solver did not find the optimum ({result.message}); raise mixture.kl")
         shares: Shares = np.clip(result.x, lowest, highest)
         small = (shares < least) & (lowest == 0) & (highest > 0)
         if not small.any():

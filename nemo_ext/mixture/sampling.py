@@ -56,8 +56,8 @@ def sample(
                 break
         else:
             raise ValueError(
-                f"mixture: {_TRIES:,} draws gave no new mixture {number} that keeps all streams within their passes: "
-                "raise mixture.repeats or mixture.strengths, or lower mixture.runs or train.tokens of the runs"
+                f"mixture: no new mixture {number} within the limit on passes was found in {_TRIES:,} draws; raise "
+                "mixture.repeats or mixture.strengths, or lower mixture.runs or train.tokens of the runs"
             )
         mixtures.append(drawn)
         seen.add(_rounded(drawn))

@@ -61,7 +61,7 @@ class Mixture:
         known = list(streams)
         for key, limits in (("at_least", self.at_least), ("at_most", self.at_most)):
             for name in limits.keys() - set(known):
-                raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
+                raise ValueError(f"mixture.{key}: the mixture has no stream {name!r}: {nearest(name, known)}")
 
     def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
         """Return the weights of benchmarks in their mean, [benchmarks], summing to 1.
@@ -70,10 +70,12 @@ class Mixture:
             ValueError: a weight names an unknown benchmark, or all weights are 0.
         """
         for name in self.weights.keys() - set(benchmarks):
-            raise ValueError(f"mixture.weights: no benchmark {name!r} in bits per byte: {nearest(name, benchmarks)}")
+            raise ValueError(
+                f"mixture.weights: {name!r} is not a benchmark in bits per byte: {nearest(name, benchmarks)}"
+            )
         weights = np.array([self.weights.get(name, 1.0) for name in benchmarks])
         if not weights.sum():
-            raise ValueError("mixture.weights: all weights are 0: give at least one benchmark a positive weight")
+            raise ValueError("mixture.weights: all weights are 0; give at least one benchmark a positive weight")
         return weights / weights.sum()
 
 
@@ -115,7 +117,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     ):
         for word in words:
             if (name := word.partition("=")[0]) in taken:
-                raise ValueError(f"{key}: {word}: each run has its own {name}: remove {word}")
+                raise ValueError(f"{key}: {name} cannot be set, since it differs between runs; remove {word}")
     return settings
 
 
@@ -137,15 +139,22 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = read_settings(config)
     training = _composed("train", [f"run_dir={hydra_value(str(settings.folder / _CHECKED_RUN))}", *settings.train])
     if int(training["launcher"]["nodes"]) != 1:
-        raise ValueError(f"train: launcher.nodes={training['launcher']['nodes']}: small runs must use one node")
+        raise ValueError(f"train: launcher.nodes must be 1 for small runs, not {training['launcher']['nodes']}")
     if phases := [name for name, phase in (training.get("phases") or {}).items() if (phase or {}).get("data")]:
-        raise ValueError(f"train: phases.{phases[0]}.data: a small run has one mixture: remove data from phases")
+        raise ValueError(
+            f"train: phases.{phases[0]}.data cannot be set, since a small run has one mixture; remove data from phases"
+        )
     flags = training["megatron"]
     if paths := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
-        raise ValueError(f"train: megatron.{paths[0]}: each run has its own mixture: set data or streams instead")
+        raise ValueError(
+            f"train: megatron.{paths[0]} cannot be set, since each run has a different mixture; set data or streams "
+            "instead"
+        )
     data = training.get("data") or {}
     if data.get("packed") or not (data.get("blend") or data.get("streams")):
-        raise ValueError("train: no streams to mix: add data=NAME, or 'streams=[{name: web, weight: 1}, ...]'")
+        raise ValueError(
+            "train: there are no streams to mix; add data=NAME, or 'streams=[{name: web, weight: 1}, ...]'"
+        )
     return training
 
 
@@ -160,7 +169,7 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = _composed("evaluate", [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate])
     for key in ("replicas", "nodes"):
         if (number := evaluation["serving"][key]) != 1:
-            raise ValueError(f"evaluate: serving.{key}={number}: a small model requires one server: set it to 1")
+            raise ValueError(f"evaluate: serving.{key} must be 1 for a small model, not {number}")
     return evaluation
 
 

@@ -96,10 +96,10 @@ def test_a_data_file_with_megatron_keys_composes(tmp_path: Path, refused: Callab
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: nothing to tokenise: give input=FILE output=PREFIX"),
+        ([], "error: no text is given: set input=FILE and output=PREFIX"),
         (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: no such file: nowhere.jsonl"),
         (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl: not a tokenizer.json"),
-        (["input=a.jsonl", "output=a.jsonl/x"], "error: a.jsonl/x: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
+        (["input=a.jsonl", "output=a.jsonl/x"], "error: tokenising a.jsonl/x failed ([Errno 20] Not a directory"),
     ],
 )
 def test_invalid_arguments_give_one_line_and_exit_code_2(

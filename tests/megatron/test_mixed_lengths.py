@@ -55,13 +55,13 @@ def config_with(**mixed: object) -> dict[str, Any]:
     [
         ({"short": 16}, "'short_share' is missing"),
         ({"short": 16, "short_shar": 0.5}, "did you mean 'short_share'"),
-        ({"short": 24, "short_share": 0.5}, "short=24 must divide megatron.seq_length=64"),
-        ({"short": 64, "short_share": 0.5}, "and be smaller"),
+        ({"short": 24, "short_share": 0.5}, "short=24 must be smaller than megatron.seq_length=64 and divide it"),
+        ({"short": 64, "short_share": 0.5}, "must be smaller than"),
         ({"short": 16, "short_share": 1.5}, "short_share=1.5"),
         ({"short": 16, "short_share": 0.5, "rows_together": 0}, "rows_together=0"),
         ({"short": 16, "short_share": 0.5, "micro": 2}, "micro_batch_size=1"),
         ({"short": 16, "short_share": 0.5, "cp": 2, "document_boundaries": True}, "set it to false"),
-        ({"short": 2, "short_share": 0.5, "cp": 2}, "multiple of 2 x context_parallel_size=4"),
+        ({"short": 2, "short_share": 0.5, "cp": 2}, r"multiple of 4 \(2 x context_parallel_size\)"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(mixed: dict[str, object], message: str) -> None:

@@ -204,30 +204,36 @@ def test_a_failed_run_ends_the_job(words: Callable[..., list[str]], monkeypatch:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["mixture.at_most.cod=0.1"], r"mixture\.at_most: no stream 'cod': .*'code'"),
+        (["mixture.at_most.cod=0.1"], r"mixture\.at_most: the mixture has no stream 'cod': .*'code'"),
         (
             ["mixture.at_least.code=0.6", "mixture.tokens=1e6"],
-            r"mixture\.at_least\.code=0\.6: its share of 1,000,000 tokens can be at most 0\.0\d+",
+            r"mixture\.at_least\.code=0\.6 is above 0\.0\d+, the largest share of 1,000,000 tokens",
         ),
-        (["mixture.tokens=1e6"], r"at most 0\.\d+ together cannot sum to 1"),
+        (["mixture.tokens=1e6"], r"shares cannot sum to 1, .* maximums to 0\.\d+"),
         (["mixture.strengths=[0,1]"], r"mixture\.strengths\.0=0"),
         (["shard=3/2"], "shard: 3/2: expected I/N with I below N"),
-        (["mixture.weights.pyhton_bits=2"], r"mixture\.weights: no benchmark 'pyhton_bits' .*'python_bits'"),
+        (["mixture.weights.pyhton_bits=2"], r"mixture\.weights: 'pyhton_bits' is not a benchmark .*'python_bits'"),
         (["evaluate=suite=olmo3_base_easy evaluate.data_root=/nowhere"], "/nowhere/ai2_arc"),
         (
             ["evaluate=suite=quick evaluate.benchmarks=[python_bits] evaluate.limit=2 serving.replicas=2"],
-            r"evaluate: serving\.replicas=2",
+            r"evaluate: serving\.replicas must be 1 for a small model, not 2",
         ),
         (["output=it's"], "output=it's: choose a path without '"),
         (["evaluate=suite=nothing"], "nothing"),
-        (["evaluate=suite=quick model=x"], "evaluate: model=x: each run has its own model"),
-        (["evaluate=suite=quick evaluate.benchmarks=[letters]"], "no benchmark is in bits per byte"),
-        (["train=model=olmo3_tiny scale=laptop data=mock"], "train: no streams to mix"),
+        (
+            ["evaluate=suite=quick model=x"],
+            "evaluate: model cannot be set, since it differs between runs; remove model=x",
+        ),
+        (["evaluate=suite=quick evaluate.benchmarks=[letters]"], "has no benchmark scored in bits per byte"),
+        (["train=model=olmo3_tiny scale=laptop data=mock"], "train: there are no streams to mix"),
         (
             ["train=model=olmo3_tiny scale=laptop data=local_text data_root=/nowhere"],
-            "_train.idx does not exist: tokenise the stream",
+            "_train.idx does not exist; tokenise the stream",
         ),
-        (["train=model=olmo3_tiny scale=laptop launcher.nodes=2 data=local_text"], r"train: launcher\.nodes=2"),
+        (
+            ["train=model=olmo3_tiny scale=laptop launcher.nodes=2 data=local_text"],
+            r"train: launcher\.nodes must be 1 for small runs, not 2",
+        ),
         (["train=model=olmo3_tony"], "train: .*olmo3_tony"),
     ],
 )

@@ -77,5 +77,5 @@ def test_small_shares_are_excluded_and_the_rest_is_optimal() -> None:
 
 
 def test_contradictory_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"at most 0\.8 together"):
+    with pytest.raises(ValueError, match=r"maximums to 0\.8\)"):
         optimum(TRUE, np.ones(3) / 3, CENTRE, kl=0.05, lowest=np.zeros(4), highest=np.full(4, 0.2), least=0.0)

@@ -342,7 +342,7 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["job=tokenize"], "nothing to tokenise: give input=FILE output=PREFIX"),
+        (["job=tokenize"], "no text is given: set input=FILE and output=PREFIX"),
         (["job=tokenize", "data=domyn_cpt"], "no stream of this blend has a source"),
         (["job=sft_data", "preset=domyn", "output=x"], "sources is empty: name at least one"),
         (["job=preference_data", "output=x"], "sources is empty"),

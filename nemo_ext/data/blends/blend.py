@@ -75,14 +75,17 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
     tokenizer = load_tokenizer(data["tokenizer"])
     for leaf in read_tree(data).leaves():
         if leaf.source is not None and data.get("validation_share") == 0:
-            raise ValueError(f"data.validation_share=0: {leaf.name} would have no validation data: set it above 0")
+            raise ValueError(
+                f"data.validation_share=0 leaves stream {leaf.name} without validation data: set it above 0"
+            )
         if leaf.source is None:
             for split in ("train", "valid"):
                 missing = Path(f"{leaf.prefix}_{split}.idx")
                 if not missing.is_file():
                     raise ValueError(
-                        f"{leaf.where}: {leaf.name}: {missing} does not exist; tokenise the stream first with a "
-                        "validation_share above 0 (`nemo-ext tokenize`), set its prefix, or choose data=local_text"
+                        f"{leaf.where}: {missing} of stream {leaf.name} does not exist; tokenise the stream first with "
+                        "a validation_share above 0 (`nemo-ext tokenize`), correct its prefix, or choose "
+                        "data=local_text"
                     )
             _check_tokenizer(leaf, tokenizer)
     plan = plan_blend(data, tokens_of_run(config) if tokens is None else tokens, before_tokenising=True)
@@ -115,11 +118,13 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
             shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
     except ValueError:
         raise ValueError(
-            f"train_data_path={list(words)}: a run with phases requires a weight before each prefix"
+            f"megatron.train_data_path={list(words)}: a run with phases requires a weight before each prefix"
         ) from None
     total = sum(shares.values())
     if shares and not total > 0:
-        raise ValueError(f"train_data_path={list(words)}: the weights add up to {total:g}: give one a positive weight")
+        raise ValueError(
+            f"megatron.train_data_path={list(words)}: the weights add up to {total:g}; make at least one positive"
+        )
     return {prefix: share / total for prefix, share in shares.items()}
 
 
@@ -130,8 +135,8 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
     manifest = read_manifest(leaf.prefix)
     if manifest.tokenizer_identity != tokenizer.identity:
         raise ValueError(
-            f"{leaf.where}: {leaf.name}: {leaf.prefix} was tokenised with another tokenizer than data.tokenizer "
-            f"({manifest.tokenizer}): tokenise it again, or set data.tokenizer"
+            f"{leaf.where}: {leaf.prefix} was tokenised with {manifest.tokenizer}, not with data.tokenizer; tokenise "
+            f"stream {leaf.name} again, or set data.tokenizer to that tokenizer"
         )
 
 

@@ -32,7 +32,9 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
     """
     capped = _first_cap(root)
     if capped and tokens is None:
-        raise ValueError(f"{capped}: cap_epochs requires the number of tokens of the run: set tokens=...")
+        raise ValueError(
+            f"{capped}.cap_epochs requires the number of tokens of the run: set tokens=... (for training, train.tokens)"
+        )
     budget = Fraction(tokens) if tokens is not None and capped else Fraction(1)
     most = _capacity(root, sizes)
     if most is not None and most < budget:
@@ -76,8 +78,8 @@ def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
     for leaf in node.leaves():
         if leaf.name not in sizes:
             raise ValueError(
-                f"{leaf.where}: the size of {leaf.name} is needed, because {why}, but {leaf.prefix}_train.idx does not "
-                "exist: tokenise the stream first (`nemo-ext tokenize`), or give `tokens` as its assumed size"
+                f"{leaf.where}: the size of {leaf.name} is required because {why}, but {leaf.prefix}_train.idx does "
+                "not exist; tokenise the stream first (`nemo-ext tokenize`), or set its `tokens` to an assumed size"
             )
     return sum(sizes[leaf.name].tokens for leaf in node.leaves())
 

@@ -106,7 +106,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
-        raise ValueError("data.blend and data.streams are both set: remove one (data=null or data.blend=null does)")
+        raise ValueError("data.blend and data.streams are both set: remove one, with data.blend=null or data=null")
     directory = data.get("directory")
     if not isinstance(directory, str | Path) or not str(directory):
         raise ValueError(f"data.directory must be a path, not {directory!r}")
@@ -116,9 +116,14 @@ def read_tree(data: Mapping[str, object]) -> Group:
     files: dict[Path, str] = {}
     for leaf in root.leaves():
         if leaf.name in seen:
-            raise ValueError(f"{leaf.where}: the name {leaf.name!r} is taken by {seen[leaf.name]}: rename it (`names`)")
+            raise ValueError(
+                f"{leaf.where}: the name {leaf.name!r} is already used by {seen[leaf.name]}; rename the stream, or set "
+                "`names` in its group"
+            )
         if leaf.prefix in files:
-            raise ValueError(f"{leaf.where}: the prefix {leaf.prefix} is taken by {files[leaf.prefix]}")
+            raise ValueError(
+                f"{leaf.where}: the prefix {leaf.prefix} is already used by {files[leaf.prefix]}; set another prefix"
+            )
         seen[leaf.name] = files[leaf.prefix] = leaf.where
     return root
 
@@ -140,24 +145,27 @@ class _Reader:
                 raise ValueError(f"{where} must be a mapping with name, weight and source, not {stream!r}")
             check_keys(stream, ("name", "weight", "prefix", "source"), required=("name", "weight"), where=where)
             rest = {key: value for key, value in stream.items() if key not in ("name", "weight")}
-            leaf = self._leaf(stream["name"], where, positive(f"{where}.weight", stream["weight"]), rest)
+            leaf = self._leaf(stream["name"], where, positive(f"{where}.weight", stream["weight"], excludes=True), rest)
             leaves.append(leaf)
         return Group(key="", where="data.streams", amount=None, by="shares", setting=None, children=tuple(leaves))
 
     def root(self, section: object) -> Group:
         where = "data.blend"
         if not isinstance(section, Mapping):
-            raise ValueError(f"{where} must be a mapping of nodes, not {section!r}")
+            raise ValueError(f"{where} must be a mapping from names to streams or groups, not {section!r}")
         if "of" not in section:
             for key in _GROUP:
                 if key in section:
-                    raise ValueError(f"{where}: {key} is a key of a group, whose children must be under `of`")
+                    raise ValueError(
+                        f"{where}.{key} makes data.blend a group, whose children must be under {where}.of: move them "
+                        "there"
+                    )
             section = {"of": section}
         return self._group("", where, section, parent=None)
 
     def _node(self, key: object, where: str, section: object, *, parent: str) -> Node:
         if isinstance(key, bool):
-            raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}: put the name in quotes")
+            raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}; put the name in quotes")
         if isinstance(section, Mapping):
             # Only groups have these keys, so with one of them a misspelt `of` is reported as a key of a group.
             if any(word in section for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
@@ -172,7 +180,9 @@ class _Reader:
             raise ValueError(f"{where}: a tier must be a list of names, or a mapping with `of`, not {section!r}")
         amounts = _AMOUNTS[parent]
         if section is not None and not amounts:
-            raise ValueError(f"{where}: children of a group divided by {parent} have no number: remove {section!r}")
+            raise ValueError(
+                f"{where}: children of a group divided by {parent} cannot have a number; remove {section!r}"
+            )
         values = {} if section is None else {amounts[0]: section}
         return self._leaf(str(key), where, self._amount(where, values, parent, short=True), {})
 
@@ -186,7 +196,9 @@ class _Reader:
         if "names" in section:
             names = section["names"]
             if not isinstance(names, str) or names.count("*") != 1:
-                raise ValueError(f"{where}.names must contain one *, which stands for a child's name, not {names!r}")
+                raise ValueError(
+                    f"{where}.names must contain exactly one *, which stands for a child's name, not {names!r}"
+                )
             reader = replace(self, names=names)
         children = reader._children(f"{where}.of" if key or parent else where, section["of"], by)
         group = Group(
@@ -207,10 +219,14 @@ class _Reader:
             return tuple(self._node(key, f"{where}.{key}", value, parent=by) for key, value in section.items())
         if isinstance(section, Sequence) and not isinstance(section, str) and section:
             if by == "tiers":
-                raise ValueError(f"{where}: tiers must be a mapping, such as {{A: [spa, ita], others: [mlt]}}")
+                raise ValueError(
+                    f"{where}: tiers must be a mapping, such as {{A: [spa, ita], others: [mlt]}}, not {section!r}"
+                )
             for number, key in enumerate(section):
                 if not isinstance(key, str):
-                    raise ValueError(f"{where}[{number}] must be a name, not {key!r}; use a mapping for settings")
+                    raise ValueError(
+                        f"{where}[{number}] must be a name, not {key!r}; to give children settings, use a mapping"
+                    )
             # Children in a list all get the same amount.
             alike = None if by == "temperature" else 1
             return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in section)
@@ -223,25 +239,30 @@ class _Reader:
             return None
         if parent == "tiers":
             if "each" in section and "share" in section:
-                raise ValueError(f"{where}: give `each` (of every child) or `share` (of the tier), not both")
+                raise ValueError(f"{where}: set either `each` (of every child) or `share` (of the tier), not both")
             for key, times in (("each", children), ("share", 1)):
                 if key in section:
-                    amount = positive(f"{where}.{key}", section[key])
+                    amount = positive(f"{where}.{key}", section[key], excludes=True)
                     if amount * times > 1:
-                        raise ValueError(f"{where}.{key}={section[key]}: the tier would get more than 1 in total")
+                        raise ValueError(
+                            f"{where}.{key}={section[key]} gives the tier {float(amount * times):g} in total: lower it "
+                            f"to at most {1 / times:.3g}"
+                        )
                     return amount * times
             return None
         (key,) = _AMOUNTS[parent]
         if key not in section:
             if parent == "epochs":
                 return Fraction(1)
-            raise ValueError(f"{where}: {key} is missing, which its group, divided by {parent}, requires")
-        return positive(where if short else f"{where}.{key}", section[key])
+            raise ValueError(f"{where}.{key} is missing: set it, since its group is divided by {parent}")
+        return positive(where if short else f"{where}.{key}", section[key], excludes=True)
 
     def _leaf(self, key: object, where: str, amount: Fraction | None, section: Mapping[str, object]) -> Leaf:
         name = self.names.replace("*", key) if isinstance(key, str) else key
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(f"{where}: name must be letters, digits, '.', '_' and '-' (it names files), not {name!r}")
+            raise ValueError(
+                f"{where}: the name must consist of letters, digits, '.', '_' and '-' (it names files), not {name!r}"
+            )
         tokens, prefix = section.get("tokens"), section.get("prefix")
         if tokens is not None:
             tokens = math.ceil(positive(f"{where}.tokens", tokens))
@@ -262,7 +283,10 @@ class _Reader:
 def _setting(where: str, section: Mapping[str, object], by: str) -> Fraction | None:
     if by == "temperature":
         if "alpha" not in section:
-            raise ValueError(f"{where}: alpha is missing: 1 for shares in proportion to tokens, 0 for equal shares")
+            raise ValueError(
+                f"{where}.alpha is missing: set it to a number from 0 (equal shares) to 1 (shares in proportion to "
+                "tokens)"
+            )
         return positive(f"{where}.alpha", section["alpha"], zero=True, most=1)
     if by == "tiers":
         return positive(f"{where}.decay", section["decay"], most=1) if "decay" in section else DECAY
@@ -271,7 +295,7 @@ def _setting(where: str, section: Mapping[str, object], by: str) -> Fraction | N
 
 def _cap(where: str, section: Mapping[str, object]) -> Fraction | None:
     cap = section.get("cap_epochs")
-    return None if cap is None else positive(f"{where}.cap_epochs", cap)
+    return None if cap is None else positive(f"{where}.cap_epochs", cap, excludes=True)
 
 
 def _check_tiers(group: Group) -> None:
@@ -280,14 +304,27 @@ def _check_tiers(group: Group) -> None:
     if len(amounts) < len(group.children):
         if total >= 1:
             raise ValueError(
-                f"{group.where}: the shares of tiers sum to {float(total):g}: leave some for the other tiers"
+                f"{group.where}: the shares of tiers sum to {float(total):g}; lower them, to leave a share for the "
+                "other tiers"
             )
     elif total != 1:
-        raise ValueError(f"{group.where}: the tiers sum to {float(total):g}, not 1: remove one share, for the rest")
+        raise ValueError(
+            f"{group.where}: the shares of tiers sum to {float(total):g}, not 1; remove one, so that its tier gets the "
+            "rest"
+        )
 
 
-def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:
+def positive(
+    where: str, value: object, *, zero: bool = False, most: int | None = None, excludes: bool = False
+) -> Fraction:
     """Return a setting's number as an exact fraction of its decimal digits, so that 0.1 is 1/10.
+
+    Args:
+        where: key of the setting, for the message.
+        value: value of the setting.
+        zero: True to allow 0.
+        most: maximum; None for no limit.
+        excludes: True if 0 would exclude a part of the blend, so that the message says how to do that.
 
     Raises:
         ValueError: The value is not a number within the limits.
@@ -298,5 +335,5 @@ def positive(where: str, value: object, *, zero: bool = False, most: int | None 
         if (exact > 0 or (zero and exact == 0)) and (most is None or exact <= most):
             return exact
     limits = f"from 0 to {most}" if zero else "above 0" + ("" if most is None else f" and at most {most}")
-    hint = ": to exclude it, remove it from the blend" if value == 0 else ""
+    hint = ": to exclude it, remove it from the blend" if excludes and value == 0 else ""
     raise ValueError(f"{where} must be a number {limits}, not {value!r}{hint}")

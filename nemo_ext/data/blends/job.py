@@ -49,17 +49,22 @@ def audit(config: Mapping[str, Any]) -> None:
     settings = checked(Settings, {field.name: config[field.name] for field in fields(Settings)})
     data = config.get("data")
     if data is not None and data.get("packed") is not None:
-        raise ValueError("this recipe reads packs, not a blend; their shares are in report.md of `nemo-ext sft_data`")
+        raise ValueError(
+            "data.packed is set, so there is no blend to show: see the shares in report.md of `nemo-ext sft_data`"
+        )
     if data is None or (data.get("blend") is None and data.get("streams") is None):
-        raise ValueError("no blend to show: give data=NAME, recipe=NAME, or a blend in data.blend")
+        raise ValueError("no blend to show: set data=NAME or recipe=NAME, or define data.blend or data.streams")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # no need to fit a terminal
     limits = {"max_epochs": settings.max_epochs, "refuse_epochs": settings.refuse_epochs}
     limits = {key: limit for key, limit in limits.items() if limit is not None}
-    plans = [
-        (name, plan_blend({**section, **limits}, tokens)) for name, section, tokens in _blends(config, settings.tokens)
-    ]
+    plans = []
+    for name, section, tokens in _blends(config, settings.tokens):
+        try:
+            plans.append((name, plan_blend({**section, **limits}, tokens)))
+        except ValueError as error:
+            raise ValueError(str(error) if section is data else f"phases.{name}: {error}") from error
     for name, plan in plans:
         if settings.require_files:
             _check_files(plan)
@@ -71,11 +76,15 @@ def audit(config: Mapping[str, Any]) -> None:
             try:
                 report = write_blend(plan, folder, title=title)
             except OSError as error:
-                raise ValueError(f"output={settings.output}: {error.strerror}: choose another directory") from error
+                raise ValueError(
+                    f"output={settings.output} cannot be written ({error.strerror}): choose another directory"
+                ) from error
             console.print(f"report: {report}", soft_wrap=True)
     if often := _often_in_total([plan for _, plan in plans]):
         console.print(
-            f"warning: read more than max_epochs times over all phases together: {often}", style="red", soft_wrap=True
+            f"warning: some streams are read more than max_epochs times over all phases together: {often}",
+            style="red",
+            soft_wrap=True,
         )
 
 
@@ -116,7 +125,7 @@ def _check_files(plan: BlendPlan) -> None:
         raise ValueError(
             f"{missing[0].where}: {missing[0].prefix}_train.idx does not exist"
             + (f", nor do the files of {len(missing) - 1} other streams" if len(missing) > 1 else "")
-            + ": tokenise the streams first, or plan without files by removing require_files"
+            + ": tokenise the streams first, or set require_files=false to plan without files"
         )
 
 

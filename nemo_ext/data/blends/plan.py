@@ -93,7 +93,10 @@ class BlendPlan:
         if not often:
             return None
         names = some_of([f"{leaf.name} {part.epochs:.3g} times" for part in often for leaf in part.node.leaves()])
-        return f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or set caps"
+        return (
+            f"some streams are read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or "
+            "set caps"
+        )
 
     def notes(self) -> list[str]:
         """Return notes on normalised shares, tiers out of order, epochs other than configured, and unknown sizes."""
@@ -175,7 +178,7 @@ def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tok
     """
     root = read_tree(data)
     if tokens is not None and tokens <= 0:
-        raise ValueError(f"tokens={tokens}: the number of tokens must be positive")
+        raise ValueError(f"tokens={tokens}: the number of tokens of the run must be positive")
     limits = {key: float(positive(f"data.{key}", data[key])) for key in LIMITS if data.get(key) is not None}
     sizes = {}
     for leaf in root.leaves():
@@ -193,8 +196,9 @@ def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tok
     for part in plan.parts:
         if refused is not None and isinstance(part.node, Leaf) and (part.epochs or 0) > refused:
             raise ValueError(
-                f"{part.node.where}: {part.node.name} would be read {part.epochs:.3g} times, more than "
-                f"data.refuse_epochs={refused:g}: {_count(part.tokens)} tokens of {_count(part.size)}"
+                f"{part.node.where}: {part.node.name} would be read {part.epochs:.3g} times ({_count(part.tokens)} "
+                f"tokens of {_count(part.size)}), more than data.refuse_epochs={refused:g}; lower its share, add text "
+                "or raise refuse_epochs"
             )
     return plan
 

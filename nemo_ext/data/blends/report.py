@@ -43,7 +43,8 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
     for leaf in plan.root.leaves():
         if len(str(leaf.prefix).split()) != 1:
             raise ValueError(
-                f"{leaf.where}: rename {str(leaf.prefix)!r}: Megatron's lists of data paths do not support whitespace"
+                f"{leaf.where}: the prefix {str(leaf.prefix)!r} contains whitespace, which Megatron's data path lists "
+                "do not support; rename it"
             )
     train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
     pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]

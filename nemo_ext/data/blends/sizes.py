@@ -41,9 +41,7 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
     elif Path(f"{prefix}.json").is_file():
         tokens = read_manifest(prefix).splits["train"].tokens
         if tokens:
-            raise ValueError(
-                f"{prefix}.json lists {tokens:,} training tokens, but {index} does not exist: copy it, too"
-            )
+            raise ValueError(f"{prefix}.json lists {tokens:,} training tokens, but {index} does not exist: copy it too")
     else:
         return None if assumed is None else Size(tokens=assumed, known="assumed")
     if not tokens:
@@ -60,10 +58,16 @@ def indexed_tokens(index: Path) -> int:
     with open(index, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
-            raise ValueError(f"{index} is not an index of Megatron's .bin/.idx files")
+            raise ValueError(
+                f"{index} is not an index of Megatron's .bin/.idx files: correct the stream's prefix, or tokenise the "
+                "text again"
+            )
         version, code, sequences, documents = _HEADER.unpack(head[len(_MAGIC) :])
         if version != 1 or code not in _WIDTHS:
-            raise ValueError(f"{index}: version {version} with ids of type {code}, which Megatron does not read")
+            raise ValueError(
+                f"{index} has version {version} and id type {code}, which Megatron does not read: tokenise the text "
+                "again"
+            )
         if index.stat().st_size < len(head) + 12 * sequences + 8 * documents:
             raise ValueError(f"{index} is truncated: tokenise or copy it again")
         size = 0

@@ -3,4 +3,4 @@
 from importlib.util import find_spec
 
 if find_spec("datatrove") is None:
-    raise ValueError("curation needs datatrove: pip install 'nemo_ext[curate]'")
+    raise ValueError("curation requires datatrove: pip install 'nemo_ext[curate]'")

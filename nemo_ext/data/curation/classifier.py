@@ -78,7 +78,10 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
         if weights.shape != (1 << bits,) or not np.isfinite(weights).all():
             raise ValueError(f"weights have shape {weights.shape} or are not finite; expected 2**{bits} finite weights")
     except Exception as error:  # numpy raises many types for damaged files
-        raise ValueError(f"{path}: not a classifier written by `nemo-ext curate_classifier` ({error})") from error
+        raise ValueError(
+            f"{path} is not a classifier written by `nemo-ext curate_classifier` ({error}): train it again, or set "
+            "another path"
+        ) from error
 
     def score(text: str) -> float:
         numbers, values = features(text, bits)
@@ -91,7 +94,7 @@ def _by_fasttext(place: Path, label: str | None) -> Scorer:
     model = fasttext_model(str(place))
     labels = [name.removeprefix("__label__") for name in model.get_labels()]
     if label not in labels:
-        raise ValueError(f"{place}: the model does not have label={label!r}: choose one of {', '.join(labels)}")
+        raise ValueError(f"{place}: the model does not have label={label!r}; choose one of {', '.join(labels)}")
 
     def score(text: str) -> float:
         predicted, scores = model.predict(one_line(text), k=-1)

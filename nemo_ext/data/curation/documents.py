@@ -21,8 +21,9 @@ _OURS = ("id", "text")
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
     """Yield documents from parts of a source; other keys become metadata, in which `source` names the stream.
 
-    Blank and unencodable documents are only counted. A record keeps its own `id`; if `text_key` is a different key, its
-    own `text` is kept as `text_`. Numbers that JSON cannot represent (NaN) become null.
+    Blank and unencodable documents are only counted. A record keeps its own `id`; its own `source` is kept as
+    `source_` and, if `text_key` is a different key, its own `text` as `text_`. Numbers that JSON cannot represent (NaN)
+    become null.
     """
     for part in parts:
         for document, _ in encodable(_read(source, part, stream, report), report):
@@ -32,7 +33,9 @@ def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadRe
 def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterator[Document]:
     if not isinstance(source, RecordSource):
         for plain in source.read(part, report):
-            yield Document(text=plain.text, id=plain.id, metadata={"source": stream, **plain.about})
+            about = dict(plain.about)
+            _make_room(about, "source")
+            yield Document(text=plain.text, id=plain.id, metadata={"source": stream, **about})
         return
     for number, record in source.records(part, report):
         text = source.text_of(record, part, number, report)
@@ -40,7 +43,8 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
             continue
         about = {key: value for key, value in record.items() if key != source.text_key}
         record_id = about.pop("id", None)
-        _make_room(about, "text")
+        for key in ("text", "source"):
+            _make_room(about, key)
         document_id = f"{stream}/{part.name}:{number}" if record_id is None else str(record_id)
         yield Document(text=text, id=document_id, metadata={"source": stream, **about})
 
@@ -97,7 +101,8 @@ class Writer:
         if (file := self._open.get(path)) is None:
             if len(self._open) == MOST_FILES:
                 raise ValueError(
-                    f"curate.divide: one unit needs more than {MOST_FILES} folders: choose keys with fewer values"
+                    f"curate.divide requires more than {MOST_FILES} folders for one unit of work: choose keys with "
+                    "fewer values"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = self._stack.enter_context(complete_file(path))

@@ -281,14 +281,14 @@ def _documents(
         ends = np.load(before.units.file(unit.number, ENDS))
         verdicts = np.fromfile(before.units.file(unit.number, VERDICTS), dtype=np.uint8)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{path}: the verdicts on its documents are missing ({error}): {advice}") from error
+        raise ValueError(f"{path}: the verdicts on its documents are missing or damaged ({error}); {advice}") from error
     expected = len(ends) - 1
     if len(verdicts) != (ends[-1] if barrier.verdict_of_values else expected):
         raise ValueError(f"{before.units.file(unit.number, VERDICTS)} is damaged: {advice}")
     number = 0
     for document in read_lines(path) if expected else ():
         if number == expected:
-            raise ValueError(f"{path} has more than the {expected:,} documents that were counted: {advice}")
+            raise ValueError(f"{path} has more documents than the {expected:,} that were counted: {advice}")
         start, end = ends[number], ends[number + 1]
         mine = verdicts[start:end] if barrier.verdict_of_values else verdicts[number : number + 1]
         yield document, partial(barrier.apply, verdicts=mine)
@@ -318,7 +318,8 @@ def _place(plan: Plan, unit: Unit, document: Document) -> str:
     for key, value in zip(plan.curate.divide, values, strict=True):
         if len(value) > _LONGEST:
             raise ValueError(
-                f"curate.divide: {key} of {document.id} is too long for a folder's name: {shown(value)}..."
+                f"curate.divide: document {document.id} has {key}={shown(value)!r}..., which is too long for a folder "
+                "name; choose keys with short values"
             )
     names = [_NOT_IN_NAMES.sub("_", value) or "_" for value in values]
     return "/".join([unit.stream, *names])

@@ -101,26 +101,33 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
         raise ValueError("output=null: set it to a folder")
     settings = checked(Settings, {field.name: config[field.name] for field in dataclasses.fields(Settings)})
     if not config["curate"]["stages"]:
-        raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or name blocks")
+        raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or list blocks")
     curate = checked(Curate, config["curate"], where="curate")
-    if len(set(curate.stages)) < len(curate.stages):
-        raise ValueError("curate.stages lists a stage twice: to apply it twice, add a second block under another name")
+    for number, name in enumerate(curate.stages):
+        if name in curate.stages[:number]:
+            raise ValueError(
+                f"curate.stages lists {name!r} twice: remove one, or, to apply it twice, add a second block under "
+                "another name"
+            )
     for name, block in curate.blocks.items():  # including unused blocks, whose name may be a typo
         _kind(name, block)
     stages = dict[str, Stage]()
     for name in curate.stages:
         if not _NAME.fullmatch(name) or name == "read":
             raise ValueError(
-                f"curate.stages: {name!r} is not a valid name: use letters, digits, - and _; the name read is reserved"
+                f"curate.stages: {name!r} is not a valid stage name; use letters, digits, - and _ (the name read is "
+                "reserved)"
             )
         if name not in curate.blocks:
-            near = f"'curate.blocks.{name}={{}}' adds it" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
-            raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset defines: {near}")
+            near = (
+                f"add it with 'curate.blocks.{name}={{}}'" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
+            )
+            raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset defines; {near}")
         values = {key: value for key, value in curate.blocks[name].items() if key != "kind"}
         stages[name] = checked(_kind(name, curate.blocks[name]), values, where=f"curate.blocks.{name}")
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
-        raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets: remove one of them")
+        raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets; remove one of them")
     for name, bucket in buckets.items():
         if bucket.rate is not None and curate.divide[-1:] != (BUCKET,):
             raise ValueError(
@@ -130,7 +137,7 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     streams = {name: source for name, (source, _) in weighted.items()}
     for name, source in streams.items():
         if source.max_bytes is not None:
-            raise ValueError(f"stream {name!r}: curation reads all of a stream: remove max_bytes")
+            raise ValueError(f"stream {name!r}: curation always reads whole streams; remove max_bytes from its source")
     return Plan(settings, curate, stages, streams)
 
 

@@ -108,12 +108,12 @@ def run(config: Mapping[str, Any]) -> None:
         (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
         scorer = load_scorer(str(folder))
-        notice("measuring")
+        notice("measuring on held-out documents")
         scores = {name: np.array([scorer.score(text) for text in sets[name].held_out]) for name in _NAMES}
         threshold = _threshold(scores["negatives"], settings.share)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": threshold}) + "\n")
         page = _report(settings, engine, sets, scores, threshold)
-    notice(f"{folder}: {page}")
+    notice(f"classifier in {folder}; report: {page}")
 
 
 def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
@@ -133,7 +133,7 @@ def _read(name: str, source: Source, settings: Settings) -> _Set:
     if len(texts.train) < 2 or len(texts.held_out) < 2:
         raise ValueError(
             f"{name} has {len(texts.train)} training documents and {len(texts.held_out)} held-out documents, but at "
-            "least 2 of each are required: provide more"
+            "least 2 of each are required: provide more documents"
         )
     return texts
 

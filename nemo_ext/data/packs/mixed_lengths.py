@@ -68,17 +68,21 @@ class MixedLengths:
         megatron = config["megatron"]
         length = int(megatron["seq_length"])
         if length % settings.short or settings.short == length:
-            raise ValueError(f"{where}.short={settings.short} must divide megatron.seq_length={length} and be smaller")
+            raise ValueError(
+                f"{where}.short={settings.short} must be smaller than megatron.seq_length={length} and divide it"
+            )
         if int(megatron.get("micro_batch_size") or 1) != 1:
             raise ValueError(f"{where} requires megatron.micro_batch_size=1, since a row is a micro-batch")
         parts = 2 * int(megatron.get("context_parallel_size") or 1)
         if parts > 2 and settings.document_boundaries:
             raise ValueError(
-                f"{where}.document_boundaries does not work with context_parallel_size={parts // 2}, since the lengths "
-                f"of documents are not multiples of {parts}: set it to false"
+                f"{where}.document_boundaries cannot be combined with context_parallel_size={parts // 2}, since the "
+                f"lengths of documents are not multiples of {parts}: set it to false"
             )
         if parts > 2 and settings.short % parts:
-            raise ValueError(f"{where}.short={settings.short} must be a multiple of 2 x context_parallel_size={parts}")
+            raise ValueError(
+                f"{where}.short={settings.short} must be a multiple of {parts} (2 x context_parallel_size)"
+            )
         return settings
 
     @property

@@ -142,7 +142,7 @@ def write_packed(
         existing = read_packed_manifest(prefix)
         if existing.config_hash == config_hash and _is_complete(existing):
             return existing
-        notice(f"{prefix}: made from other samples or settings: starting over")
+        notice(f"{prefix}: the existing packs are incomplete or have other samples or settings; starting over")
     lengths = np.concatenate([file.lengths for file in files]) if files else np.empty(0, dtype=np.int64)
     if rows is not None:
         lengths = lengths[rows]
@@ -156,7 +156,10 @@ def write_packed(
         seed=settings.seed,
     )
     if not len(packs):
-        raise ValueError(f"{prefix}: no samples to pack: of {len(lengths):,} samples, {fitted.dropped:,} are too long")
+        raise ValueError(
+            f"{prefix}: none of the {len(lengths):,} samples can be packed ({fitted.dropped:,} are longer than "
+            f"{settings.capacity:,} tokens); add shorter samples, raise capacity or set longer=truncate"
+        )
     numbers = fitted.samples if rows is None else rows[fitted.samples]
     with folder_for_one(prefix, "packing") as folder:
         trained, without_loss = _write_tokens(
@@ -244,13 +247,19 @@ def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     parts = 2 * int(megatron.get("context_parallel_size") or 1)
     for argument, manifest in manifests:
-        where = f"{argument}: {manifest.prefix}"
+        where = f"{argument}={manifest.prefix}"
         if not _is_complete(manifest):
-            raise ValueError(f"{where}: its .bin or .idx is missing or truncated: copy it or pack the samples again")
+            raise ValueError(
+                f"{where}: the .bin or .idx file is missing or truncated; copy it, or pack the samples again"
+            )
         if manifest.capacity != int(megatron["seq_length"]):
-            raise ValueError(f"{where}: its packs require megatron.seq_length={manifest.capacity}")
+            raise ValueError(
+                f"{where}: the packs require megatron.seq_length={manifest.capacity}, not {megatron['seq_length']}"
+            )
         if parts > 2 and manifest.align % parts:
-            raise ValueError(f"{where}: context_parallel_size={parts // 2} requires packs with align={parts}")
+            raise ValueError(
+                f"{where}: context_parallel_size={parts // 2} requires packs with align={parts}; pack the samples again"
+            )
     megatron.setdefault("calculate_per_token_loss", True)
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
@@ -275,9 +284,14 @@ def check_packed(config: Mapping[str, Any]) -> None:
     if packed["train"] is None:
         raise ValueError("data.packed.train=null: set it to the prefix of the packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
-        raise ValueError("data.packed requires megatron.micro_batch_size=1; use longer packs instead of several")
+        raise ValueError(
+            "data.packed requires megatron.micro_batch_size=1; use longer packs instead of several per micro-batch"
+        )
     if megatron.get("mtp_num_layers"):
-        raise ValueError("data.packed: multi-token prediction would cross samples: remove megatron.mtp_num_layers")
+        raise ValueError(
+            "data.packed cannot be combined with multi-token prediction, which would cross samples: remove "
+            "megatron.mtp_num_layers"
+        )
     # Packs differ in their number of tokens in the loss, and every token of a global batch should have the same weight.
     if megatron.get("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed requires megatron.calculate_per_token_loss=true, to weight all tokens equally")
@@ -297,7 +311,9 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
-        raise ValueError(f"{' and '.join(known.values())} are packed with different tokenizers: use one for all")
+        raise ValueError(
+            f"{' and '.join(known.values())} were packed with different tokenizers: use one tokenizer for all packs"
+        )
 
 
 def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], packs: Sequence[PackedManifest]) -> None:
@@ -308,7 +324,10 @@ def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], pack
         tokenizer = load_tokenizer(data["tokenizer"])
         for manifest in packs:
             if manifest.tokenizer_identity not in ("", tokenizer.identity):
-                raise ValueError(f"{manifest.prefix} was packed with another tokenizer than data.tokenizer: change it")
+                raise ValueError(
+                    f"{manifest.prefix} was not packed with data.tokenizer: set data.tokenizer to its tokenizer, or "
+                    "pack the samples again"
+                )
         if megatron.get("tokenizer_type") is None:
             megatron.update(megatron_arguments(tokenizer, ids_only=True))
     elif megatron.get("tokenizer_type") is None:

@@ -87,7 +87,7 @@ def fit(lengths: npt.ArrayLike, capacity: int, longer: Longer) -> Fitted:
         ValueError: `longer` is unknown, or `longer` is `error` and a sample is longer than the capacity.
     """
     if longer not in get_args(Longer):
-        raise ValueError(f"longer={longer!r}: {nearest(str(longer), get_args(Longer))}")
+        raise ValueError(f"longer={longer!r} is not a known option: {nearest(str(longer), get_args(Longer))}")
     sizes = np.asarray(lengths, dtype=np.int64)
     samples = np.arange(len(sizes), dtype=np.int64)
     over = sizes > capacity
@@ -97,8 +97,8 @@ def fit(lengths: npt.ArrayLike, capacity: int, longer: Longer) -> Fitted:
     if longer == "error":
         first = int(over.argmax())
         raise ValueError(
-            f"{count:,} of {len(sizes):,} samples are longer than {capacity:,} tokens, first sample {first} with "
-            f"{sizes[first]:,}: set longer=drop or longer=truncate, or a larger capacity"
+            f"{count:,} of {len(sizes):,} samples are longer than {capacity:,} tokens (the first is sample {first}, "
+            f"with {sizes[first]:,}): set longer=drop or longer=truncate, or a larger capacity"
         )
     if longer == "drop":
         return Fitted(samples[~over], sizes[~over], dropped=count)
@@ -140,7 +140,7 @@ def pack(
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.ndim != 1:
-        raise ValueError(f"lengths must be a list of numbers, not of shape {tokens.shape}")
+        raise ValueError(f"lengths must be a one-dimensional list of numbers, not of shape {tokens.shape}")
     count = len(tokens)
     if count and tokens.min() < 1:
         raise ValueError(f"sample {int(tokens.argmin())} has length {tokens.min()}: remove empty samples")

@@ -62,17 +62,21 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
             row, marks = np.asarray(ids), np.asarray(mask)
             if not len(row) or row.shape != marks.shape or row.ndim != 1:
                 raise ValueError(
-                    f"{base}: sample {len(lengths)} has ids of shape {row.shape} and a mask of shape {marks.shape}: "
+                    f"{base}: sample {len(lengths)} has ids of shape {row.shape} and a mask of shape {marks.shape}; "
                     "both must be vectors of the same length, at least 1"
                 )
             if row.dtype.kind not in "iu":
-                raise ValueError(f"{base}: sample {len(lengths)} has ids of type {row.dtype}: they must be integers")
+                raise ValueError(f"{base}: sample {len(lengths)} has ids of type {row.dtype}; they must be integers")
             if not ((marks == 0) | (marks == 1)).all():
                 raise ValueError(
-                    f"{base}: sample {len(lengths)} has a mask with other values than 0 and 1: set trained tokens to 1"
+                    f"{base}: sample {len(lengths)} has a mask with values other than 0 and 1; use 1 for trained "
+                    "tokens, 0 for others"
                 )
             if row.min() < 0 or row.max() >= vocab_size:
-                raise ValueError(f"{base}: sample {len(lengths)} has ids outside 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"{base}: sample {len(lengths)} has ids outside the vocabulary; they must be from 0 to "
+                    f"{vocab_size - 1}"
+                )
             tokens.write(row.astype(dtype).tobytes())
             loss.write(marks.astype(np.uint8).tobytes())
             lengths.append(len(row))

@@ -67,7 +67,7 @@ def run(config: Mapping[str, Any]) -> None:
             write(_train(settings, samples), settings)
         page = _report(settings, samples, others)
         note(record, {"made_of": made_of, "reported": reported})
-    notice(f"{folder}: {page}")
+    notice(f"tokenizer in {folder}; report: {page}")
 
 
 def _draw(stream: Weighted, settings: Settings) -> Sample:
@@ -75,24 +75,27 @@ def _draw(stream: Weighted, settings: Settings) -> Sample:
     size = round(settings.sample * stream.share)
     sample = draw(stream, train=size, held_out=settings.held_out, seed=settings.seed)
     if sample.train_bytes < size:
-        notice(f"{stream.name} has only {sample.train_bytes:,} of the {size:,} bytes that its weight requires")
+        notice(
+            f"{stream.name} has only {sample.train_bytes:,} of the {size:,} bytes that its weight requires: its share "
+            "of the sample will be smaller"
+        )
     return sample
 
 
 def _train(settings: Settings, samples: list[Sample]) -> "Tokenizer":
     size = sum(sample.train_bytes for sample in samples)
     if not size:
-        raise ValueError("none of the streams has text to train on")
+        raise ValueError("none of the streams has text to train on: add text, or correct input or data.streams")
     notice(f"training on {size / 1e6:,.1f} MB; Ctrl-C stops at once, without saving")
     tokenizer = train(settings, texts(samples))
     if (tokens := tokenizer.get_vocab_size()) < settings.vocab:
-        notice(f"vocab={settings.vocab}: the sample has pairs for only {tokens} tokens: provide more text")
+        notice(f"vocab={settings.vocab}, but the sample yields only {tokens} tokens: provide more text, or lower vocab")
     return tokenizer
 
 
 def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tokenizer"]) -> Path:
     """Write the report; return the path of its HTML page."""
-    notice("measuring")
+    notice("measuring the tokenizers")
     folder = settings.folder
     tokenizer, special = _load(str(folder)), special_tokens(settings)
     counts = report.measure({report.OURS: tokenizer, **others}, samples)

@@ -75,7 +75,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
         ("split", "set preset"),
     ):
         if values[key] is None:
-            raise ValueError(f"{key}=null: {advice}")
+            raise ValueError(f"{key}=null, but train_tokenizer requires it: {advice}")
     settings = checked(Settings, values)
     weighted = sources_of(config, settings.folder, own=settings.folder / OWN / "text")
     total = sum(weight for _, weight in weighted.values())

@@ -27,7 +27,10 @@ def special_tokens(settings: Settings) -> list[str]:
     control = CONTROL.findall(Template.load(settings.template).source) if settings.template else []
     special = list(dict.fromkeys([*settings.special_tokens, *control]))
     if settings.end not in special:
-        raise ValueError(f"end={settings.end} is not among the special tokens ({', '.join(special) or 'none'}): add it")
+        raise ValueError(
+            f"end={settings.end} is not among the special tokens ({', '.join(special) or 'none'}): add it to "
+            "special_tokens"
+        )
     if settings.vocab < BYTES + len(special):
         raise ValueError(
             f"vocab={settings.vocab} is too small for {BYTES} bytes and {len(special)} special tokens: set it to at "
@@ -48,7 +51,9 @@ def untrained(settings: Settings) -> "Tokenizer":
     try:
         pieces = pre_tokenizers.Split(Regex(settings.split), behavior="isolated")
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"split={settings.split}: not a valid Oniguruma regular expression ({error})") from error
+        raise ValueError(
+            f"split={settings.split} is not a valid Oniguruma regular expression ({error}): correct it"
+        ) from error
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +85,9 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
     with _ended_by_ctrl_c():
         tokenizer.train_from_iterator(texts, trainer)
     if ordinary := [name for name in special if tokenizer.token_to_id(name) is not None]:
-        raise ValueError(f"special_tokens: {ordinary[0]!r} is also an ordinary token of this text: choose another name")
+        raise ValueError(
+            f"special_tokens: {ordinary[0]!r} is also an ordinary token of this text; choose another name for it"
+        )
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     return tokenizer
 

@@ -89,15 +89,15 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
             "{by: epochs, of: [a, b]}",
             {"a": 1},
             10,
-            r"data\.blend\.b: the size of b is needed, because .*epochs.*d/b_train",
+            r"data\.blend\.b: the size of b is required because .*epochs.*d/b_train",
         ),
         ("{by: temperature, alpha: 1, of: [a]}", {}, 10, "its group divides by temperature"),
-        ("{a: {share: 1, cap_epochs: 1}, b: 1}", {}, 10, "the size of a is needed, because it is under cap_epochs"),
+        ("{a: {share: 1, cap_epochs: 1}, b: 1}", {}, 10, "the size of a is required because it is under cap_epochs"),
         (
             "{a: {share: 1, cap_epochs: 1}, b: 1}",
             {"a": 5},
             None,
-            r"data\.blend\.a: cap_epochs requires the number of tokens",
+            r"data\.blend\.a\.cap_epochs requires the number of tokens",
         ),
         (
             "{a: {share: 1, cap_epochs: 2}, b: {share: 1, cap_epochs: 1}}",

@@ -101,7 +101,10 @@ def test_phases_with_separate_data_are_separate_blends(tmp_path: Path, blend: Co
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "Blend of mine, first+second (30 tokens)\n" in shown.stdout
     assert "Blend of mine, third (30 tokens)\n" in shown.stdout
-    assert "warning: read more than max_epochs times over all phases together: a 4.5 times" in shown.stdout
+    assert (
+        "warning: some streams are read more than max_epochs times over all phases together: a 4.5 times"
+        in shown.stdout
+    )
     assert (tmp_path / "out/first+second/blend.txt").read_text() == "1.0 d/a_train\n"
     assert (tmp_path / "out/third/blend.txt").read_text() == "0.5 d/a_train\n0.5 d/b_train\n"
 
@@ -120,13 +123,16 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     assert rows(shown.stdout)["b"] == ["25", "%", "20", "5*", "4"]
     assert "warning" not in shown.stdout
-    assert "warning: read more than max_epochs=3 times: b 4 times" in blend(*words, "max_epochs=3", cwd=tmp_path).stdout
+    assert (
+        "warning: some streams are read more than max_epochs=3 times: b 4 times"
+        in blend(*words, "max_epochs=3", cwd=tmp_path).stdout
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "no blend to show: give data=NAME"),
+        ((), "no blend to show: set data=NAME"),
         (("data=mock",), "no blend to show"),
         (("data=domyn_foundation", "tokens=many"), "tokens='many': input should be a valid number"),
         (
@@ -136,12 +142,12 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
         (("data.directory=d", "data.blend={a: 1, b: -1}"), "data.blend.b must be a number above 0, not -1"),
         (
             ("data.directory=d", "data.blend={a: {share: 1, tokens: 5}}", "tokens=80", "refuse_epochs=9"),
-            "data.blend.a: a would be read 16 times, more than data.refuse_epochs=9",
+            "data.blend.a: a would be read 16 times (80 tokens of 5), more than data.refuse_epochs=9",
         ),
         (("recipe=domyn_small/cpd",), "did you mean 'domyn_small/cpt'?"),
         (
             ("data.directory=d", "data.blend={a: {share: 1, tokens: 5}}", "output=/dev/null"),
-            "output=/dev/null: File exists: choose another directory",
+            "output=/dev/null cannot be written (File exists): choose another directory",
         ),
     ],
 )
@@ -160,7 +166,7 @@ def test_every_recipe_has_a_blend_to_show_or_reads_packs(recipe: str, capsys: py
     config = compose("blend", [f"recipe={recipe}"])
 
     if config["data"].get("packed") is not None:
-        with pytest.raises(ValueError, match="this recipe reads packs"):
+        with pytest.raises(ValueError, match=r"data\.packed is set, so there is no blend"):
             audit(config)
         return
     audit(config)

@@ -28,7 +28,7 @@ LENGTH = {"length": "{kind: length, least: 3}"}
 
 def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path, curate: Curate, lines: Lines) -> None:
     source = tmp_path / "raw.jsonl"
-    good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70}
+    good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70, "source": "crawl"}
     source.write_bytes(
         b"\n".join([json.dumps(good).encode(), b'{"text": "half', b'{"text": 5}', b'{"other": "x"}', b'{"text": " "}'])
         + b'\n{"text": "\\ud800 half a character"}\n'
@@ -36,7 +36,7 @@ def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path,
     )
     out = curate(source, LENGTH)
     first, second, *_ = lines(out / "documents")
-    assert first == {**good, "id": "7", "source": "text"}
+    assert first == {**good, "id": "7", "source": "text", "source_": "crawl"}
     assert second["id"] == "text/raw.jsonl:7"
     read = json.loads((out / "funnel.json").read_text())["text"]["read"]
     assert read["records"] == 506 and read["skipped"] == {"malformed": 4, "empty": 1}
@@ -63,25 +63,33 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
     [
         ({}, (), "curate.stages is empty: choose a preset"),
         (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths' is not in .*did you mean 'length'"),
-        ({}, ("curate.stages=[length]",), "curate.stages: 'length' is not in .*'curate.blocks.length={}' adds it"),
+        ({}, ("curate.stages=[length]",), "curate.stages: 'length' is not in .*add it with 'curate.blocks.length={}'"),
         ({"length": "{kind: lenght}"}, (), "curate.blocks.length: unknown kind 'lenght': did you mean 'length'"),
         ({"length": "{least: 3, mots: 4}"}, (), "curate.blocks.length: unknown key 'mots': did you mean 'most'"),
         ({"c4": "{rules: {min_sentences: 3}}"}, (), "curate.blocks.c4: rules: unknown key 'min_sentences'"),
-        ({"language": "{languages: [english]}"}, (), "curate.blocks.language: language: unknown code 'english'"),
+        (
+            {"language": "{languages: [english]}"},
+            (),
+            "curate.blocks.language: languages: unknown language code 'english'",
+        ),
         ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
-        ({"classifier": "{model: /nowhere}"}, (), "/nowhere: no such file"),
+        ({"classifier": "{model: /nowhere}"}, (), "fastText model /nowhere does not exist"),
         ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
-        ({"buckets": "{key: quality}"}, (), "is None, not a score: add a stage before this one"),
+        ({"buckets": "{key: quality}"}, (), "has quality=None, but a score is required; before this stage, add one"),
         (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),
         (LENGTH, ("curate.tokenizer=/nowhere",), "/nowhere"),
         ({"c4": "{rules: {min_words_per_line: few}}"}, (), "curate.blocks.c4: rules.*wrong type"),
         ({"gopher_quality": "{rules: {min_doc_words: many}}"}, (), "wrong type"),
-        ({"read": "{kind: length}"}, (), "'read' is not a valid name"),
+        ({"read": "{kind: length}"}, (), "'read' is not a valid stage name"),
         ({"a": "{kind: buckets}", "b": "{kind: buckets}"}, (), "a and b both assign buckets"),
         ({"buckets": "{rate: 1}"}, (), "requires one stream per bucket"),
-        (LENGTH, ("curate.divide=[long]",), "long of text/raw.jsonl:1 is too long"),
-        (LENGTH, ("streams=[{name: web, weight: 1, source: {kind: jsonl, path: /nowhere.jsonl}}]",), "exclude"),
+        (LENGTH, ("curate.divide=[long]",), "document text/raw.jsonl:1 has long='x+'..., which is too long"),
+        (
+            LENGTH,
+            ("streams=[{name: web, weight: 1, source: {kind: jsonl, path: /nowhere.jsonl}}]",),
+            "input cannot be combined with a blend",
+        ),
     ],
 )
 def test_invalid_settings_are_reported(

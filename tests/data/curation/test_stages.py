@@ -217,6 +217,13 @@ def test_personal_data_is_distinguished_from_other_numbers(text: str, left: str 
     assert document.text == f"see {text if left is None else left} there" or "b@" in text
 
 
+def test_a_telephone_number_is_found_after_many_other_numbers() -> None:
+    numbers = ", ".join(f"{number} 0000" for number in range(1000, 1500))
+    document = Document(text=f"{numbers}; call +39 06 6982 1234 there", id="a")
+    assert Personal().start()(document) is None
+    assert document.text == f"{numbers}; call |||PHONE_NUMBER||| there"
+
+
 def test_lists_include_subdomains_and_robots_txt(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
     (tmp_path / "domains").write_text("# bad ones\nhttps://www.Bad.com\nmüller.de\n")
     robots = "\ufeffUser-agent: GPTBot\nAllow: /\nDisallow: /private/\nDisallow: /*.pdf$\n"

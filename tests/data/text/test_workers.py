@@ -124,7 +124,7 @@ def test_input_that_grows_while_it_is_read_is_an_error(
 
     monkeypatch.setattr(tokenize, "complete_shards", meanwhile)
 
-    with pytest.raises(ValueError, match="out: input files changed while they were read"):
+    with pytest.raises(ValueError, match=r"input files of .*out changed while they were read"):
         tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1)
     assert not list(tmp_path.glob("out*"))
 

@@ -41,7 +41,7 @@ class Listed(Stage):
 
     def check(self) -> None:
         if not self.reads():
-            raise ValueError(f"{self.kind}: requires at least one list: set domains, urls, ids, words or robots")
+            raise ValueError("at least one list is required: set domains, urls, ids, words or robots")
         if self.robots:
             _parser()
         dict(_robots(self.robots))
@@ -129,7 +129,9 @@ def _pieces(plain: str) -> list[str]:
 def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for place, record in JsonlSource(path=paths).rows() if paths else ():
         if not record.keys() >= {"domain", "robots"}:
-            raise ValueError(f"{place}: listed: a row of robots must have the keys domain and robots: correct this row")
+            raise ValueError(
+                f"{place}: each row of a `robots` file must have the keys domain and robots; correct this row"
+            )
         yield _host(str(record["domain"])), str(record["robots"])
 
 
@@ -160,6 +162,6 @@ def _parser() -> Callable[[str], Any]:
     try:
         from protego import Protego
     except ImportError as error:
-        raise ValueError(f"listed: robots requires protego: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(f"robots requires protego ({error}): pip install 'nemo_ext[curate]'") from error
     parse: Callable[[str], Any] = Protego.parse
     return parse

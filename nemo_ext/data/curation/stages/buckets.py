@@ -77,8 +77,8 @@ class Buckets(Barrier):
             return [float(rate) for rate in self._curve(x, power, low)]
         least = self.rate / (1 - self.throwaway)
         raise ValueError(
-            f"buckets: most={self.most:g} is too low for rate={self.rate:g} and throwaway={self.throwaway:g}, which "
-            f"require at least {least:.2f}: raise most"
+            f"most={self.most:g} is too low for rate={self.rate:g} and throwaway={self.throwaway:g}, which require at "
+            f"least {least:.2f}: raise most"
         )
 
     def _curve(self, x: npt.NDArray[np.float64], power: float, steep: float) -> npt.NDArray[np.float64]:
@@ -95,8 +95,8 @@ class Buckets(Barrier):
             is_valid = False
         if not is_valid:
             raise ValueError(
-                f"buckets: {document.id}: {self.key!r} is {score!r}, not a score: add a stage before this one that "
-                "scores documents"
+                f"buckets: document {document.id} has {self.key}={score!r}, but a score is required; before this "
+                f"stage, add one that stores a number under {self.key!r}"
             )
         group = "" if self.within is None else str(value_at(document.metadata, self.within))
         digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])

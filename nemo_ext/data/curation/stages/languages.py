@@ -43,9 +43,10 @@ class Language(Stage):
             fasttext_model(self.model)
             return
         known = frozenset(identifier().labels)
-        for code in (*self.languages, *self.by_language):
-            if code not in known:
-                raise ValueError(f"language: unknown code {code!r}: {nearest(code, known)}")
+        for key, codes in (("languages", self.languages), ("by_language", self.by_language)):
+            for code in codes:
+                if code not in known:
+                    raise ValueError(f"{key}: unknown language code {code!r}: {nearest(code, known)}")
 
     def reads(self) -> list[Path]:
         return [] if self.model is None else [Path(self.model).expanduser()]
@@ -93,11 +94,13 @@ def fasttext_model(path: str) -> Any:
     try:
         import fasttext
     except ImportError as error:
-        raise ValueError(f"{path}: fastText models require: pip install fasttext-numpy2-wheel ({error})") from error
+        raise ValueError(
+            f"{path}: fastText models require fastText ({error}); pip install fasttext-numpy2-wheel"
+        ) from error
     if not place.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"fastText model {path} does not exist: correct the path")
     try:
         fasttext.FastText.eprint = lambda *_, **__: None  # silences a deprecation notice
         return fasttext.load_model(str(place))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} cannot be loaded as a fastText model ({error}): choose another file") from error

@@ -38,9 +38,10 @@ class Perplexity(Stage):
     most: float = math.inf
 
     def check(self) -> None:
-        for name, path in (*self.models.items(), *self.sentencepiece.items()):
-            if not Path(path).expanduser().is_file():
-                raise ValueError(f"perplexity: {name}: {path}: no such file")
+        for key, paths in (("models", self.models), ("sentencepiece", self.sentencepiece)):
+            for language, path in paths.items():
+                if not Path(path).expanduser().is_file():
+                    raise ValueError(f"{key}.{language}={path} does not exist: correct the path")
         for language in self.models:
             self._scorer(language)
 
@@ -57,8 +58,14 @@ class Perplexity(Stage):
                 import sentencepiece
 
                 pieces = sentencepiece.SentencePieceProcessor(model_file=str(Path(path).expanduser()))
-        except (ImportError, OSError) as error:
-            raise ValueError(f"perplexity: {self.models[language]}: {error}") from error
+        except ImportError as error:
+            raise ValueError(
+                f"perplexity requires a package that is missing ({error}): pip install kenlm sentencepiece"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"models.{language} or sentencepiece.{language} cannot be loaded ({error}): choose another file"
+            ) from error
 
         normal: Callable[[str], str] = str
         if self.normalize == "ccnet":

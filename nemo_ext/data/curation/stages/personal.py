@@ -34,7 +34,7 @@ _DIGITS = re.compile(r"\d+")
 _NO_PHONE = re.compile(r"\d{1,2}([./ -])\d{1,2}\1(?:\d\d|\d{4})|\d+\.\d+|\d{1,3}(?:[ .]000){2,}")
 """Dates, decimals and round numbers, which are not telephone numbers."""
 _OTHER_NUMBER = re.compile(r"(?:IS[BS]N|doi|DOI|VAT|IVA|#|№|https?:\S*)[\W\d]*\Z")
-_AROUND, _MOST_GROUPS, _MOST_MISSES = 20, 14, 300
+_AROUND, _MOST_GROUPS = 20, 14
 _DNI = re.compile(r"\b[0-9XYZ]\d{7}-?[A-Z]\b")
 
 
@@ -56,9 +56,10 @@ class Personal(Stage):
     regions: StringsOrNone = ()
 
     def check(self) -> None:
-        for name in (*self.kinds, *self.replacements):
-            if name not in _USUAL:
-                raise ValueError(f"personal: unknown kind {name!r}: {nearest(name, _USUAL)}")
+        for key, names in (("kinds", self.kinds), ("replacements", self.replacements)):
+            for name in names:
+                if name not in _USUAL:
+                    raise ValueError(f"{key}: unknown kind of personal data {name!r}: {nearest(name, _USUAL)}")
         _finders(self.kinds, self.regions)
 
     def start(self) -> Judge:
@@ -102,10 +103,12 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
         from stdnum.it import codicefiscale
         from stdnum.us import ssn
     except ImportError as error:
-        raise ValueError(f"personal requires: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(
+            f"personal requires phonenumbers and python-stdnum ({error}): pip install 'nemo_ext[curate]'"
+        ) from error
     for region in regions:
         if region not in phonenumbers.SUPPORTED_REGIONS:
-            raise ValueError(f"personal: unknown region {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
+            raise ValueError(f"regions: unknown region {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
 
     @lru_cache(maxsize=10_000)
     def phones_in(around: str) -> tuple[tuple[int, int], ...]:
@@ -119,10 +122,10 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
         return tuple(sorted(spans))
 
     def phones(text: str) -> Iterator[tuple[int, int]]:
-        last, misses = 0, 0
+        last = 0
         for match in _PHONE.finditer(text):
             groups = _DIGITS.findall(match.group())
-            if len(groups) > _MOST_GROUPS or not any(len(group) > 1 for group in groups) or misses > _MOST_MISSES:
+            if len(groups) > _MOST_GROUPS or not any(len(group) > 1 for group in groups):
                 continue  # tables of numbers
             first = max(last, match.start() - _AROUND)
             before = text[first : match.start()]
@@ -130,7 +133,6 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
                 continue
             # The library's matcher needs the context of a number, to distinguish it from dates and times.
             spans = [span for span in phones_in(text[first : match.end() + _AROUND]) if first + span[1] > match.start()]
-            misses = 0 if spans else misses + 1
             for start, end in spans:
                 if first + start >= last and first + start < match.end():
                     last = first + end

@@ -77,7 +77,9 @@ class _Rules(Stage):
             try:
                 self._block(language).filter(Document(text=_SAMPLE, id="sample"))
             except (TypeError, AttributeError) as error:
-                raise ValueError(f"rules or by_language.{language}: a value has the wrong type: {error}") from error
+                raise ValueError(
+                    f"rules or by_language.{language}: a value has the wrong type ({error}); correct it"
+                ) from error
 
     def _block(self, language: str) -> BaseFilter:
         arguments = {**self.rules, **self.by_language.get(language, {})}
@@ -88,7 +90,10 @@ class _Rules(Stage):
         try:
             return self.block(**arguments)
         except (TypeError, ImportError) as error:
-            raise ValueError(f"{type(self).kind}: {error}") from error
+            raise ValueError(
+                f"{type(self).kind}: datatrove's filter cannot be created ({error}); correct its rules, or install "
+                "what is missing"
+            ) from error
 
     def start(self) -> Judge:
         cached_block = lru_cache(maxsize=None)(self._block)
@@ -113,7 +118,9 @@ def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
     except (ImportError, ValueError) as error:
         if named:
             reason = str(error).rstrip(".: ")
-            raise ValueError(f"words=datatrove: {reason}; or set words=spaces or words=characters") from error
+            raise ValueError(
+                f"words=datatrove cannot split {language!r} into words ({reason}): set words=spaces or words=characters"
+            ) from error
         return _tokenizer("characters")
     return tokenizer
 
@@ -199,7 +206,7 @@ class Encoding(Stage):
             self.start()
         except ImportError as error:
             raise ValueError(
-                f"encoding requires ftfy: pip install 'nemo_ext[curate]' ({error}), or set mend=false"
+                f"encoding requires ftfy ({error}): pip install 'nemo_ext[curate]', or set mend=false"
             ) from error
 
     def start(self) -> Judge:
