@@ -291,7 +291,7 @@ def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
         )
     if serving.context < 2:
         raise ValueError(
-            f"puzzle.serving.context={serving.context}: decoding needs at least one earlier token: set it to 2 or more"
+            f"puzzle.serving.context={serving.context} must be at least 2, as decoding needs an earlier token"
         )
     model = {name: getattr(config, name, None) for name in MODEL_WIDE}
     model |= {name: getattr(parent.model_config, name, None) for name in STACK_WIDE}
@@ -341,9 +341,9 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
     try:
         recorded = {**json.loads(line)["conditions"]}
     except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{file}:1: not the conditions of measurements: choose another file") from None
+        raise ValueError(f"{file}:1: expected conditions of measurements; remove the file to measure again") from None
     changed = f"{file} was measured under other conditions"
-    check_same(recorded, taken_under, changed, "choose another file, or remove it")
+    check_same(recorded, taken_under, changed, "choose another file, or remove it to measure again")
     measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
     return {each.block: each for each in measured}
 

@@ -340,7 +340,7 @@ def test_what_is_not_supported_is_named() -> None:
         mamba_modules.mamba_chunk_scan_combined(**scan, return_varlen_states=True)
     with pytest.raises(ValueError, match="do not support cu_seqlens"):
         mamba_modules.mamba_chunk_scan_combined(**scan, cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="state_dtype is float64"):
+    with pytest.raises(ValueError, match="state_dtype=float64 requires float64 inputs"):
         mamba_modules.mamba_chunk_scan_combined(**scan, state_dtype=torch.float64)
     with pytest.raises(ValueError, match="headdim is None"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"headdim": None}))
