@@ -45,7 +45,7 @@ def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED)
     except (ImportError, OSError) as error:  # torch raises OSError for incompatible libraries
         if bridge:
             raise ImportError(
-                f"{error}; bridge=True requires megatron-bridge, megatron-core and transformer-engine: install what "
-                "`nemo-ext doctor` lists as missing, for example with `pip install megatron-bridge`"
+                f"{error}; bridge=True requires it: pip install megatron-bridge, in addition to megatron-core and "
+                "transformer-engine"
             ) from error
         return Registration(skipped={"megatron-bridge": str(error)})

@@ -98,7 +98,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
         return None
     for key, none in (("tokenizer", None), ("dtype", None), ("change_rope", False)):
         if config[key] != none:
-            raise ValueError(f"parity.prompts cannot be combined with {key}={config[key]}, which changes the model")
+            raise ValueError(
+                f"parity.prompts cannot be combined with {key}={config[key]}, which changes the model; remove one"
+            )
     source = Path(str(config["from"])).expanduser()
     if is_hugging_face(source) == (config["to_format"] == "huggingface") and is_hugging_face(source):
         raise ValueError("parity.prompts compares transformers with Megatron: remove to_format=huggingface")

@@ -149,7 +149,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     set_by_user = {name: value for name, value in megatron.items() if value is not None}
     for name, value in (_own_flags(config) | set_by_user).items():
         if name not in flags:
-            raise ValueError(_unknown(name, flags))
+            raise ValueError(f"megatron.{name} {_unknown(name, flags)}")
         option, action = flags[name]
         if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
             line.append(option if value else f"--no-{option.removeprefix('--')}")
@@ -214,9 +214,10 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
             arguments = deepcopy(parse_args())  # Megatron writes into lists, and may into the parser's defaults
             validate_args(arguments)
         except SystemExit as exit_:
-            raise ValueError(f"Megatron cannot parse its arguments: {printed.getvalue().strip()[-500:]}") from exit_
+            printout = printed.getvalue().strip()[-500:]
+            raise ValueError(f"Megatron cannot parse the megatron section: {printout}") from exit_
         except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
-            raise ValueError(f"Megatron rejected this configuration: {_reason(error)}") from error
+            raise ValueError(f"Megatron rejected the megatron section: {_reason(error)}") from error
     return arguments
 
 
@@ -227,7 +228,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ValueError(f"Megatron's parser rejected its command line: {message}")
+            raise ValueError(f"Megatron's parser rejected the megatron section: {message}")
 
     return add_megatron_arguments(Parser(allow_abbrev=False))
 
@@ -245,12 +246,12 @@ def one_parser() -> Iterator[None]:
 def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
-        return f"megatron.{name} is not a flag of Megatron's command line; set megatron.{by_destination[0]} instead"
+        return f"is not a flag of Megatron's command line; set megatron.{by_destination[0]} instead"
     if why := versions.lack([name]):
-        return f"megatron.{name} cannot be set: {why}; upgrade megatron-core, or remove it"
+        return f"is not supported: {why}; remove it, or upgrade megatron-core"
     hint = did_you_mean(name, flags)
     here = versions.spelled(versions.installed())
-    return f"megatron.{name}: Megatron-Core {here} has no such argument; {hint or 'remove it'}"
+    return f"is not an argument of Megatron-Core {here}; {hint or 'remove it'}"
 
 
 @contextlib.contextmanager

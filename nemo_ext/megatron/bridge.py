@@ -231,7 +231,7 @@ def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[st
     for architecture in replace:
         named(architecture)
     if MISSING is not None:
-        raise ImportError(f"no bridge was registered, as {MISSING}")
+        raise ImportError(f"no bridge was registered, as {MISSING}; see `nemo-ext doctor megatron-bridge`")
     register_allowed_target_prefix("nemo_ext.")  # so that Megatron-Bridge restores our provider from its checkpoints
     registered, skipped = [], {}
     for architecture, hf_format in FORMATS.items():

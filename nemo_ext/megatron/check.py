@@ -129,7 +129,9 @@ def check_version(config: Mapping[str, Any]) -> None:
         raise versions.TooOld(f"data.mixed_lengths.document_boundaries is not supported: {why}; set it to false")
     for name, value in config["megatron"].items():
         if value not in (None, False) and (why := versions.lack([name, f"{name}={value}"])):
-            raise versions.TooOld(f"megatron.{name}={value} is not supported: {why}; remove it, or upgrade")
+            raise versions.TooOld(
+                f"megatron.{name}={value} is not supported: {why}; remove it, or upgrade megatron-core"
+            )
 
 
 def resiliency() -> str | None:
@@ -145,7 +147,8 @@ def resiliency() -> str | None:
     if Version(version) < OLDEST_RESILIENCY:
         raise ValueError(
             f"{RESILIENCY} {version} is installed, but Megatron-Core cannot be imported with a version before "
-            f"{OLDEST_RESILIENCY}: uninstall it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (with glibc 2.39)"
+            f"{OLDEST_RESILIENCY}: uninstall it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or "
+            "later)"
         )
     return version
 
@@ -206,7 +209,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     both = [name for name, value in chosen.items() if value is not None]
     if len(both) > 1:
         raise ValueError(
-            f"{' and '.join(both)} cannot be combined, as a run has at most one teacher or is one: keep one, and set "
+            f"{' and '.join(both)} cannot be combined, as a run has one teacher, or is one: keep one of them, and set "
             "the rest to null"
         )
     if saved is not None:
@@ -222,8 +225,8 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     if arguments.pipeline_model_parallel_size > 1 and residuals[0] != residuals[1]:
         raise ValueError(
             "distillation.teacher with pipeline stages, which send the activations of both models as one tensor, "
-            f"requires equal megatron.fp32_residual_connection: it is {residuals[0]} here, but {residuals[1]} in the "
-            "teacher's config"
+            f"requires the same megatron.fp32_residual_connection for both: it is {residuals[0]} here, but "
+            f"{residuals[1]} in the teacher's config"
         )
     try:
         check_layout(merged, trained=False)
@@ -277,7 +280,7 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
             "megatron.logits_load_ignore_errors would have no effect, as a missing teacher ends the run; remove it"
         )
     if not 0 < alpha <= 1:
-        raise ValueError(f"megatron.logits_load_kd_loss_alpha (share of the loss) must be in (0, 1], not {alpha}")
+        raise ValueError(f"megatron.logits_load_kd_loss_alpha must be a share above 0 and at most 1, not {alpha}")
     if "://" in folder:
         return  # object storage, which only ranks open
     if not Path(folder).is_dir():
@@ -292,7 +295,8 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
         if saved.get(name) != expected:
             raise ValueError(
                 f"megatron.logits_load_dir={folder} was saved from a different data order: {flag} was "
-                f"{saved.get(name)} in the run that saved it, but is {expected} here; restore it, or save again"
+                f"{saved.get(name)} in the run that saved it, but is {expected} here; restore it, or save "
+                "the log-probabilities again"
             )
 
 

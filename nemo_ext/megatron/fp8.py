@@ -151,7 +151,7 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
     if problems := misfits(plan, precision.architecture):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe} does not fit some sizes ({'; '.join(problems[:3])}{more}): "
+            f"precision_plan.recipe={plan.recipe} does not support some sizes ({'; '.join(problems[:3])}{more}): "
             "change them, or exclude these weights by rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):

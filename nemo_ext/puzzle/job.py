@@ -69,7 +69,9 @@ def check(config: Mapping[str, Any]) -> Settings:
         check_validation(config, "puzzle")
     ranks, selected = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
     if "distill" in selected and chosen.distill.steps and chosen.distill.batch % ranks:
-        raise ValueError(f"puzzle.distill.batch={chosen.distill.batch} is not divisible by the {ranks} ranks")
+        raise ValueError(
+            f"puzzle.distill.batch={chosen.distill.batch} is not divisible by the {ranks} ranks; set it to a multiple"
+        )
     for name, data, stages in (
         ("calibration", chosen.calibration, {"library", "score", "compare", "baselines", "fuse"}),
         ("evaluation", chosen.evaluation, {"compare", "baselines", "evaluate"}),

@@ -91,7 +91,7 @@ def read_table(
             write_text(template, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
         raise ValueError(
             f"puzzle.measure.table={file}: no such file; fill in {template}, which lists the blocks to measure, and "
-            "save it there"
+            "rename it"
         )
     try:
         content: Mapping[str, Any] = json.loads(file.read_text())

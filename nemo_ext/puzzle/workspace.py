@@ -153,9 +153,9 @@ class Workspace:
             return True
         if stage in RENEWED or record.get("empty"):
             return False
-        what = f"{file}: {stage} was {'done' if finished else 'begun'}"
-        check_same(record["settings"], now["settings"], f"{what} with other settings", self._advice(stage))
-        raise ValueError(f"{what} from results that have been replaced since; {self._advice(stage)}")
+        state, advice = "done" if finished else "begun", self._advice(stage)
+        check_same(record["settings"], now["settings"], f"{file}: {stage} was {state} with other settings", advice)
+        raise ValueError(f"{file}: {stage} was {state} from results that have been replaced since; {advice}")
 
     def begin(self, stage: str) -> None:
         """Record the settings of a stage, or shard, that is starting, so that it is not resumed with others.

@@ -368,8 +368,8 @@ def there(tmp_path: Path) -> Path:
         ("distillation.teacher=nowhere", "distillation.teacher=nowhere: no such directory"),
         ("+distillation.temprature=1", "unknown key distillation.temprature: did you mean 'temperature'"),
         ("megatron.padded_vocab_size=512", "has 384 vocabulary rows, but the student 512"),
-        ("megatron.logits_load_dir=saved", "cannot be combined, as a run has at most one teacher"),
-        ("megatron.logits_save_dir=saved", "Megatron rejected"),
+        ("megatron.logits_load_dir=saved", "cannot be combined, as a run has one teacher"),
+        ("megatron.logits_save_dir=saved", "Megatron rejected the megatron section"),
     ],
 )
 def test_an_invalid_setting_is_refused(there: Path, override: str, reason: str) -> None:
@@ -462,7 +462,7 @@ def test_files_of_other_sequences_are_refused(tmp_path: Path) -> None:
     check(compose("train", ["run_dir=unused", "data=mock", load]))
     assert "megatron.seed was 1234 in the run that saved it, but is 5 here" in refusal(load, "megatron.seed=5")
     assert "from a different data order: train.tokens" in refusal(load, "train.tokens=5120")
-    assert "must be in (0, 1], not 1.5" in refusal(load, "megatron.logits_load_kd_loss_alpha=1.5")
+    assert "must be a share above 0 and at most 1, not 1.5" in refusal(load, "megatron.logits_load_kd_loss_alpha=1.5")
     assert "logits_load_ignore_errors would" in refusal(load, "megatron.logits_load_ignore_errors=true")
 
 

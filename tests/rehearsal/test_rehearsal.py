@@ -146,8 +146,8 @@ def test_imbalance_adds_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model.pattern=*E{ffn=120} precision=fp8_current",
-            "precision_plan.recipe=tensorwise does not fit some sizes (block 1 fc1: out 120 is not a multiple of 16 "
-            "(tensorwise); use 112 or 128",
+            "precision_plan.recipe=tensorwise does not support some sizes (block 1 fc1: out 120 is not a multiple of "
+            "16 (tensorwise); use 112 or 128",
         ),
         (
             "model=domyn_small_tiny megatron.context_parallel_size=4 megatron.seq_length=252",

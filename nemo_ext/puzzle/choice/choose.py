@@ -117,8 +117,8 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     for solution in solutions:
         if solution.gap > chosen.gap:
             notice(
-                f"search: stopped at the time limit; the score may be {solution.gap:.1%} from the best, unless "
-                "puzzle.search.time_limit is raised"
+                f"search: stopped at puzzle.search.time_limit; raise it, as the score may be {solution.gap:.1%} from "
+                "the best"
             )
     resource, limit_of_reference = _reference(problem)
     limit_of_reference = solutions[0].costs[resource] if limit_of_reference == math.inf else limit_of_reference

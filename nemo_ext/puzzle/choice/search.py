@@ -134,8 +134,8 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
         return None
     if answer.choice is None:
         raise TimeoutError(
-            f"neither a choice of variants nor a proof that none exists was found within {time_limit:g} s; raise the "
-            "time limit"
+            f"neither a choice of variants nor a proof that none exists was found within {time_limit:g} s; raise "
+            "puzzle.search.time_limit"
         )
     score = problem.score(answer.choice)
     return Solution(

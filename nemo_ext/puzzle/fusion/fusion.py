@@ -116,7 +116,8 @@ def plan(
     """
     if description.architecture.norm_placement != "input":
         raise ValueError(
-            "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused"
+            "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused; set "
+            "puzzle.fuse.enabled=false"
         )
     if max_blocks is not None and max_blocks < 2:
         raise ValueError(f"max_blocks must be at least 2, or null for no limit, not {max_blocks}")

@@ -46,7 +46,7 @@ def score_blocks(
         ValueError: a line of `file` is not a score, or is from another calibration set.
     """
     if not calibration:
-        raise ValueError("the calibration set is empty, but scores are means over its tokens; increase it")
+        raise ValueError("the calibration set is empty; raise puzzle.calibration.sequences")
     total = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in calibration)
     total = int(data_parallel.summed(torch.tensor(total)))
     known = data_parallel.agreed(lambda: {(score.block, score.variant): score for score in read_scores(file)})

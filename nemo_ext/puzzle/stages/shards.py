@@ -98,7 +98,7 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                raise ValueError(f"{run_dir}: puzzle.shard={shard} is already running; wait for it") from None
+                raise ValueError(f"{run_dir}: puzzle.shard={shard} is already running; wait for it to end") from None
             held.callback(lock.release)
             begin()
         yield
