@@ -251,7 +251,7 @@ class Watch:
         if self._guard.spike is not None:
             bound = self._losses.bound()
         if loss is not None and loss > bound:
-            return f"a loss of {loss:.4g}, above {bound:.4g}"
+            return f"a loss of {loss:.4g} (limit {bound:.4g})"
         if loss is not None:
             self._losses.add(loss)
         return None

@@ -56,7 +56,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     if kind == "error":
         need += (
             f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
-            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
+            f"activations {most.activation_bytes / GIB:.0f}); {ADVICE}"
         )
     yield Finding(kind, need)
 

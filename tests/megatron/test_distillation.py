@@ -411,7 +411,9 @@ def test_a_teacher_with_other_tokens_is_refused(there: Path, tmp_path_factory: p
     write(beside, "a", "b", "c")
     check_same_tokens(run)
     write(beside, "a", "c", "b", "d")
-    with pytest.raises(ValueError, match=r"in 3 tokens: 'b' is 2 there and 1 here; tokenize the data") as caught:
+    with pytest.raises(
+        ValueError, match=r"in 3 tokens, such as 'b' with id 2 there and 1 here: tokenize the data"
+    ) as caught:
         check_same_tokens(run)
     assert str(own / "tokenizer.json") in str(caught.value) and str(beside / "tokenizer.json") in str(caught.value)
 

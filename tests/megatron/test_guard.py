@@ -47,7 +47,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (line(70, None), "the loss is not finite"),
         (line(70, 2.0, None), "the gradient norm is not finite"),
-        (line(70, 3.0), "a loss of 3, above 2.0"),
+        (line(70, 3.0), "a loss of 3 (limit 2.0"),
     ],
 )
 def test_a_step_that_goes_wrong_ends_the_process_and_is_recorded(
