@@ -364,7 +364,7 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
     rest = here("puzzle.stages=[parent,library,distill,score]")
 
     assert "distill: finished before" in rest
-    assert "score: shards 1/3 are not finished: the rest of their work is done here" in rest
+    assert "score: shards 1/3 are not finished; the rest of their work is done here" in rest
     assert contents(divided) == contents(whole)
     assert not list((divided / "blocks").glob("scores_*")) and not list((divided / "blocks").rglob("*shard*"))
     for number in range(3):
