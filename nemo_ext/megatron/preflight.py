@@ -98,7 +98,7 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
         except ValueError as error:
             yield Finding("error", str(error))
     if node.fp8 and recipe not in node.fp8:
-        yield Finding("error", f"{key}: {node.gpu} does not support {recipe} scaling; use {' or '.join(node.fp8)}")
+        yield Finding("error", f"{key}: {node.gpu} does not support {recipe} scaling; use one of {', '.join(node.fp8)}")
 
 
 def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:

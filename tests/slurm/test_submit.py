@@ -247,7 +247,7 @@ def test_h100s_support_fp8() -> None:
     assert not errors(*words, "megatron.fp8_format=hybrid")
     assert not errors(*words, "precision=fp8_blockwise")
     assert errors(*words, "precision=mxfp8") == [
-        "precision_plan: a H100-80GB has no mxfp8 scaling; it has delayed, tensorwise, blockwise"
+        "precision_plan: H100-80GB does not support mxfp8 scaling; use one of delayed, tensorwise, blockwise"
     ]
 
 
