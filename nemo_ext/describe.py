@@ -47,7 +47,7 @@ def describe(config: Mapping[str, Any]) -> None:
     from nemo_ext.architecture.describe import to_json
 
     if config["format"] not in FORMATS:
-        raise ValueError(f"format={config['format']}: expected one of {', '.join(FORMATS)}")
+        raise ValueError(f"format={config['format']!r}: expected one of {', '.join(FORMATS)}")
     figures = model_figures(config)
     picture = None if config["draw"] is None else _draw(config, figures)
     if config["format"] == "table":
@@ -156,7 +156,7 @@ def _draw(config: Mapping[str, Any], figures: Mapping[str, Any]) -> Path:
         length = figures["seq_length"]
         return draw_blocks(architecture, Path(config["draw"]), seq_length=length, plan=_plan(config))
     except OSError as error:
-        raise ValueError(f"draw={config['draw']}: {error.strerror or error}") from error
+        raise ValueError(f"draw={config['draw']} cannot be written: {error.strerror or error}") from error
 
 
 def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:

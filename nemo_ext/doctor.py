@@ -63,7 +63,7 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
     """
     wanted = set(names) or {*ROWS}
     if unknown := wanted - {*ROWS}:
-        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}: expected any of {', '.join(ROWS)}")
+        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}; known: {', '.join(ROWS)}")
     for engine in reversed(ROWS.values()):
         if engine.name in wanted:
             wanted |= {*engine.needs, *(["cuda"] if engine.needs_gpu or engine.without_gpu else [])}
@@ -173,9 +173,9 @@ def _main(words: list[str]) -> None:
     parser.add_argument("--extra", nargs="+", action="extend", default=[], metavar="NAME", help="extras to install")
     arguments = parser.parse_args(words)
     if arguments.time_limit is not None and not arguments.time_limit > 0:
-        parser.error(f"expected a number of seconds above 0, got {arguments.time_limit:g}")
+        parser.error(f"--time-limit must be above 0 seconds, not {arguments.time_limit:g}")
     if (arguments.install and arguments.engine) or (arguments.extra and not arguments.install):
-        parser.error("--install takes no engines, and --extra belongs to --install")
+        parser.error("--install cannot be combined with engines, and --extra requires --install")
     try:
         if arguments.install:
             report = install.report(arguments.extra, time_limit=arguments.time_limit or install.TIME_LIMIT)

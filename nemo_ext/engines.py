@@ -168,8 +168,8 @@ def require(*names: str) -> None:
         )
     if "megatron-core" in names and not folder_of("megatron.core.models.hybrid.hybrid_block"):
         raise ValueError(
-            f"this job requires megatron-core {OLDEST_MEGATRON} or later: the installed version does not have "
-            "core.models.hybrid, which our models are based on (docs/installs.md)"
+            f"this job requires megatron-core {OLDEST_MEGATRON} or later (docs/installs.md), but the installed version "
+            f"has no core.models.hybrid: pip install 'megatron-core>={OLDEST_MEGATRON}'"
         )
     if "megatron-core" in names and not os.environ.get("NEMO_EXT_UNTESTED"):
         from nemo_ext.megatron.versions import installed, spelled
@@ -183,7 +183,7 @@ def require(*names: str) -> None:
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        raise ValueError(f"torch is installed but cannot be imported: {error}: see `nemo-ext doctor torch`") from error
+        raise ValueError(f"torch is installed but cannot be imported ({error}): see `nemo-ext doctor torch`") from error
 
 
 def folder_of(module: str, path: Sequence[str] | None = None) -> str:

@@ -74,11 +74,11 @@ def train(config: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory, such as runs/mine")
     if launcher["nodes"] != 1 and ON_NODES not in os.environ:
         raise ValueError(
-            f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
-            "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
+            f"launcher.nodes={launcher['nodes']}: this command starts ranks only on this machine; for one machine add "
+            "scale=laptop and a tiny model, and for a cluster see docs/clusters.md"
         )
     with only_run_in(run_dir):
         while not _started(config, console):
@@ -147,22 +147,21 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
     before = run_directory.read_config(path)
     if changed := differing(before["model"], config["model"]):
         raise ValueError(
-            f"{run_dir} has a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
+            f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
     # The sequence length may change, for example between phases.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:
         raise ValueError(
-            f"{run_dir} has a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
+            f"{run_dir} holds a run of a model with other sizes (see {run_directory.CONFIG}): choose another run_dir"
         )
     data_before = before.get("index_digests") or {}
     for prefix, digest in index_digests(config).items():
         if data_before.get(prefix, digest) != digest:
             console.print(
-                f"changed since this run began: the data in {prefix}, and with them the order of documents: "
-                "some may be "
-                "read twice and others not at all"
+                f"changed since this run began: the data in {prefix}, and with them the order of documents; "
+                "some may be read twice and others not at all"
             )
     if before.get("phases") or config.get("phases"):
         _check_same_past(before, config, step, run_dir)
@@ -179,14 +178,14 @@ def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step:
     plans = plan_of(before), plan_of(config)
     if plans[0] is None or plans[1] is None:
         begun = "without" if plans[0] is None else "with"
-        raise ValueError(f"{run_dir} was begun {begun} phases: choose another run_dir")
+        raise ValueError(f"{run_dir} was begun {begun} phases, unlike this config: choose another run_dir")
     pasts = _past(before, plans[0], step), _past(config, plans[1], step)
     if pasts[0] != pasts[1]:
         changed = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
         raise ValueError(
             f"{run_dir} is at step {step}, and its phases up to that step were different"
             + (f" ({', '.join(changed)} differ)" if changed else "")
-            + ": only later phases may change; choose another run_dir, or restore them"
+            + ": choose another run_dir, or restore them, as only later phases may change"
         )
 
 

@@ -98,7 +98,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
         return None
     for key, none in (("tokenizer", None), ("dtype", None), ("change_rope", False)):
         if config[key] != none:
-            raise ValueError(f"parity.prompts and {key}={config[key]} exclude each other: {key} changes the model")
+            raise ValueError(
+                f"parity.prompts cannot be combined with {key}={config[key]}, which changes the model; remove one"
+            )
     source = Path(str(config["from"])).expanduser()
     if is_hugging_face(source) == (config["to_format"] == "huggingface") and is_hugging_face(source):
         raise ValueError("parity.prompts compares transformers with Megatron: remove to_format=huggingface")
@@ -128,7 +130,9 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
     source, to = (Path(str(config[key])).expanduser() for key in ("from", "to"))
     folder, checkpoint = (source, to) if is_hugging_face(source) else (to, source)
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"parity.prompts: {folder} has no tokenizer.json, required for prompts: set files_from=FOLDER")
+        raise ValueError(
+            f"parity.prompts requires a tokenizer, but {folder} has no tokenizer.json: set files_from=FOLDER"
+        )
     parity = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
     record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(parity)}
     write_text(to / PARITY, json.dumps(record, indent=1) + "\n")
@@ -172,9 +176,8 @@ def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
         if len(prompts) == settings.prompts:
             return prompts
     raise ValueError(
-        f"parity.data={settings.data or TEXT}: only {len(prompts)} of {settings.prompts} prompts have "
-        f"{SHORTEST} tokens or "
-        "more: provide more text"
+        f"parity.data={settings.data or TEXT}: only {len(prompts)} of {settings.prompts} prompts have at least "
+        f"{SHORTEST} tokens; provide more text"
     )
 
 

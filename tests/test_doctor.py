@@ -438,8 +438,8 @@ def test_a_terminal_gets_a_table(install: Install) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["megatron"], "unknown engine megatron: expected any of python, hydra, torch"),
-        (["--time-limit", "0"], "expected a number of seconds above 0, got 0"),
+        (["megatron"], "unknown engine megatron; known: python, hydra, torch"),
+        (["--time-limit", "0"], "--time-limit must be above 0 seconds, not 0"),
         (["--yaml"], "unrecognized arguments: --yaml"),
     ],
 )
@@ -486,8 +486,8 @@ REQUIRE = "from nemo_ext.engines import require\nrequire('torch')"
     ("torch", "said"),
     [
         (None, "this job requires torch: pip install 'nemo_ext[engine]'"),
-        ("raise OSError('libcudart.so.13: cannot open')", "cannot be imported: libcudart.so.13: cannot open: see"),
-        ("raise ImportError('undefined symbol')", "cannot be imported: undefined symbol: see"),
+        ("raise OSError('libcudart.so.13: cannot open')", "cannot be imported (libcudart.so.13: cannot open): see"),
+        ("raise ImportError('undefined symbol')", "cannot be imported (undefined symbol): see"),
     ],
     ids=["a bare folder", "OSError", "ImportError"],
 )

@@ -243,7 +243,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
         (["megatron.log_throughput=3"], "switch"),
         (["+model.qk_norm_scop=width"], "did you mean 'qk_norm_scope'?"),
         (["train.validate_at_start=maybe"], "true or false"),
-        (["launcher.nproc_per_node=0"], "one or more"),
+        (["launcher.nproc_per_node=0"], "at least 1"),
         (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),
         (["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory"),
         (
@@ -252,12 +252,12 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
         ),
         (["megatron.load=/somewhere"], "pretrained_checkpoint"),
         (["megatron.reset_attention_mask=true"], "would have no effect"),
-        (["megatron.defer_embedding_wgrad_compute=true"], "HybridModel has no buffers for it"),
+        (["megatron.defer_embedding_wgrad_compute=true"], "needs buffers that HybridModel lacks"),
         (
             ["model.pattern=M-|*E", "megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2"],
             "pipeline rank 0 has no MoE block",
         ),
-        (["megatron.spec=[a,b]"], "layer spec follows from model.pattern"),
+        (["megatron.spec=[a,b]"], "model.pattern determines the layer spec"),
     ],
 )
 def test_a_mistake_is_one_clear_error_before_anything_starts(
@@ -348,7 +348,7 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
     launch.train(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
     before = (tmp_path / run_directory.CONFIG).read_text()
 
-    with pytest.raises(ValueError, match="has a run of a model of other sizes"):
+    with pytest.raises(ValueError, match="holds a run of a model with other sizes"):
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.hidden_size=96"]))
 
     assert (tmp_path / run_directory.CONFIG).read_text() == before

@@ -31,23 +31,23 @@ from nemo_ext.job.words import did_you_mean
 from nemo_ext.megatron import versions
 
 MANAGED = {
-    "hybrid_layer_pattern": "set model.pattern: it is compiled from the notation",
+    "hybrid_layer_pattern": "set model.pattern instead, from which it is compiled",
     "mtp_num_layers": "write each depth of multi-token prediction as / with its blocks in model.pattern: ME*-/*E/*E",
     "mtp_hybrid_override_pattern": "write the blocks of each prediction depth after / in model.pattern: ME*-/*E/*E",
-    "num_layers": "set model.pattern: the number of layers is the number of its blocks",
-    "spec": "the layer spec follows from model.pattern; --spec is for runs without this trainer (docs/megatron.md)",
-    "transformer_impl": "set model.backend (auto, local or transformer_engine)",
-    "save": "set run_dir: checkpoints are kept in run_dir/checkpoints",
-    "load": "a run resumes from run_dir/checkpoints; to start from other weights set megatron.pretrained_checkpoint",
-    "tensorboard_dir": "set run_dir: TensorBoard files are kept in run_dir/tensorboard",
+    "num_layers": "set model.pattern instead, whose blocks are the layers",
+    "spec": "remove it, as model.pattern determines the layer spec (for Megatron's own trainer see docs/megatron.md)",
+    "transformer_impl": "set model.backend instead (auto, local or transformer_engine)",
+    "save": "set run_dir instead, as checkpoints are kept in run_dir/checkpoints",
+    "load": "a run resumes from run_dir/checkpoints; set megatron.pretrained_checkpoint to start from other weights",
+    "tensorboard_dir": "set run_dir instead, as TensorBoard files are kept in run_dir/tensorboard",
 }
 """Mapping from Megatron flags that the trainer sets itself to advice on what to set instead."""
 
 WITHOUT_EFFECT = {
-    "reset_attention_mask": "attention across documents is not masked by this trainer yet",
+    "reset_attention_mask": "this trainer does not mask attention across documents yet",
     "rampup_batch_size": "Megatron-Core 0.19 itself ignores it",
-    "full_validation": "set megatron.eval_iters",
-    "inprocess_restart": "Megatron-Core 0.19 loses its arguments at the first restart in a process (docs/upstream.md)",
+    "full_validation": "megatron.eval_iters sets the length of a validation",
+    "inprocess_restart": "Megatron-Core 0.19 loses its arguments at the first in-process restart (docs/upstream.md)",
 }
 """Mapping from Megatron flags that would be accepted but have no effect to the reason."""
 
@@ -112,7 +112,7 @@ def world_size(config: Mapping[str, Any]) -> int:
 
 def _positive(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}={value!r}: give a whole number, one or more")
+        raise ValueError(f"{key} must be a whole number of at least 1, not {value!r}")
     return value
 
 
@@ -129,12 +129,12 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     megatron: Mapping[str, Any] = config["megatron"]
     for name, advice in MANAGED.items():
         if megatron.get(name) is not None:
-            raise ValueError(f"megatron.{name}: {advice}")
+            raise ValueError(f"megatron.{name} is set by the trainer itself: {advice}")
     for name, reason in WITHOUT_EFFECT.items():
         if megatron.get(name):
             raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
     if megatron.get("defer_embedding_wgrad_compute"):  # its last step also imports apex's kernel
-        raise ValueError("megatron.defer_embedding_wgrad_compute: HybridModel has no buffers for it; remove it")
+        raise ValueError("megatron.defer_embedding_wgrad_compute needs buffers that HybridModel lacks; remove it")
     if megatron.get("cross_entropy_loss_fusion") and not megatron.get("bf16"):
         raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
     if megatron.get("use_rope_scaling") and megatron.get("position_embedding_type") != "rope":
@@ -150,13 +150,13 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     set_by_user = {name: value for name, value in megatron.items() if value is not None}
     for name, value in (_own_flags(config) | set_by_user).items():
         if name not in flags:
-            raise ValueError(_unknown(name, flags))
+            raise ValueError(f"megatron.{name} {_unknown(name, flags)}")
         option, action = flags[name]
         if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
             line.append(option if value else f"--no-{option.removeprefix('--')}")
         elif action.nargs == 0:
             if not isinstance(value, bool):
-                raise ValueError(f"megatron.{name}={value!r}: {option} is a switch, set it to true or false")
+                raise ValueError(f"megatron.{name}={value!r}: {option} is a switch; set it to true or false")
             line += [option] if value else []
         else:
             words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
@@ -167,10 +167,10 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
             kinds = "A" if action.nargs is None else "".join("O" if parser._parse_optional(w) else "A" for w in words)
             try:  # checked as Megatron will parse it: `O` marks a word that looks like an option
                 if rest := words[parser._match_argument(action, kinds) :]:
-                    raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(rest)}")
+                    raise argparse.ArgumentError(None, f"{option} does not take the values {' '.join(rest)}")
                 parser._get_values(action, [*words])
             except argparse.ArgumentError as error:
-                raise ValueError(f"megatron.{name}={value!r}: Megatron's parser: {error}") from error
+                raise ValueError(f"Megatron's parser rejected megatron.{name}={value!r}: {error}") from error
             # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.
             line += [f"{option}={words[0]}"] if action.nargs is None else [option, *words]
     return line
@@ -184,7 +184,7 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     values = LOCAL_BACKEND
     if backend_of(config) != "local":
         values = {"transformer_impl": "transformer_engine"}
-        if megatron.get("bf16") and not megatron.get("deterministic_mode"):  # Megatron refuses both together
+        if megatron.get("bf16") and not megatron.get("deterministic_mode"):  # Megatron rejects both together
             values["cross_entropy_loss_fusion"] = True
     pattern = compile_pattern(parse(pattern_with_cuts(config))).hybrid_layer_pattern
     return {
@@ -215,9 +215,10 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
             arguments = deepcopy(parse_args())  # Megatron writes into lists, and may into the parser's defaults
             validate_args(arguments)
         except SystemExit as exit_:
-            raise ValueError(f"Megatron cannot read its arguments: {printed.getvalue().strip()[-500:]}") from exit_
+            printout = printed.getvalue().strip()[-500:]
+            raise ValueError(f"Megatron cannot parse the megatron section: {printout}") from exit_
         except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
-            raise ValueError(f"Megatron refuses this configuration: {_reason(error)}") from error
+            raise ValueError(f"Megatron rejected the megatron section: {_reason(error)}") from error
     return arguments
 
 
@@ -228,7 +229,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ValueError(f"Megatron's parser: {message}")
+            raise ValueError(f"Megatron's parser rejected the megatron section: {message}")
 
     return add_megatron_arguments(Parser(allow_abbrev=False))
 
@@ -246,12 +247,12 @@ def one_parser() -> Iterator[None]:
 def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
-        return f"megatron.{name}: not a flag of Megatron's command line; set megatron.{by_destination[0]} instead"
+        return f"is not a flag of Megatron's command line; set megatron.{by_destination[0]} instead"
     if why := versions.lack([name]):
-        return f"megatron.{name}: {why}"
+        return f"is not supported: {why}; remove it, or upgrade megatron-core"
     hint = did_you_mean(name, flags)
     here = versions.spelled(versions.installed())
-    return f"megatron.{name}: Megatron-Core {here} has no such argument{hint and f': {hint}'}"
+    return f"is not an argument of Megatron-Core {here}; {hint or 'remove it'}"
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class SDPACoreAttention(MegatronModule):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             left, right = config.window_size
             if right > 0:
-                raise ValueError(f"window_size={config.window_size}: the local back end is causal, set (left, 0)")
+                raise ValueError(f"window_size={config.window_size}: the local back end is causal; set ({left}, 0)")
             self.window = None if left < 0 else left + 1
 
     def forward(
@@ -85,7 +85,7 @@ class SDPACoreAttention(MegatronModule):
             raise ValueError("attention_bias needs model.backend=transformer_engine")
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask):
-            raise ValueError(f"attn_mask_type={mask_type}: the local back end is causal; use transformer_engine")
+            raise ValueError(f"attn_mask_type={mask_type} requires model.backend=transformer_engine")
         # Once the cache holds a prompt, Megatron's inference passes no_mask to every layer, windowed ones included.
         # Queries are the last tokens of their context, so a causal layer stays causal, and keeps its window.
         causal = self.attn_mask_type is not AttnMaskType.no_mask

@@ -235,7 +235,7 @@ def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[st
     for architecture in replace:
         named(architecture)
     if MISSING is not None:
-        raise ImportError(MISSING)
+        raise ImportError(f"no bridge was registered, as {MISSING}; see `nemo-ext doctor megatron-bridge`")
     register_allowed_target_prefix("nemo_ext.")  # so that Megatron-Bridge restores our provider from its checkpoints
     registered, skipped = [], {}
     for architecture, hf_format in FORMATS.items():
@@ -385,7 +385,7 @@ if MISSING is None:
                 raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec supports only 128")
             pattern = self.hybrid_layer_pattern or ""
             if parse(pattern).blocks == ():
-                raise ValueError("hybrid_layer_pattern is empty: take the provider from AutoBridge")
+                raise ValueError("hybrid_layer_pattern is empty: create the provider with AutoBridge")
             if self.num_layers_in_first_pipeline_stage is None and self.num_layers_in_last_pipeline_stage is None:
                 self.hybrid_layer_pattern = in_stages(pattern, self.sections, self.pipeline_model_parallel_size)
             super().finalize()
@@ -407,11 +407,12 @@ if MISSING is None:
                 return self._described
             config = getattr(self, "hf_config", None)
             if config is None:
-                raise ValueError("this bridge has no Hugging Face config: get it from AutoBridge")
+                raise ValueError("this bridge has no Hugging Face config: create the bridge with AutoBridge")
             hf_format, description = read_hf_config(config)
             if hf_format is not self.FORMAT:
                 raise ValueError(
-                    f"config.json is for {hf_format.architecture}, this bridge for {self.FORMAT.architecture}"
+                    f"config.json is for {hf_format.architecture}, but this bridge is for {self.FORMAT.architecture}: "
+                    "create the bridge with AutoBridge"
                 )
             return description
 
@@ -426,8 +427,8 @@ if MISSING is None:
             experts = {b.size("experts") for b in description.blocks if b.kind == "E" and not b.is_linear}
             if len(experts) > 1:
                 raise ValueError(
-                    f"MoE blocks with different numbers of experts ({', '.join(map(str, sorted(experts)))}): "
-                    "Megatron-Bridge assumes one number for all blocks; convert this model with nemo-ext convert"
+                    f"the MoE blocks have different numbers of experts ({', '.join(map(str, sorted(experts)))}), but "
+                    "Megatron-Bridge assumes the same number in all: convert this model with nemo-ext convert"
                 )
             dtype = self.dtype_from_hf(config, default=torch.float32)
             return BlocksProvider(
@@ -467,13 +468,16 @@ if MISSING is None:
                 unknown = [name for name in names if registry.megatron_to_hf_lookup(name) is None]
                 raise ValueError(
                     f"{self.FORMAT.architecture} has no tensor for {len(unknown)} parameters of the model, such as "
-                    f"{unknown[:1]}: undo the changes to the provider"
+                    f"{unknown[:1]}: undo the changes to the provider's fields"
                 )
             source = getattr(getattr(hf_pretrained, "state", None), "source", None)
             if source is not None:
                 needed = {name for weight in weights(self.FORMAT, self.description) for name in weight.hf}
                 if missing := sorted(needed - set(source.get_all_keys())):
-                    raise ValueError(f"{len(missing)} tensors are missing from the checkpoint, such as {missing[0]}")
+                    raise ValueError(
+                        f"{len(missing)} tensors are missing from the Hugging Face checkpoint, such as {missing[0]}: "
+                        "download or export it again"
+                    )
             return tasks
 
         def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -522,7 +526,8 @@ if MISSING is None:
             rule = next(rules, None)
             if rule is None:
                 raise ValueError(
-                    f"no attention block of {self.FORMAT.architecture} has the tensors {', '.join(sorted(names))}"
+                    f"the adapter cannot be merged: no attention block of {self.FORMAT.architecture} has the tensors "
+                    f"{', '.join(sorted(names))}"
                 )
             config = copy.copy(megatron_model[0].config)
             config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups

@@ -66,8 +66,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(
-            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, and such a model cannot be converted: "
-            "set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
+            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, so it could not be converted: set it "
+            "to the tokenizer's number of ids, or ++model.vocab_size=null if every row is an id"
         )
     Stability.from_config(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
@@ -85,10 +85,12 @@ def check_version(config: Mapping[str, Any]) -> None:
     """
     mixed = (config.get("data") or {}).get("mixed_lengths") or {}
     if mixed.get("document_boundaries") and (why := versions.lack(["dataloader_inter_document_masking"])):
-        raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}; set it to false")
+        raise versions.TooOld(f"data.mixed_lengths.document_boundaries is not supported: {why}; set it to false")
     for name, value in config["megatron"].items():
         if value not in (None, False) and (why := versions.lack([name, f"{name}={value}"])):
-            raise versions.TooOld(f"megatron.{name}: {why}")
+            raise versions.TooOld(
+                f"megatron.{name}={value} is not supported: {why}; remove it, or upgrade megatron-core"
+            )
 
 
 def resiliency() -> str | None:
@@ -103,8 +105,9 @@ def resiliency() -> str | None:
         return None
     if Version(version) < OLDEST_RESILIENCY:
         raise ValueError(
-            f"{RESILIENCY} {version}: Megatron-Core fails to import with a version before {OLDEST_RESILIENCY}: "
-            f"uninstall it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or later)"
+            f"{RESILIENCY} {version} is installed, but Megatron-Core cannot be imported with a version before "
+            f"{OLDEST_RESILIENCY}: uninstall it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or "
+            "later)"
         )
     return version
 
@@ -123,7 +126,10 @@ def check_resiliency(arguments: argparse.Namespace) -> None:
             "set megatron.async_strategy=mcore"
         )
     if arguments.enable_ft_package:
-        raise ValueError(f"megatron.enable_ft_package needs {RESILIENCY}, which is not installed")
+        raise ValueError(
+            f"megatron.enable_ft_package requires {RESILIENCY}, which is not installed: install it, or set "
+            "megatron.enable_ft_package=false"
+        )
 
 
 def check_launcher(config: Mapping[str, Any]) -> None:
@@ -134,8 +140,8 @@ def check_launcher(config: Mapping[str, Any]) -> None:
     """
     if config["megatron"].get("enable_ft_package"):
         raise ValueError(
-            "megatron.enable_ft_package: ranks need ft_launcher, and nemo-ext starts them with torchrun or srun: start "
-            "them by hand (docs/operation.md), or set guard.minutes instead, which needs no ft_launcher"
+            "megatron.enable_ft_package requires ft_launcher, but nemo-ext starts ranks with torchrun or srun: start "
+            "them by hand (docs/operation.md), or set guard.minutes instead, which does not need ft_launcher"
         )
 
 
@@ -161,7 +167,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     }
     both = [name for name, value in chosen.items() if value is not None]
     if len(both) > 1:
-        raise ValueError(f"{' and '.join(both)} are both set: a run has one teacher, or is one; set the other to null")
+        raise ValueError(
+            f"{' and '.join(both)} cannot be combined, as a run has one teacher, or is one: keep one of them, and set "
+            "the rest to null"
+        )
     if saved is not None:
         check_saving(config, arguments)
     if loaded is not None:
@@ -179,15 +188,15 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     residuals = [bool(each["megatron"].get("fp32_residual_connection")) for each in (config, merged)]
     if arguments.pipeline_model_parallel_size > 1 and residuals[0] != residuals[1]:
         raise ValueError(
-            "distillation.teacher in a pipeline: stages send the activations of both models as one tensor, so both "
-            f"need the same megatron.fp32_residual_connection; it is {residuals[0]} here and {residuals[1]} in the "
-            "teacher's config"
+            "distillation.teacher with pipeline stages, which send the activations of both models as one tensor, "
+            f"requires the same megatron.fp32_residual_connection for both: it is {residuals[0]} here, but "
+            f"{residuals[1]} in the teacher's config"
         )
     try:
         check_layout(merged, trained=False)
         parse_arguments(command_line(merged), world_size=world_size(merged))
     except ValueError as error:
-        raise ValueError(f"distillation.teacher={settings.teacher} in the layout of this run: {error}") from error
+        raise ValueError(f"distillation.teacher={settings.teacher} does not fit this run's layout: {error}") from error
 
 
 def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
@@ -216,7 +225,7 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
     rows = Architecture.from_config(config).vocab_size
     if rows > CACHED_VOCABULARY:
         raise ValueError(
-            f"megatron.logits_save_dir: the vocabulary has {rows} rows, Megatron-Core saves at most "
+            f"megatron.logits_save_dir: the vocabulary has {rows} rows, but Megatron-Core saves at most "
             f"{CACHED_VOCABULARY}; run the teacher together with the student (distillation.teacher)"
         )
 
@@ -231,9 +240,11 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
 
     folder, alpha = arguments.logits_load_dir, arguments.logits_load_kd_loss_alpha
     if arguments.logits_load_ignore_errors:
-        raise ValueError("megatron.logits_load_ignore_errors would have no effect: a missing teacher ends the run")
+        raise ValueError(
+            "megatron.logits_load_ignore_errors would have no effect, as a missing teacher ends the run; remove it"
+        )
     if not 0 < alpha <= 1:
-        raise ValueError(f"megatron.logits_load_kd_loss_alpha={alpha}: give a share of the loss, above 0 and at most 1")
+        raise ValueError(f"megatron.logits_load_kd_loss_alpha must be a share above 0 and at most 1, not {alpha}")
     if "://" in folder:
         return  # object storage, which only ranks open
     if not Path(folder).is_dir():
@@ -248,7 +259,8 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
         if saved.get(name) != expected:
             raise ValueError(
                 f"megatron.logits_load_dir={folder} was saved from a different data order: {flag} was "
-                f"{saved.get(name)} in the run that saved it and is {expected} here"
+                f"{saved.get(name)} in the run that saved it, but is {expected} here; restore it, or save "
+                "the log-probabilities again"
             )
 
 
@@ -291,7 +303,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)
     check_backend(config, chosen)
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
-        raise ValueError("megatron.context_parallel_size above 1 needs model.backend=transformer_engine")
+        raise ValueError("megatron.context_parallel_size above 1 requires model.backend=transformer_engine")
     if chosen == "transformer_engine":
         check_packs(config)
     for name in ("train_iters", "lr"):
@@ -306,10 +318,10 @@ def check_machine(config: Mapping[str, Any]) -> None:
     start = megatron.get("pretrained_checkpoint")
     if start is not None and not Path(start).exists():
         raise ValueError(
-            f"megatron.pretrained_checkpoint={start}: no such directory; train that stage first or set null"
+            f"megatron.pretrained_checkpoint={start}: no such directory; train that stage first, or set it to null"
         )
     if start is not None and run_directory.last_checkpoint(Path(start)) is not None:
-        raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory: give {start}/checkpoints")
+        raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory; set it to {start}/checkpoints")
 
 
 def check_packs(config: Mapping[str, Any]) -> None:
@@ -330,7 +342,7 @@ def check_packs(config: Mapping[str, Any]) -> None:
         version=packed_attention.installed("transformer-engine"),
     )
     if why:
-        raise ValueError(why)
+        raise ValueError(f"packs cannot be trained on this machine: {why}")
 
 
 def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
@@ -352,14 +364,14 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
     stages = len(pattern.stages)
     if stages % pipeline:
         raise ValueError(
-            f"model.pattern has {stages} stages, which pipeline_model_parallel_size={pipeline} does not divide: write "
-            f"{pipeline - 1} cuts `|` (or a multiple of {pipeline} stages), or none and let the cuts be computed"
+            f"model.pattern has {stages} stages, not a multiple of pipeline_model_parallel_size={pipeline}: write "
+            f"{pipeline - 1} cuts `|` (or enough for a multiple of {pipeline} stages), or none to have them computed"
         )
     for place, (first, last) in enumerate(pattern.stages[1:-1], start=1):
         if first == last:
             raise ValueError(
-                f"model.pattern has no block in stage {place} of 0 to {stages - 1}, and Megatron-Core's gradients "
-                "become NaN after an empty stage: move a cut |"
+                f"stage {place} (of 0 to {stages - 1}) of model.pattern has no block, and Megatron-Core's gradients "
+                "become NaN after an empty stage: move a cut `|`"
             )
     experts = any(block.kind == "E" for block in pattern.blocks)
     if experts and pipeline > 1 and trained:
@@ -372,14 +384,14 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
     batch, micro = int(megatron["global_batch_size"]), layout.micro_batch_size
     if batch % (micro * layout.data_parallel):
         raise ValueError(
-            f"global_batch_size={batch} is not divisible by micro_batch_size x data parallel = "
-            f"{micro} x {layout.data_parallel}"
+            f"megatron.global_batch_size={batch} must be a multiple of {micro * layout.data_parallel} "
+            f"(micro_batch_size {micro} x {layout.data_parallel} data-parallel ranks)"
         )
     count = batch // (micro * layout.data_parallel)
     if stages > pipeline and count % pipeline and megatron.get("microbatch_group_size_per_vp_stage") is None:
         raise ValueError(
-            f"global_batch_size={batch} makes {count} micro-batches, and {stages} stages on {pipeline} pipeline ranks "
-            f"(interleaved) need a multiple of {pipeline}"
+            f"megatron.global_batch_size={batch} makes {count} micro-batches, but {stages} interleaved stages on "
+            f"{pipeline} pipeline ranks require a multiple of {pipeline}"
         )
 
 
@@ -413,15 +425,15 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
         where, kind = f"block {number} ({block.kind})", kinds[(number - 1) % len(kinds)]
         if block.get("window") and kind not in ("a2a", "all_gather"):
             raise ValueError(
-                f"{where}: window {block.size('window')} with context_parallel_size={parts} and cp_comm_type={kind}: "
-                "Transformer Engine computes windows only with megatron.cp_comm_type=all_gather or a2a"
+                f"{where}: a window of {block.size('window')} with context_parallel_size={parts} requires "
+                f"megatron.cp_comm_type=all_gather or a2a, not {kind}"
             )
         for name in ("heads", "kv"):
             size = max(1, block.size(name) // tensor)
             if kind == "a2a" and size % parts:
                 raise ValueError(
-                    f"{where}: {size} {name} per tensor-parallel rank are not a multiple of context_parallel_size "
-                    f"{parts}, which cp_comm_type=a2a needs: set megatron.cp_comm_type=p2p or all_gather"
+                    f"{where} has {size} {name} per tensor-parallel rank, but cp_comm_type=a2a requires a multiple of "
+                    f"context_parallel_size={parts}: set megatron.cp_comm_type=p2p or all_gather"
                 )
 
 
@@ -438,6 +450,6 @@ def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
         stages = pattern.stages[rank::pipeline]
         if not any(block.kind == "E" for first, last in stages for block in pattern.blocks[first:last]):
             raise ValueError(
-                f"pipeline rank {rank} has no MoE block (E), so Megatron-Core cannot log MoE losses: write the cuts | "
-                "into model.pattern so that every rank has one, or use fewer stages"
+                f"pipeline rank {rank} has no MoE block (E), so Megatron-Core cannot log MoE losses: write the cuts "
+                "`|` in model.pattern so that every rank has one, or use fewer stages"
             )

@@ -78,10 +78,10 @@ class Settings:
         if settings.teacher is None and changed:
             cached = config["megatron"].get("logits_load_dir") is not None
             advice = (
-                "saved log-probabilities have megatron.logits_load_kd_loss_alpha and the teacher's "
-                "megatron.logits_save_top_k instead"
+                "for saved log-probabilities set megatron.logits_load_kd_loss_alpha, and megatron.logits_save_top_k in "
+                "the teacher's run"
                 if cached
-                else "name one in distillation.teacher"
+                else "set distillation.teacher, or remove it"
             )
             raise ValueError(f"distillation.{changed[0]} has no effect without a teacher in this run: {advice}")
         return settings
@@ -98,7 +98,7 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     teacher = str(config["distillation"]["teacher"])
     source = Path(teacher)
     if not source.exists():
-        raise ValueError(f"distillation.teacher={teacher}: no such directory")
+        raise ValueError(f"distillation.teacher={teacher}: no such directory; set it to a run directory or checkpoint")
     if is_hugging_face(source):
         raise ValueError(
             f"distillation.teacher={teacher} is a Hugging Face checkpoint: convert it first (`nemo-ext convert`)"
@@ -133,10 +133,10 @@ def check_same_tokens(config: Mapping[str, Any]) -> None:
     if differ:
         token = differ[0][0]
         raise ValueError(
-            f"distillation.teacher={source}: its tokenizer ({teacher}) differs from the data's ({student}) in "
-            f"{len({name for name, _ in differ})} tokens: {token!r} is {others.get(token, 'none')} there and "
-            f"{ours.get(token, 'none')} here; tokenize the data with the teacher's tokenizer, or convert the student "
-            "with tokenizer=FOLDER"
+            f"the tokenizer of distillation.teacher={source} ({teacher}) differs from the data's ({student}) in "
+            f"{len({name for name, _ in differ})} tokens, such as {token!r} with id {others.get(token, 'none')} there "
+            f"and {ours.get(token, 'none')} here: tokenize the data with the teacher's tokenizer, or convert the "
+            "student with tokenizer=FOLDER"
         )
 
 
@@ -173,7 +173,7 @@ def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict
     rows, student_rows = (Architecture.from_config(model).vocab_size for model in (teacher, config))
     if rows != student_rows:
         raise ValueError(
-            f"distillation.teacher={config['distillation']['teacher']} has {rows} rows of vocabulary and the student "
+            f"distillation.teacher={config['distillation']['teacher']} has {rows} vocabulary rows, but the student "
             f"{student_rows}: both need the same tokenizer and the same megatron.padded_vocab_size"
         )
     run, model_names = config["megatron"], model_flags()
@@ -431,7 +431,10 @@ def saved_by(folder: Path) -> dict[str, Any]:
     """
     files = sorted(folder.glob("cp*_dp*__*.tar"))
     if not files:
-        raise ValueError(f"megatron.logits_load_dir={folder}: it contains no log-probabilities (cp0_dp0__STEP.tar)")
+        raise ValueError(
+            f"megatron.logits_load_dir={folder} contains no log-probabilities (cp0_dp0__STEP.tar): save them first "
+            "with megatron.logits_save_dir"
+        )
     try:
         with tarfile.open(files[0]) as archive:
             member = archive.next()
@@ -439,5 +442,5 @@ def saved_by(folder: Path) -> dict[str, Any]:
             assert stream is not None
             identifiers: dict[str, Any] = json.load(stream)["identifiers"]
     except (OSError, tarfile.TarError, ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"{files[0]}: cannot be read ({error}): save the log-probabilities again") from error
+        raise ValueError(f"{files[0]} cannot be read ({error}): save the log-probabilities again") from error
     return identifiers

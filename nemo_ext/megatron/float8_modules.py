@@ -111,7 +111,7 @@ def _linears(
     if not linears or len(linears) != len(matched):
         hint = ", or set megatron.moe_grouped_gemm=false" if kind == "E" else ""
         raise ValueError(
-            f"precision_plan: {weight} is not in one of Megatron's linear layers, and FP8 elsewhere needs "
-            f"model.backend=transformer_engine: exclude it by a rule{hint}"
+            f"precision_plan sets {weight} to fp8, but it is not in one of Megatron's linear layers, and FP8 elsewhere "
+            f"needs model.backend=transformer_engine: exclude it by a rule{hint}"
         )
     return linears

@@ -68,7 +68,7 @@ def build_datasets(
     masked = getattr(arguments, "dataloader_inter_document_masking", False)  # not in every version, like the field
     masked = masked or (mixed is not None and mixed.document_boundaries)
     if masked and (why := versions.lack(["dataloader_inter_document_masking"])):
-        raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}")
+        raise versions.TooOld(f"data.mixed_lengths.document_boundaries is not supported: {why}; set it to false")
     boundaries: dict[str, Any] = {"inter_document_masking": True} if masked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:

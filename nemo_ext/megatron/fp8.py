@@ -132,7 +132,8 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
     if high or len(routers) > 1:
         what = high[0] if high else "only some routers"
         raise ValueError(
-            f"precision_plan: {what} in fp32: Megatron supports fp32 only for routers, and only for all at once"
+            f"precision_plan sets {what} to fp32, but Megatron supports fp32 only for routers, and only for all of "
+            "them: use bf16"
         )
     if routers == {"fp32"}:
         flags["moe_router_dtype"] = "fp32"
@@ -150,11 +151,13 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
     if problems := misfits(plan, precision.architecture):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe}: {'; '.join(problems[:3])}{more}: change sizes, or add rules"
+            f"precision_plan.recipe={plan.recipe} does not support some sizes ({'; '.join(problems[:3])}{more}): "
+            "change them, or exclude these weights by rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError(
-            "precision_plan.recipe=delayed applies to the whole model: set default: fp8; rules may only exclude modules"
+            "precision_plan.recipe=delayed applies to the whole model: set precision_plan.default=fp8, and only "
+            "exclude modules by rules"
         )
     if backend_of(config) != "local":
         check_experts(precision)
@@ -175,8 +178,9 @@ def check_experts(precision: Precision) -> None:
     ]
     if experts and plan.default != "fp8":
         raise ValueError(
-            f"precision_plan: {experts[0]} in fp8 under default: {plan.default}: Megatron pads the tokens of experts, "
-            "as FP8 needs, only if FP8 is the model's precision: set default: fp8, and exclude modules by rules"
+            f"precision_plan sets {experts[0]} to fp8 with default={plan.default}, but Megatron pads the tokens of "
+            "experts, as FP8 needs, only if FP8 is the default: set precision_plan.default=fp8, and exclude modules "
+            "by rules"
         )
 
 
@@ -194,9 +198,9 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
 
     if backend != "local":
         return
-    here = "needs Transformer Engine, and model.backend is local here (no CUDA, or not installed)"
+    here = "needs Transformer Engine, but model.backend is local here (no CUDA, or not installed)"
     if config["megatron"].get("fp8_format"):
-        raise ValueError(f"megatron.fp8_format {here}: use precision=fp8_current, or another precision with a plan")
+        raise ValueError(f"megatron.fp8_format {here}: use a precision_plan, as in precision=fp8_current")
     precision = Precision.from_config(config)
     if precision is not None and precision.plan.uses_fp8 and precision.plan.recipe not in SCALINGS:
         raise ValueError(f"precision_plan.recipe={precision.plan.recipe} {here}: use one of {', '.join(SCALINGS)}")

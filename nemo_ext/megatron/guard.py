@@ -122,7 +122,7 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
         recorded[number] = Event(**{**vars(event), "checkpoint": step})
         first, last = event.skipped
         batches = f"the batch of step {first}" if first == last else f"the batches of steps {first} to {last}"
-        lines.append(f"guard: {event.what} at step {event.step}: resuming from step {step} and skipping {batches}")
+        lines.append(f"guard: {event.what} at step {event.step}; resuming from step {step} and skipping {batches}")
     if lines:
         _write(run_dir, recorded)
     return "\n".join(lines) or None
@@ -171,7 +171,7 @@ def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         # Megatron's loop checks the interval only after a step that it takes.
         taken = max((step for step in range(1, int(stop)) if step not in steps), default=None)
         if taken is None:
-            raise ValueError(f"megatron.exit_interval={stop}: all steps until then are skipped; set it higher, or null")
+            raise ValueError(f"megatron.exit_interval={stop}: every step until then is skipped; raise it, or remove it")
         flags["exit_interval"] = taken
     return flags
 
@@ -181,7 +181,7 @@ def _whole(steps: Any) -> set[int]:
     try:
         return {int(step) for step in (steps if isinstance(steps, list | tuple) else [] if steps is None else [steps])}
     except (TypeError, ValueError):
-        raise ValueError(f"megatron.iterations_to_skip={steps!r}: give steps, as in [17,18]") from None
+        raise ValueError(f"megatron.iterations_to_skip={steps!r}: expected steps, as in [17,18]") from None
 
 
 def read_and_drop(data_iterator: Any) -> None:
@@ -251,7 +251,7 @@ class Watch:
         if self._guard.spike is not None:
             bound = self._losses.bound()
         if loss is not None and loss > bound:
-            return f"a loss of {loss:.4g}, above {bound:.4g}"
+            return f"a loss of {loss:.4g} (limit {bound:.4g})"
         if loss is not None:
             self._losses.add(loss)
         return None

@@ -141,7 +141,7 @@ def with_output_norm(linear: type[RowParallelLinear], norm: LayerNormBuilder) ->
     class RowParallelLinearWithOutputNorm(linear):
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **kwargs: Any):
             if bias:
-                raise ValueError("norm_placement=output needs projections without bias: set disable_bias_linear=true")
+                raise ValueError("model.norm_placement=output requires megatron.disable_bias_linear=true")
             super().__init__(input_size, output_size, config=config, bias=bias, **kwargs)
             self.output_norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
 

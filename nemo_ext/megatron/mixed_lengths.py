@@ -32,7 +32,7 @@ class MixedRows(Dataset):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         row = int(row)
         if not 0 <= row < self.rows:
-            raise IndexError(row)
+            raise IndexError(f"row {row} is not in this dataset of {self.rows} rows")
         before = self.schedule.short_before(row)
         if self.schedule.is_short(row):
             parts = [self.short[before * self.per_row + number] for number in range(self.per_row)]

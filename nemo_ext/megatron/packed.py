@@ -41,7 +41,7 @@ class PackedSamples:
         if len(self) != self.manifest.packs or not np.array_equal(
             self.tokens.sequence_lengths, self.loss.sequence_lengths
         ):
-            raise ValueError(f"{prefix}: .idx, _loss.idx and .json are from different packs: pack the samples again")
+            raise ValueError(f"{prefix}.idx, _loss.idx and .json are from different packs: pack the samples again")
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -78,7 +78,7 @@ class PackedDataset(MegatronDataset):
         if dataset.manifest.capacity != config.sequence_length:
             raise ValueError(
                 f"{dataset_path} has packs of {dataset.manifest.capacity} tokens, but seq_length="
-                f"{config.sequence_length}: set megatron.seq_length={dataset.manifest.capacity}, or pack again"
+                f"{config.sequence_length}: set megatron.seq_length={dataset.manifest.capacity}, or pack them again"
             )
 
     @staticmethod
@@ -156,7 +156,7 @@ def all_packed(prefixes: Sequence[str]) -> bool:
     packed = [is_packed(prefix) for prefix in prefixes]
     if any(packed) and not all(packed):
         both = prefixes[packed.index(True)], prefixes[packed.index(False)]
-        raise ValueError(f"{both[0]} holds packs and {both[1]} does not: they cannot be in one blend")
+        raise ValueError(f"{both[0]} holds packs, but {both[1]} does not: a blend must hold only packs, or none")
     if any(packed):
         one_tokenizer([read_packed_manifest(prefix) for prefix in prefixes])
     return any(packed)
@@ -175,8 +175,8 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
         return None
     if padded.shape[0] != 1:
         raise ValueError(
-            f"micro_batch_size={padded.shape[0]}: sequences with bounds inside need micro_batch_size=1; make the packs "
-            "longer instead (seq_length)"
+            f"megatron.micro_batch_size={padded.shape[0]} must be 1 for packed sequences; pack them into longer packs "
+            "instead (megatron.seq_length)"
         )
     bounds = torch.unique_consecutive(padded[0])  # Megatron's own datasets repeat the last bound
     return packing_of(bounds)
@@ -214,8 +214,8 @@ def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -
     lengths = packing.cu_seqlens_q[1:] - packing.cu_seqlens_q[:-1]
     if bool((lengths % parts).any()):
         raise ValueError(
-            f"context_parallel_size={group.size()} needs sequence lengths that are multiples of {parts} in packs: pack "
-            f"with align={parts}, or set context_parallel_size=1"
+            f"megatron.context_parallel_size={group.size()} needs packs with sequence lengths that are multiples of "
+            f"{parts}: pack with align={parts}, or set it to 1"
         )
     whole = {**batch, BOUNDS: packing.cu_seqlens_q[None], "cu_seqlens_padded": None}
     cut = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)

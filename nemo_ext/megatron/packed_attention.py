@@ -45,26 +45,26 @@ def lack(
         where = f"packs with megatron.context_parallel_size={parts}"
         backend = megatron.get("attention_backend") or "auto"
         if backend == "unfused":
-            return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
+            return f"megatron.attention_backend=unfused does not support {where}; set auto, fused or flash"
         if capability is not None:
             able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
             if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
                 return (
-                    f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
-                    "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
+                    f"{where} and attention_backend={backend} have no attention kernel on {gpu}, as cuDNN's (fused) "
+                    "needs compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and its package: "
                     "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
                 )
         kinds = megatron.get("cp_comm_type") or "p2p"
         base = None if version is None else Version(version.base_version)  # a source tree has `2.18.0.dev0+commit`
         for kind in [kinds] if isinstance(kinds, str) else kinds:
             if kind == "a2a+p2p":
-                return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
+                return f"Transformer Engine does not support {where} and cp_comm_type=a2a+p2p; set p2p or a2a"
             if base is not None and base < SINCE.get(kind, base):
                 other = next((name for name, since in SINCE.items() if since <= base), None)
                 advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
                 return (
-                    f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, "
-                    f"{SINCE[kind]} does: {advice} a newer one"
+                    f"Transformer Engine {version} does not support {where} and cp_comm_type={kind}, but "
+                    f"{SINCE[kind]} does: {advice} a newer version"
                 )
     return None
 
@@ -85,6 +85,6 @@ def remark(config: Mapping[str, Any]) -> str | None:
     if not yarn or versions.installed() >= (0, 20):
         return None
     return (
-        "YaRN over packs: Megatron-Core before 0.20 rotates the sequences of a pack one after the other, in every "
-        "layer, and waits for the GPU each time (rope_utils.py): a newer one is faster"
+        "YaRN over packs is slow, as Megatron-Core before 0.20 rotates the sequences of a pack one after the other in "
+        "every layer and waits for the GPU each time (rope_utils.py): a newer version is faster"
     )

@@ -140,4 +140,4 @@ def check_consumed(plan: Plan, step: int) -> None:
     """Check that the trainer's own sample count after a step equals the plan's; raise RuntimeError otherwise."""
     consumed, expected = get_args().consumed_train_samples, plan.samples_at_step(step)
     if consumed != expected:
-        raise RuntimeError(f"step {step}: the trainer has consumed {consumed} samples, the phases expect {expected}")
+        raise RuntimeError(f"step {step}: the trainer has consumed {consumed} samples, not the expected {expected}")

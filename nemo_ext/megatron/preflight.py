@@ -56,7 +56,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     if kind == "error":
         need += (
             f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
-            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
+            f"activations {most.activation_bytes / GIB:.0f}); {ADVICE}"
         )
     yield Finding(kind, need)
 
@@ -91,14 +91,14 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     else:
         return
     if not node.fp8:
-        yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
+        yield Finding("error", f"{key}: {node.gpu} does not support FP8; train in bf16 (precision=bf16) there")
     elif plan is not None:
         try:
             check_experts(Precision(plan, Architecture.from_config(config)))
         except ValueError as error:
             yield Finding("error", str(error))
     if node.fp8 and recipe not in node.fp8:
-        yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
+        yield Finding("error", f"{key}: {node.gpu} does not support {recipe} scaling; use one of {', '.join(node.fp8)}")
 
 
 def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def write_report(run_dir: Path) -> Path:
     )
     benchmarks = [line for line in lines if "evaluate" in line]
     if not steps:
-        raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
+        raise ValueError(f"{run_dir / run_directory.METRICS} has no step to report yet: start or resume the run first")
     report = Report(config["recipe"]).facts(_facts(config, steps, evaluations, run_dir))
     _plot(report, config, steps, evaluations, benchmarks, guard.events(run_dir))
     report.add(

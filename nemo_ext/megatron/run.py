@@ -92,10 +92,10 @@ class Run:
 def _check_kinds(config: Mapping[str, Any]) -> None:
     """Check that the run directory is a string, that sections are mappings, and that counts are whole numbers."""
     if not isinstance(config["run_dir"], str):
-        raise ValueError(f"run_dir={config['run_dir']!r}: name a folder, such as runs/mine")
+        raise ValueError(f"run_dir={config['run_dir']!r}: expected a folder, such as runs/mine")
     for name in _SECTIONS:
         if not isinstance(config.get(name) or {}, Mapping):
-            raise ValueError(f"{name}={config[name]!r}: it is a section: set its keys, such as {name}.NAME=VALUE")
+            raise ValueError(f"{name}={config[name]!r}: expected a section; set its keys, as in {name}.KEY=VALUE")
     for name in ("train_iters", "padded_vocab_size"):
         if config["megatron"].get(name) is not None:
             checked_whole(f"megatron.{name}", config["megatron"][name])

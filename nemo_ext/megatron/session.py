@@ -115,11 +115,14 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
     with torch.no_grad():
         for key, place, memory in named_parts(module, prefix):
             if key not in tensors:
-                raise ValueError(f"{key} of the module is missing from the given tensors")
+                raise ValueError(
+                    f"{key} is missing from the loaded weights: use the model settings with which they were saved"
+                )
             part = tensors[key][place]
             if part.shape != memory.shape:
                 raise ValueError(
-                    f"{key} has shape {list(part.shape)}, but {list(memory.shape)} in the model: check its settings"
+                    f"{key} has shape {list(part.shape)} in the loaded weights, but the model expects "
+                    f"{list(memory.shape)}: use the model settings with which they were saved"
                 )
             memory.copy_(part)
 

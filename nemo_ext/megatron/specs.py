@@ -243,7 +243,7 @@ class BlockStack(HybridStack):
     ) -> None:
         symbols, configs = layer_type_list, layer_config_list
         if (symbols is None) == (configs is None):
-            raise ValueError("a stack takes either layer_type_list or layer_config_list")
+            raise ValueError("expected either layer_type_list or layer_config_list, and not both")
         if symbols is None:
             symbols = hybrid_layer_allocation.get_layer_type_list_from_layer_config_list(configs)
         elif "layer_config_list" in inspect.signature(super().__init__).parameters:
@@ -304,9 +304,9 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
     """
     unsupported = set(layer_type_list) - set("M*-E")
     if unsupported:
-        raise ValueError(f"blocks {sorted(unsupported)} have no layer spec here: use M, *, -, E")
+        raise ValueError(f"blocks {sorted(unsupported)} of the pattern have no layer spec: use only M, *, - and E")
     if options.norm_placement == "output" and "E" in layer_type_list:
-        raise ValueError("norm_placement=output is not supported for MoE blocks: use attention, FFN and Mamba blocks")
+        raise ValueError("norm_placement=output is not supported for MoE blocks (E): set model.norm_placement=input")
     expected = options.symbols.replace("|", "")
     if not expected:
         return

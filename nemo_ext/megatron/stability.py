@@ -177,7 +177,7 @@ def skip_outliers(optimizer: Any, outliers: Outliers) -> None:
     """
     parts = getattr(optimizer, "chained_optimizers", None)
     if parts is None or not all(hasattr(part.config, "grad_norm_skip_threshold") for part in parts):
-        raise TooOld("stability.skip_beyond: this Megatron-Core cannot skip steps; set it to null")
+        raise TooOld("stability.skip_beyond is not supported by this Megatron-Core; set it to null")
     step = optimizer.step
 
     def bounded() -> Any:

@@ -286,7 +286,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
                 retention.keep(run_dir, last)
                 remove_old(arguments.save, last)
             except OSError as error:  # a full disk, after a complete run
-                print(f"retention: {error}")
+                print(f"not all old checkpoints were removed ({error}): free space on the disk")
 
     checkpointing._async_delete_checkpoint_impl = remove_old
     return conclude

@@ -36,7 +36,7 @@ def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "Hyb
     """
     allowed = os.environ.get(UNFUSED_ATTENTION)
     if allowed == "0":
-        del os.environ[UNFUSED_ATTENTION]  # Megatron refuses it with `auto`
+        del os.environ[UNFUSED_ATTENTION]  # Megatron rejects it with `auto`
     if config.transformer_impl != "transformer_engine":
         return stage()
     no_kernel = config.gradient_accumulation_fusion and not getattr(layers, APEX, True)
@@ -66,6 +66,6 @@ def explained() -> Iterator[None]:
         raise ValueError(
             "Transformer Engine has neither fused (cuDNN) nor flash attention for this model here: install "
             "flash-attn (pip install --no-build-isolation flash-attn) or a cuDNN 9 that loads; NVTE_DEBUG=1 "
-            "NVTE_DEBUG_LEVEL=2 logs why each was refused. megatron.attention_backend=unfused accepts the unfused "
-            "kernel, which is slower and keeps all scores"
+            "NVTE_DEBUG_LEVEL=2 logs why each was rejected. megatron.attention_backend=unfused allows the unfused "
+            "kernel, which is slower and stores all attention scores"
         ) from error

@@ -66,7 +66,7 @@ def installed() -> tuple[int, int, int]:
         major, minor, patch = runpy.run_path(str(folder / "package_info.py"))["VERSION"][:3]
     except (OSError, KeyError) as error:
         raise ValueError(
-            f"{folder} is not a complete Megatron-Core (no VERSION in package_info.py): reinstall it"
+            f"{folder} is not a complete Megatron-Core (no VERSION in package_info.py): reinstall megatron-core"
         ) from error
     return major, minor, patch
 
@@ -105,7 +105,7 @@ def model_of_container(container: Any) -> dict[str, Any]:
 
     def get_model(*_: Any, wrap_with_ddp: bool = True, **others: Any) -> list[Any]:
         if names := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
-            raise TooOld(f"a second model ({', '.join(names)}) needs a newer Megatron-Core")
+            raise TooOld(f"a second model ({', '.join(names)}) needs megatron-core 0.19 or later: upgrade it")
         return container.model.get_builder_cls()(container.model).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=container.ddp,

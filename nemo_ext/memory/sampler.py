@@ -154,7 +154,7 @@ def follow(root: int, directory: str, seconds: float) -> None:
     path = Path(directory, f"{os.environ.get('SLURMD_NODENAME') or os.uname().nodename or 'node'}.jsonl")
     if not _append(path, {"start": round(time.time(), 3), "seconds": seconds, "total": node_memory("total")}):
         print(
-            f"the memory profile is incomplete: {path} cannot be written: check its permissions and space",
+            f"the memory profile is incomplete: {path} cannot be written; check its permissions and free space",
             file=sys.stderr,
             flush=True,
         )
@@ -187,7 +187,7 @@ def main() -> None:
     try:
         os.execvp(arguments.command[0], arguments.command)
     except OSError as error:
-        parser.error(f"{arguments.command[0]}: {error.strerror}")
+        parser.error(f"the command {arguments.command[0]} cannot be run: {error.strerror}")
 
 
 if __name__ == "__main__":

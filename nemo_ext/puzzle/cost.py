@@ -64,7 +64,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         if self.context < self.prompt:
-            raise ValueError(f"puzzle.serving.context={self.context} is shorter than prompt={self.prompt}")
+            raise ValueError(
+                f"puzzle.serving.context={self.context} must not be below puzzle.serving.prompt={self.prompt}"
+            )
 
 
 def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> dict[str, float]:
@@ -175,15 +177,14 @@ def throughput_limit(
     if serving.prompt + new_tokens > serving.context:
         raise ValueError(
             f"a prompt of {serving.prompt} and {new_tokens} new tokens exceed "
-            f"puzzle.serving.context={serving.context}: "
-            "increase it"
+            f"puzzle.serving.context={serving.context}; increase it"
         )
     constant = request_seconds(outside, new_tokens=new_tokens)
     upper = seconds_at_throughput(tokens_per_second, batch=serving.batch, tokens=new_tokens)
     if constant > upper:
         raise ValueError(
-            f"{tokens_per_second} tokens/s allow {upper:.3g} s per request, but embedding and output layer alone take "
-            f"{constant:.3g} s: lower the throughput, or increase puzzle.serving.batch"
+            f"a throughput of {tokens_per_second} tokens/s allows {upper:.3g} s per batch, but embedding and output "
+            f"layer alone take {constant:.3g} s; lower puzzle.search.limits.throughput, or raise puzzle.serving.batch"
         )
     return Limit(upper=upper)
 
@@ -195,5 +196,5 @@ def request_seconds(costs: Mapping[str, float], *, new_tokens: int) -> float:
 
 def _request_weights(new_tokens: int) -> dict[str, float]:
     if new_tokens < 1:
-        raise ValueError(f"new_tokens={new_tokens}: expected a positive number")
+        raise ValueError(f"new_tokens={new_tokens} must be positive: set puzzle.serving.context above the prompt")
     return {"prefill_seconds": 1.0, "decode_seconds": float(new_tokens)}

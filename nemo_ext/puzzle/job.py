@@ -61,30 +61,31 @@ def check(config: Mapping[str, Any]) -> Settings:
     """
     chosen = settings(config["puzzle"])
     if chosen.child in ("parent", "blocks"):
-        raise ValueError(f"puzzle.child={chosen.child}: this folder is used for other results: choose another name")
+        raise ValueError(f"puzzle.child={chosen.child}: this folder holds other results; choose another name")
     for stage in chosen.stages or ():
         if stage not in STAGES:
-            raise ValueError(f"puzzle.stages: unknown stage {stage!r}: {nearest(stage, STAGES)}")
+            raise ValueError(f"unknown stage {stage!r} in puzzle.stages: {nearest(stage, STAGES)}")
     if any(chosen.runs(stage) for stage in ("compare", "baselines", "evaluate")):
         check_validation(config, "puzzle")
     ranks, selected = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
     if "distill" in selected and chosen.distill.steps and chosen.distill.batch % ranks:
-        raise ValueError(f"puzzle.distill.batch={chosen.distill.batch}: is not divisible by the {ranks} ranks")
+        raise ValueError(
+            f"puzzle.distill.batch={chosen.distill.batch} is not divisible by the {ranks} ranks; set it to a multiple"
+        )
     for name, data, stages in (
         ("calibration", chosen.calibration, {"library", "score", "compare", "baselines", "fuse"}),
         ("evaluation", chosen.evaluation, {"compare", "baselines", "evaluate"}),
     ):
         if selected & stages and data.sequences <= data.batch * (ranks - 1):
             raise ValueError(
-                f"puzzle.{name}.sequences={data.sequences} in batches of {data.batch} are too few for {ranks} "
-                "ranks: every "
-                "rank needs at least one batch"
+                f"puzzle.{name}.sequences={data.sequences} must be above {data.batch * (ranks - 1)}, as each of the "
+                f"{ranks} ranks needs a batch (puzzle.{name}.batch={data.batch})"
             )
         batches = ceil(data.sequences / data.batch)
         if chosen.fsdp is not None and selected & stages and batches % ranks:
             raise ValueError(
-                f"puzzle.{name}: {batches} batches for {ranks} ranks: puzzle.fsdp requires the same number on "
-                "every rank"
+                f"puzzle.{name} has {batches} batches for {ranks} ranks, but puzzle.fsdp requires the same number on "
+                f"every rank: change sequences or batch so that {ranks} divides the number of batches"
             )
     if "cost" in selected and chosen.measure.table is not None and Path(chosen.measure.table).is_file():
         parent = from_config(config) if chosen.parent is None else None
@@ -114,7 +115,10 @@ class Job:
         self.chosen: Settings = check(config)
         if self.chosen.parent is not None:
             if not Path(self.chosen.parent).exists():
-                raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
+                raise ValueError(
+                    f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder; train or "
+                    "convert it first"
+                )
             config = as_checkpoint(config, Path(self.chosen.parent))
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
@@ -123,7 +127,7 @@ class Job:
             and self.chosen.runs("heal")
             and (why := versions.lack(["logits_save_dir"]))
         ):
-            raise versions.TooOld(f"puzzle.heal.teacher=cached: {why}; set it to online")
+            raise versions.TooOld(f"puzzle.heal.teacher=cached is not supported: {why}; set it to online")
 
     def run(self) -> None:
         """Run the stages, or one shard of a stage."""
@@ -150,9 +154,8 @@ class Job:
             self._check()
             if missing := self.workspace.missing(stage):
                 raise ValueError(
-                    f"puzzle.shard={shard}: {stage} needs the output of {' and '.join(missing)}, which is not "
-                    "finished: run "
-                    "that first, without puzzle.shard"
+                    f"puzzle.shard={shard}: {stage} needs the output of {' and '.join(missing)}; finish that first, "
+                    "without puzzle.shard"
                 )
             if not self.workspace.is_finished(stage):
                 self.workspace.begin(stage)
@@ -162,9 +165,9 @@ class Job:
             tokenize_streams(self.config.get("data"))
             self._run_stages([stage])
             if left := self.workspace.unfinished_shards(stage):
-                notice(f"{stage}: unfinished shards: {', '.join(map(str, left))}")
+                notice(f"{stage}: shards {', '.join(map(str, left))} are not finished yet")
             else:
-                notice(f"{stage}: all shards are finished: continue without puzzle.shard")
+                notice(f"{stage}: all shards are finished; continue without puzzle.shard")
 
     def _check(self) -> None:
         """Raise ValueError if existing results do not match the config, before any work is done."""
@@ -190,11 +193,11 @@ class Job:
             missing = [need for need in self.workspace.missing(stage) if need not in todo[:number]]
             if missing:
                 raise ValueError(
-                    f"puzzle.stages: {stage} needs the output of {' and '.join(missing)}, which is not finished: add it"
+                    f"puzzle.stages: {stage} needs the unfinished output of {' and '.join(missing)}; add it to the list"
                 )
             if self.workspace.shard is None and (left := self.workspace.unfinished_shards(stage)):
                 notice(
-                    f"{stage}: shards {', '.join(map(str, left))} are not finished: the rest of their work is done here"
+                    f"{stage}: shards {', '.join(map(str, left))} are not finished; the rest of their work is done here"
                 )
         if self.chosen.measure.table is not None and "cost" in todo:  # before ranks start
             _read_table(self.chosen, description_of(self.workspace.parent))
@@ -233,7 +236,7 @@ class Job:
         try:
             choose(self._problem(), self.chosen.search, self.workspace.folder)
         except (TimeoutError, RuntimeError) as error:
-            raise ValueError(f"puzzle.search: {error}") from error
+            raise ValueError(f"puzzle.search failed: {error}") from error
 
     def _front(self) -> bool:
         title = f"{self.config['model']['name']}: the best children"
@@ -272,8 +275,8 @@ class Job:
         done = last_checkpoint(run_dir) or 0
         if done < steps:
             raise ValueError(
-                f"{run_dir}: the run stopped at step {done} of {steps} because of a signal, a time limit or "
-                "megatron.exit_interval: run the same command to resume"
+                f"the run in {run_dir} stopped at step {done} of {steps} because of a signal, a time limit or "
+                "megatron.exit_interval: run the same command to resume it"
             )
 
     def _run(

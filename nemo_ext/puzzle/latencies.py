@@ -90,25 +90,26 @@ def read_table(
             template.parent.mkdir(parents=True, exist_ok=True)
             write_text(template, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
         raise ValueError(
-            f"puzzle.measure.table={file}: no such file; fill in {template}, which lists the blocks to measure"
+            f"puzzle.measure.table={file}: no such file; fill in {template}, which lists the blocks to measure, and "
+            "rename it"
         )
     try:
         content: Mapping[str, Any] = json.loads(file.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"puzzle.measure.table={file}: not JSON ({error})") from None
+        raise ValueError(f"puzzle.measure.table={file} is not valid JSON: {error}") from None
     table = checked(Table, content, str(file), strict=True)
     measured, now = ({key: getattr(source, key) for key in SHAPE} for source in (table, serving))
-    check_same(measured, now, f"{file} was measured in another scenario than puzzle.serving", "make them agree")
+    check_same(measured, now, f"{file} was measured in a scenario that differs from puzzle.serving", "make them agree")
     latencies: dict[str, Latency] = {}
     for latency in table.latencies:
         name = latency.block if latency.block == OUTSIDE else _full(latency.block, architecture, file)
         if name in latencies:
-            raise ValueError(f"{file}: {latency.block} is listed twice: remove one entry")
+            raise ValueError(f"{file} lists the block {latency.block} twice: remove one entry")
         latencies[name] = latency
     if missing := [name for name in names if name not in latencies]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{file}: no latency of {', '.join(missing[:3])}{more}: measure them, or narrow puzzle.variants"
+            f"{file} lacks the latencies of {', '.join(missing[:3])}{more}: add them, or narrow puzzle.variants"
         )
     return latencies
 
@@ -119,4 +120,4 @@ def _full(notation: str, architecture: Architecture, file: Path) -> str:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))
     except ValueError as error:
-        raise ValueError(f"{file}: {notation!r} is not a block: {error}") from None
+        raise ValueError(f"{file}: {notation!r} is not a valid block ({error})") from None

@@ -52,7 +52,7 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
-        raise ValueError(f"{file}: does not exist yet: run the stages before `report` first")
+        raise ValueError(f"{file} does not exist yet: run the stages before `report` first")
     rows: list[dict[str, Any]] = json.loads(file.read_text())
     return rows
 

@@ -38,16 +38,16 @@ def limit(where: str, value: Any, *, at_least: bool = False) -> Limit:
         value = {"lower" if at_least else "upper": value}
     bounds = checked(Limit, value, where, strict=True)
     if bounds.lower > bounds.upper:
-        raise ValueError(f"{where}: lower {bounds.lower:g} is above upper {bounds.upper:g}")
+        raise ValueError(f"{where}: lower={bounds.lower:g} must not be above upper={bounds.upper:g}")
     if at_least and bounds.upper < math.inf:
-        raise ValueError(f"{where}: has only a lower bound; give a number")
+        raise ValueError(f"{where} supports only a lower bound: set it to a number")
     return bounds
 
 
 def _check_resource(where: str, name: str, more: Iterable[str] = ()) -> None:
     known = (*RESOURCES, REQUEST_SECONDS, *more)
     if name not in known:
-        raise ValueError(f"puzzle.search.{where}: unknown resource {name!r}: {nearest(name, known)}")
+        raise ValueError(f"puzzle.search.{where}: unknown resource {name!r}; {nearest(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -102,7 +102,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.enabled and self.table is not None:
-            raise ValueError("puzzle.measure has both enabled and table: set one of them")
+            raise ValueError("puzzle.measure.enabled and puzzle.measure.table are both set: set only one of them")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -219,8 +219,8 @@ class Heal:
             )
         if self.teacher == "cached" and (self.temperature != 1 or self.kl_weight + self.lm_weight != 1):
             raise ValueError(
-                "puzzle.heal.teacher=cached does not support a temperature, and only weights that sum to 1: set "
-                "temperature=1 and kl_weight + lm_weight = 1"
+                "puzzle.heal.teacher=cached supports neither a temperature nor weights with a sum other than 1: set "
+                "puzzle.heal.temperature=1, and puzzle.heal.kl_weight and lm_weight to a sum of 1"
             )
 
 

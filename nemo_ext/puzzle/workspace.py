@@ -153,9 +153,9 @@ class Workspace:
             return True
         if stage in RENEWED or record.get("empty"):
             return False
-        what = f"{file}: {stage} was {'done' if finished else 'begun'}"
-        check_same(record["settings"], now["settings"], f"{what} with other settings", self._advice(stage))
-        raise ValueError(f"{what} from results that have been replaced since: {self._advice(stage)}")
+        state, advice = "done" if finished else "begun", self._advice(stage)
+        check_same(record["settings"], now["settings"], f"{file}: {stage} was {state} with other settings", advice)
+        raise ValueError(f"{file}: {stage} was {state} from results that have been replaced since; {advice}")
 
     def begin(self, stage: str) -> None:
         """Record the settings of a stage, or shard, that is starting, so that it is not resumed with others.
@@ -169,7 +169,7 @@ class Workspace:
         counts = {shard.count for shard in self._shards(stage)} - {self.shard.count}
         if counts:
             raise ValueError(
-                f"puzzle.shard={self.shard}: {stage} was begun in {counts.pop()} shards: keep that number, or omit "
+                f"puzzle.shard={self.shard}: {stage} was begun in {counts.pop()} shards; keep that number, or omit "
                 "puzzle.shard to finish the rest in one process"
             )
         self._write_shard(stage, done=False)
@@ -223,7 +223,7 @@ class Workspace:
 
     def _check_parent(self, record: Mapping[str, Any]) -> None:
         now = _fingerprint(checkpoint_folder(self.parent))
-        message = f"{self.parent}: the parent has changed since the library was begun"
+        message = f"the parent {self.parent} has changed since the library was begun"
         check_same(record["checkpoint"], now, message, self._advice("parent"))
 
     def _advice(self, stage: str) -> str:

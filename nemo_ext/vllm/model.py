@@ -87,7 +87,8 @@ class Attention(nn.Module):
         heads, groups, head = (block.size(name) for name in ("heads", "kv", "head_dim"))
         if heads % ranks or max(groups, ranks) % min(groups, ranks):
             raise ValueError(
-                f"{names['q']}: tensor_parallel_size={ranks} does not part {heads} heads and {groups} KV heads evenly"
+                f"{names['q']}: {heads} heads and {groups} KV heads cannot be split evenly over {ranks} GPUs: set "
+                "tensor_parallel_size to a divisor of both"
             )
         at = names["q"].rpartition(".")[0]
         self.qkv_proj = QKVParallelLinear(
@@ -108,7 +109,8 @@ class Attention(nn.Module):
         if own.qk_layernorm and self.wide:
             if groups < ranks:
                 raise ValueError(
-                    f"{names['q']}: a norm over {groups} KV heads cannot be split over {ranks} ranks: use fewer GPUs"
+                    f"{names['q']}: a norm over {groups} KV heads cannot be split over {ranks} GPUs: set "
+                    f"tensor_parallel_size to at most {groups}"
                 )
             self.q_norm = MiniMaxText01RMSNormTP(heads * head, description.norm_epsilon)
             self.k_norm = MiniMaxText01RMSNormTP(groups * head, description.norm_epsilon)
@@ -213,7 +215,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
     )
     at = names["router"].rpartition(".")[0]
     if vllm.model_config.dtype == torch.float16 and block.size("shared") and router.scaling != 1.0:
-        raise ValueError(f"{at}: vLLM scales shared experts differently in float16: serve the model in bfloat16")
+        raise ValueError(f"{at}: vLLM scales shared experts differently in float16; serve the model in bfloat16")
     moe = NemotronHMoE(sizes, quant_config=vllm.quant_config, parallel_config=vllm.parallel_config, prefix=at)
     if moe.shared_experts is not None:
         moe.shared_experts.act_fn = get_act_fn(description.activation)  # vLLM's are always squared ReLU
@@ -404,7 +406,9 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
                     found.weight_loader(found, tensor, shard)
                     loaded.add(f"{place}.{parameter}")
                 elif not is_pp_missing_parameter(place, self):
-                    raise ValueError(f"{name}: the model has no such parameter")
+                    raise ValueError(
+                        f"{name}: the model has no parameter for this tensor of the checkpoint; export the model again"
+                    )
 
         return AutoWeightsLoader(self).load_weights(whole()) | loaded
 
@@ -416,7 +420,9 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
             experts, _, matrix = module.rpartition(".")
             above, _, number = experts.rpartition(".")
             if above not in self.places or not number.isdecimal():
-                raise ValueError(f"{name}: the model has no such module")
+                raise ValueError(
+                    f"{name}: the model has no module for this tensor of the checkpoint; export the model again"
+                )
             # `nemo-ext quantize` writes experts separately that our own format stacks.
             return f"{self.places[above][0]}.{number}.{matrix}", None, parameter
         place, shard = self.places[module]

@@ -75,7 +75,7 @@ def test_weights_are_set_and_read_by_checkpoint_names(opened: Callable[..., Any]
     put_tensors(parent.model, doubled)
 
     assert all(torch.equal(tensor, doubled[name]) for name, tensor in take_tensors(parent.model).items())
-    with pytest.raises(ValueError, match=r"output_layer\.weight of the module is missing"):
+    with pytest.raises(ValueError, match=r"output_layer\.weight is missing from the loaded weights"):
         put_tensors(parent.model, {name: t for name, t in doubled.items() if name != "output_layer.weight"})
 
 

@@ -47,7 +47,7 @@ def test_sharded_blocks_give_the_same_results_as_complete_ones(
 def test_ranks_that_share_blocks_need_equally_many_batches() -> None:
     words = ["data=mock", "launcher.nproc_per_node=2", "puzzle.calibration={sequences: 12, batch: 4}"]
     check(compose("puzzle", words))
-    with pytest.raises(ValueError, match=r"puzzle.calibration: 3 batches for 2 ranks: puzzle.fsdp requires"):
+    with pytest.raises(ValueError, match=r"puzzle.calibration has 3 batches for 2 ranks, but puzzle.fsdp requires"):
         check(compose("puzzle", [*words, "puzzle.fsdp=shard"]))
     with pytest.raises(ValueError, match=r"fsdp=.shared.: input should be .shard. or .offload."):
         check(compose("puzzle", [*words, "puzzle.fsdp=shared"]))

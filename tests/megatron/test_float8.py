@@ -157,7 +157,9 @@ def test_a_weight_that_is_in_no_linear_layer_is_refused(build: Callable[..., Any
     made = build("model=nemotron3_nano_tiny", "precision=fp32")
     del made.decoder.layers[1].mlp.experts.local_experts
 
-    with pytest.raises(ValueError, match=r"block 1 fc1 is not in one of .*megatron\.moe_grouped_gemm=false"):
+    with pytest.raises(
+        ValueError, match=r"block 1 fc1 to fp8, but it is not in one of .*megatron\.moe_grouped_gemm=false"
+    ):
         use_float8(made, Precision(Plan.from_config({"default": "fp8"}), sizes), range(len(sizes.sizes)))
 
 

@@ -136,15 +136,15 @@ def test_names_are_relative_to_the_stage() -> None:
         (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed applies to the whole model"),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
-            "head in fp32: Megatron supports fp32 only for routers",
+            "head to fp32, but Megatron supports fp32 only for routers",
         ),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, first 2.router fp32]"],
-            "only some routers in fp32",
+            "only some routers to fp32",
         ),
         (
             ["precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]", ENGINE],
-            "fc1 in fp8 under default: bf16: Megatron pads the tokens of experts",
+            "fc1 to fp8 with default=bf16, but Megatron pads the tokens of experts",
         ),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
@@ -169,7 +169,7 @@ def test_fp8_without_padded_experts_may_be_selected_by_rules(rule: str, more: li
 def test_fp8_is_not_ignored_silently(word: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model.backend=local", word])
 
-    with pytest.raises(ValueError, match=r"needs Transformer Engine, and model\.backend is local here"):
+    with pytest.raises(ValueError, match=r"needs Transformer Engine, but model\.backend is local here"):
         check_machine(config)
 
 

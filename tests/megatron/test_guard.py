@@ -47,7 +47,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (line(70, None), "the loss is not finite"),
         (line(70, 2.0, None), "the gradient norm is not finite"),
-        (line(70, 3.0), "a loss of 3, above 2.0"),
+        (line(70, 3.0), "a loss of 3 (limit 2.0"),
     ],
 )
 def test_a_step_that_goes_wrong_ends_the_process_and_is_recorded(
@@ -92,7 +92,7 @@ def test_a_start_resumes_from_the_last_checkpoint_before_the_skipped_steps(tmp_p
 
     told = guard.turn_back(tmp_path, Guard())
 
-    assert told == "guard: a spike at step 16: resuming from step 10 and skipping the batches of steps 15 to 17"
+    assert told == "guard: a spike at step 16; resuming from step 10 and skipping the batches of steps 15 to 17"
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "10"
     assert sorted(each.name for each in folder.glob("iter_*")) == [
         "iter_0000005",
@@ -140,7 +140,7 @@ def test_steps_that_the_user_skips(tmp_path: Path, given: object, steps: list[in
     config["megatron"]["iterations_to_skip"] = given
     assert guard.guard_flags(config).get("iterations_to_skip") == steps
     config["megatron"]["iterations_to_skip"] = "many"
-    with pytest.raises(ValueError, match=r"iterations_to_skip='many': give steps"):
+    with pytest.raises(ValueError, match=r"iterations_to_skip='many': expected steps"):
         guard.guard_flags(config)
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_would_end_at_a_skipped_step_ends_before_it(
 
 def test_a_run_that_would_end_before_its_first_step_is_refused(tmp_path: Path) -> None:
     words = (f"run_dir={tmp_path}", "megatron.exit_interval=2", "+megatron.iterations_to_skip=[1,2]")
-    with pytest.raises(ValueError, match="exit_interval=2: all steps until then are skipped"):
+    with pytest.raises(ValueError, match="exit_interval=2: every step until then is skipped"):
         guard.guard_flags(compose("train", list(words)))
 
 
@@ -257,7 +257,7 @@ def test_training_skips_a_bad_batch_as_iterations_to_skip_does(
     plain = (word for word in more if word not in CLUSTER)
     told = faulty("told", SOUND, *plain, tokens, f"+megatron.iterations_to_skip=[{bad}]")
 
-    back = re.search(rf"at step {bad}: resuming from step (\d+) and skipping the batch of step {bad}\n", out)
+    back = re.search(rf"at step {bad}; resuming from step (\d+) and skipping the batch of step {bad}\n", out)
     assert back is not None and int(back[1]) in range(0, bad, 5), "the checkpoint before may not be written yet"
     found = [each for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
     expected = [each for each in read_metrics(told / "metrics.jsonl") if "loss" in each]

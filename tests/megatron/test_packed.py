@@ -255,7 +255,7 @@ def test_packs_and_plain_streams_do_not_blend(packs: Path, megatron: None) -> No
     from nemo_ext.megatron.packed import all_packed
 
     assert all_packed([str(packs / "train"), str(packs / "valid")]) and not all_packed([str(packs / "none")])
-    with pytest.raises(ValueError, match="cannot be in one blend"):
+    with pytest.raises(ValueError, match="a blend must hold only packs"):
         all_packed([str(packs / "train"), str(packs / "none")])
 
 

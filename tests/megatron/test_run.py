@@ -61,9 +61,9 @@ def test_without_phases_ranks_start_once() -> None:
 @pytest.mark.parametrize(
     ("word", "error"),
     [
-        ("run_dir=[a]", r"run_dir=\['a'\]: name a folder"),
-        ("stability=5", "stability=5: it is a section"),
-        ("evaluate=x", "evaluate='x': it is a section"),
+        ("run_dir=[a]", r"run_dir=\['a'\]: expected a folder"),
+        ("stability=5", "stability=5: expected a section"),
+        ("evaluate=x", "evaluate='x': expected a section"),
         ("megatron.train_iters=[x]", "megatron.train_iters must be a whole number"),
         ("megatron.lr=[]", "--lr requires a value; null omits it"),
     ],

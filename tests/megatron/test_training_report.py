@@ -89,5 +89,5 @@ def test_a_loss_that_was_not_a_number_is_shown_as_such(tmp_path: Path) -> None:
 def test_a_report_without_steps_is_refused(tmp_path: Path) -> None:
     made_up_run(tmp_path, [])
 
-    with pytest.raises(ValueError, match="no step is logged yet"):
+    with pytest.raises(ValueError, match="has no step to report yet"):
         write_report(tmp_path)

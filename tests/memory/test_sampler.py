@@ -159,7 +159,7 @@ def test_a_root_that_has_ended_is_not_sampled(tmp_path: Path) -> None:
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = subprocess.run(wrapped(tmp_path, "no-such-command"), capture_output=True, text=True, check=False)
 
-    assert done.returncode == 2 and "no-such-command: No such file" in done.stderr
+    assert done.returncode == 2 and "no-such-command cannot be run: No such file" in done.stderr
 
 
 def test_a_wrapped_command_gets_the_signals_once_and_may_take_its_time(tmp_path: Path) -> None:

@@ -381,9 +381,9 @@ def test_all_stages_on_the_device(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (("puzzle.parent=nowhere",), "puzzle.parent=nowhere: no such run"),
-        (("puzzle.stages=[serch]",), "unknown stage 'serch': did you mean 'search'"),
-        (("puzzle.stages=[search]",), "search needs the output of score and cost, which is not finished"),
-        (("puzzle.child=blocks",), "this folder is used for other results"),
+        (("puzzle.stages=[serch]",), "unknown stage 'serch' in puzzle.stages: did you mean 'search'"),
+        (("puzzle.stages=[search]",), "search needs the unfinished output of score and cost; add it"),
+        (("puzzle.child=blocks",), "this folder holds other results"),
         (("puzzle.distill.steps=many",), "puzzle: distill.steps='many'"),
         (("launcher.nodes=2",), "launcher.nodes=2: this command runs on one machine only"),
         (("data=packed", "data.packed.valid=null"), "data.packed.valid=null, but puzzle compares models"),

@@ -61,10 +61,13 @@ def test_a_filled_in_template_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.update(batch=8), "another scenario than puzzle.serving (batch: 8 -> 4): make them agree"),
-        (lambda table: table["latencies"].pop(), "no latency of outside: measure them, or narrow puzzle.variants"),
-        (lambda table: table["latencies"].append(table["latencies"][1]), "is listed twice: remove one entry"),
-        (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a block: "),
+        (
+            lambda table: table.update(batch=8),
+            "a scenario that differs from puzzle.serving (batch: 8 -> 4): make them agree",
+        ),
+        (lambda table: table["latencies"].pop(), "lacks the latencies of outside: add them, or narrow puzzle.variants"),
+        (lambda table: table["latencies"].append(table["latencies"][1]), " twice: remove one entry"),
+        (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a valid block ("),
         (lambda table: table["latencies"][0].update(prefill_seconds=-1.0), "prefill_seconds=-1.0: "),
         (lambda table: table["latencies"][0].update(decode_seconds=float("inf")), "decode_seconds=inf: "),
         (lambda table: table["latencies"][0].update(decode_seconds=None), "decode_seconds=None: "),
@@ -116,5 +119,5 @@ def test_an_existing_table_is_checked_before_a_job_queues(tmp_path: Path) -> Non
 
 
 def test_latencies_have_one_source() -> None:
-    with pytest.raises(ValueError, match=r"puzzle.measure has both enabled and table"):
+    with pytest.raises(ValueError, match=r"puzzle.measure.enabled and puzzle.measure.table are both set"):
         settings(compose("puzzle", [*WORDS, "puzzle.measure={enabled: true, table: x.json}"])["puzzle"])

@@ -180,9 +180,9 @@ def replaced(block: Block, **values: int) -> Block:
 def test_variants_that_are_not_smaller_are_refused() -> None:
     parent = description("llama_nemotron_tiny", 'model.pattern="*-"')
     attention, mlp = parent.blocks
-    with pytest.raises(ValueError, match="larger than"):
+    with pytest.raises(ValueError, match="ffn must not be larger"):
         initial_weights(mlp, replaced(mlp, ffn=1024), tensors_of(parent, 1), parent.architecture)
     with pytest.raises(ValueError, match="head_dim must not change"):
         initial_weights(attention, replaced(attention, head_dim=8), tensors_of(parent, 0), parent.architecture)
-    with pytest.raises(ValueError, match="has its parent's kind"):
+    with pytest.raises(ValueError, match="must have its parent's kind"):
         initial_weights(mlp, attention, tensors_of(parent, 1), parent.architecture)

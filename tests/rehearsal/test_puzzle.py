@@ -93,9 +93,9 @@ def test_sharded_ranks_hold_their_part_of_the_parent(tmp_path: Path) -> None:
         (["puzzle.parent=/nowhere"], "puzzle.parent=/nowhere: no such directory"),
         (
             ["puzzle.distill.batch=5", "launcher.nproc_per_node=2"],
-            "puzzle.distill.batch=5: is not divisible by the 2 ranks",
+            "puzzle.distill.batch=5 is not divisible by the 2 ranks",
         ),
-        (["puzzle.calibration.sequences=8", "launcher.nproc_per_node=2"], "are too few for 2 ranks"),
+        (["puzzle.calibration.sequences=8", "launcher.nproc_per_node=2"], "must be above "),
     ],
 )
 def test_invalid_settings_are_refused_before_a_process_starts(words: list[str], why: str, tmp_path: Path) -> None:

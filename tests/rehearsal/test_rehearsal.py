@@ -136,18 +136,18 @@ def test_imbalance_adds_work_of_experts(tmp_path: Path) -> None:
     [
         (
             "model=domyn_small_tiny megatron.context_parallel_size=4 megatron.cp_comm_type=a2a",
-            "block 1 (*): 6 heads per tensor-parallel rank are not a multiple of context_parallel_size 4, which "
-            "cp_comm_type=a2a needs: set megatron.cp_comm_type=p2p or all_gather",
+            "block 1 (*) has 6 heads per tensor-parallel rank, but cp_comm_type=a2a requires a multiple of "
+            "context_parallel_size=4: set megatron.cp_comm_type=p2p or all_gather",
         ),
         (
             "model=olmo3_tiny megatron.context_parallel_size=4",
-            "block 1 (*): window 64 with context_parallel_size=4 and cp_comm_type=p2p: Transformer Engine computes "
-            "windows only with megatron.cp_comm_type=all_gather or a2a",
+            "block 1 (*): a window of 64 with context_parallel_size=4 requires megatron.cp_comm_type=all_gather or "
+            "a2a, not p2p",
         ),
         (
             "model.pattern=*E{ffn=120} precision=fp8_current",
-            "precision_plan.recipe=tensorwise: block 1 fc1: out 120 is not a multiple of 16 (tensorwise); "
-            "use 112 or 128",
+            "precision_plan.recipe=tensorwise does not support some sizes (block 1 fc1: out 120 is not a multiple of "
+            "16 (tensorwise); use 112 or 128",
         ),
         (
             "model=domyn_small_tiny megatron.context_parallel_size=4 megatron.seq_length=252",
@@ -165,18 +165,18 @@ def test_imbalance_adds_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model=domyn_small_tiny megatron.global_batch_size=12",
-            "global_batch_size=12 is not divisible by micro_batch_size x data parallel = 8 x 4",
+            "global_batch_size=12 must be a multiple of 32 (micro_batch_size 8 x 4 data-parallel ranks)",
         ),
         (
             "model=olmo3_tiny megatron.pipeline_model_parallel_size=2 model.pattern=*-|*-|*-|*- "
             "megatron.micro_batch_size=1 megatron.global_batch_size=6",
-            "global_batch_size=6 makes 3 micro-batches, and 4 stages on 2 pipeline ranks (interleaved) need a multiple "
-            "of 2",
+            "global_batch_size=6 makes 3 micro-batches, but 4 interleaved stages on 2 pipeline ranks require a "
+            "multiple of 2",
         ),
         (
             "model=domyn_small_tiny megatron.pipeline_model_parallel_size=4 model.pattern=*-||*|-",
-            "model.pattern has no block in stage 1 of 0 to 3, and Megatron-Core's gradients become NaN after an "
-            "empty stage: move a cut |",
+            "stage 1 (of 0 to 3) of model.pattern has no block, and Megatron-Core's gradients become NaN after an "
+            "empty stage: move a cut `|`",
         ),
     ],
     ids=["heads", "window", "fp8", "sequence", "sequence_parallel", "vocabulary", "batch", "interleaved", "empty"],

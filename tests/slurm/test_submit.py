@@ -218,14 +218,14 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
             ["time=30:00:00", "megatron.fp8_format=hybrid"],
             [
                 "normal of leonardo allows 24:00:00; no other quality of service of this site does",
-                "A100-64GB has no FP8; train in bf16",
+                "A100-64GB does not support FP8; train in bf16",
             ],
         ),
         (
             ["launcher.nodes=65", "precision=fp8_current"],
             [
                 "allows 64 nodes; cluster.qos=boost_qos_bprod does",
-                "precision_plan: a A100-64GB has no FP8; train in bf16",
+                "precision_plan: A100-64GB does not support FP8; train in bf16",
             ],
         ),
         (
@@ -247,7 +247,7 @@ def test_h100s_support_fp8() -> None:
     assert not errors(*words, "megatron.fp8_format=hybrid")
     assert not errors(*words, "precision=fp8_blockwise")
     assert errors(*words, "precision=mxfp8") == [
-        "precision_plan: a H100-80GB has no mxfp8 scaling; it has delayed, tensorwise, blockwise"
+        "precision_plan: H100-80GB does not support mxfp8 scaling; use one of delayed, tensorwise, blockwise"
     ]
 
 
@@ -349,8 +349,8 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=curriculum", "output=x"], "set rollouts"),
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
-        (["job=puzzle", "puzzle.stages=[serch]"], "unknown stage 'serch': did you mean 'search'"),
-        (["job=puzzle", "launcher.nodes=3"], "puzzle.distill.batch=4: is not divisible by the 3 ranks"),
+        (["job=puzzle", "puzzle.stages=[serch]"], "unknown stage 'serch' in puzzle.stages: did you mean 'search'"),
+        (["job=puzzle", "launcher.nodes=3"], "puzzle.distill.batch=4 is not divisible by the 3 ranks"),
         (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null, but puzzle compares models"),
         (
             ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],

@@ -111,17 +111,17 @@ def mamba_split_conv1d_scan_combined(
     if D.dim() == 2:
         headdim = D.shape[1]
     if headdim is None:
-        raise ValueError("headdim is None: give it where D is [heads]")
+        raise ValueError("headdim is None: it must be given if D has the shape [heads]")
     if outproj_weight is None and outproj_bias is not None:
-        raise ValueError("outproj_bias is set without outproj_weight")
+        raise ValueError("outproj_bias is set without outproj_weight: pass both, or neither")
     heads, channels = D.shape[0], conv1d_weight.shape[0]
     inner = heads * headdim
     grouped, rest = divmod(channels - inner, 2)
     if ngroups < 1 or rest or grouped < ngroups or grouped % ngroups or zxbcdt.shape[-1] != inner + channels + heads:
         raise ValueError(
-            f"zxbcdt has shape {tuple(zxbcdt.shape)} and conv1d_weight {channels} channels, expected [batch, length, "
-            f"inner + channels + heads] and inner + 2 * groups * state with {heads} heads of {headdim}, inner {inner} "
-            f"and {ngroups} groups"
+            f"zxbcdt has shape {tuple(zxbcdt.shape)} and conv1d_weight has {channels} channels; for {heads} heads of "
+            f"{headdim} (inner = {inner}) in {ngroups} groups, expected [batch, length, inner + channels + heads] and "
+            "channels = inner + 2 * groups * state"
         )
     z, xbc, dt = zxbcdt.split((inner, channels, heads), dim=-1)
     xbc = causal_conv1d(xbc, conv1d_weight, conv1d_bias, activation=activation, seq_idx=seq_idx)
@@ -232,12 +232,12 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 def _refuse(function: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
-            raise ValueError(f"{function}: the torch kernels do not support {name}; unset it or install mamba_ssm")
+            raise ValueError(f"{function}: the torch kernels do not support {name}; omit it, or install mamba_ssm")
 
 
 def _check_state_dtype(state_dtype: torch.dtype | None, inputs: Tensor) -> None:
     if state_dtype == torch.float64 and inputs.dtype != torch.float64:
-        raise ValueError(f"state_dtype is float64, but states are float32 for inputs of {inputs.dtype}: use float32")
+        raise ValueError(f"state_dtype=float64 requires float64 inputs, not {inputs.dtype}: set state_dtype=float32")
 
 
 STAND_INS: dict[str, dict[str, dict[str, object]]] = {

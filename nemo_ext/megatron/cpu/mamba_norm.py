@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         """
         super().__init__()
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
-            raise ValueError(f"group_size {group_size} does not divide hidden_size {hidden_size}")
+            raise ValueError(f"group_size={group_size} must be a positive divisor of hidden_size={hidden_size}")
         self.eps = eps
         self.group_size = group_size
         self.norm_before_gate = norm_before_gate
@@ -91,7 +91,7 @@ def rms_norm_gated(
     hidden_size = weight.shape[0]
     if x.shape[-1] != hidden_size or (z is not None and z.shape != x.shape):
         gate = None if z is None else tuple(z.shape)
-        raise ValueError(f"x has shape {tuple(x.shape)} and z {gate}, expected both [..., {hidden_size}]")
+        raise ValueError(f"x has shape {tuple(x.shape)} and z has shape {gate}, expected [..., {hidden_size}] for both")
     work = compute_dtype(x)
     normed = x.to(work)
     if z is not None and not norm_before_gate:

@@ -240,7 +240,7 @@ def ssd_chunk_scan(
         ValueError: If shapes do not fit together.
     """
     if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
     _check_shapes(x, B, dt=dt, A=A, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, initial_states=initial_states)
     batch, length, heads, head_dim = x.shape
     groups = B.shape[2]

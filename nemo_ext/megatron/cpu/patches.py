@@ -182,7 +182,7 @@ def apply(without: Collection[str] = ()) -> list[str]:
     names = [patch.name for patch in PATCHES]
     unknown = set(without) - {*names, *(target for patch in PATCHES for target in patch.targets)}
     if unknown:
-        raise ValueError(f"no patch is named {sorted(unknown)}; the table has {names}")
+        raise ValueError(f"unknown patches in without: {', '.join(sorted(unknown))}; known: {', '.join(names)}")
     # torch caches its tensor factories at their first use under `with torch.device(...)`, and must see the original
     # ones: otherwise "meta" no longer reaches `torch.tensor`, and transformers loads garbage into its buffers.
     with torch.device("meta"):

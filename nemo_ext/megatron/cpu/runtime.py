@@ -44,7 +44,7 @@ def check_gpu() -> None:
     raise ValueError(
         f"this job has GPUs ({gpus}), but torch {torch.__version__} cannot use one on {platform.node()}: {reason}; "
         "check nvidia-smi on that node and, in a Singularity or Apptainer container, that --nv is set; "
-        f"{GPUS}=none (submit: +cluster.environment.{GPUS}=none) trains on CPUs deliberately"
+        f"to train on CPUs deliberately, set {GPUS}=none (when submitting, +cluster.environment.{GPUS}=none)"
     )
 
 
@@ -78,9 +78,9 @@ def check_ranks() -> None:
             with suppress(RuntimeError):
                 store.wait(["all_read"], timedelta(seconds=60))
         raise ValueError(
-            f"{count} of {world} ranks have a GPU that torch {torch.__version__} can use; rank {rank} on "
-            f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; to train on CPUs, set "
-            "CUDA_VISIBLE_DEVICES= on all of them"
+            f"only {count} of {world} ranks have a GPU that torch {torch.__version__} can use (rank {rank} on "
+            f"{platform.node()} has {'one' if able else 'none'}): check nvidia-smi on the nodes without one, or set "
+            "CUDA_VISIBLE_DEVICES= on all ranks to train on CPUs"
         )
 
 

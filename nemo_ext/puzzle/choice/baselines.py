@@ -36,7 +36,7 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
     every = range(1, SHARES + 1)
     heads = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=step, kv=step, ffn=step)))
     if not heads:
-        raise CannotReach(f"uniform width pruning cannot reach {limit:,.0f}: the parts without a width cost more")
+        raise CannotReach(f"uniform width pruning cannot reach {limit:,.0f}: the parts that have no width cost more")
     ffn = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=heads, kv=heads, ffn=step)))
     return [
         Variant(number, KEEP if new == old else f"uniform_{WIDTHS[new.kind]}{new.size(WIDTHS[new.kind])}", new)
@@ -91,7 +91,7 @@ def greedy(
         if (less := cost([each.block for each in without])) < spent:
             choice, spent = without, less
     if spent > limit or not any(variant.block for variant in choice):
-        raise CannotReach(f"dropping blocks cannot reach the limit of {limit:,.0f}: no block would remain")
+        raise CannotReach(f"dropping blocks cannot reach {limit:,.0f}: no block would remain")
     return choice
 
 

@@ -116,7 +116,10 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     )
     for solution in solutions:
         if solution.gap > chosen.gap:
-            notice(f"search: stopped at the time limit; the score may be {solution.gap:.1%} from the best")
+            notice(
+                f"search: stopped at puzzle.search.time_limit; raise it, as the score may be {solution.gap:.1%} from "
+                "the best"
+            )
     resource, limit_of_reference = _reference(problem)
     limit_of_reference = solutions[0].costs[resource] if limit_of_reference == math.inf else limit_of_reference
     alone = None
@@ -182,7 +185,7 @@ def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) ->
             time_limit=chosen.time_limit,
         )
     except TimeoutError:
-        notice("front: stopped at the time limit without a front; raise puzzle.search.time_limit")
+        notice("front: not drawn, as a search reached its time limit; raise puzzle.search.time_limit")
         return False
     write_csv(points, folder / "pareto.csv")
     if any(point.solution for point in points):

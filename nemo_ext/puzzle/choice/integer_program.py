@@ -123,7 +123,8 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
         tried = tried.apart_from(answer.choice, 1)
     else:
         raise RuntimeError(
-            f"HiGHS returned {_RETRIES} choices that exceed the limits by rounding errors: loosen a limit"
+            f"HiGHS returned {_RETRIES} choices that exceed the limits by rounding errors; loosen a limit of "
+            "puzzle.search"
         )
     if answer.choice is None:
         return answer
@@ -175,7 +176,9 @@ class _Reduced:
         if result.status == 2 or (result.status == 4 and "infeasible" in result.message.lower()):
             return Answer(None, np.inf)
         if result.status not in (0, 1):
-            raise RuntimeError(f"HiGHS could not solve the program: {result.message}")
+            raise RuntimeError(
+                f"HiGHS could not solve the integer program ({result.message}); loosen a limit of puzzle.search"
+            )
         bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) / self.scale
         if result.x is None:
             return Answer(None, bound)

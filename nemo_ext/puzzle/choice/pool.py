@@ -31,9 +31,11 @@ def pool(
         ValueError: `size` is below 1, or `min_distance` is not between 1 and the number of blocks.
     """
     if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+        raise ValueError(f"size={size} (puzzle.search.pool) must be at least 1")
     if not 1 <= min_distance <= len(problem.blocks):
-        raise ValueError(f"min_distance must be from 1 to the {len(problem.blocks)} blocks, got {min_distance}")
+        raise ValueError(
+            f"puzzle.search.min_distance={min_distance} must be from 1 to {len(problem.blocks)}, the number of blocks"
+        )
     deadline = time.monotonic() + time_limit
     solutions = [solve(problem, gap, time_limit=time_limit)]
     program = to_program(problem)

@@ -83,21 +83,22 @@ class Problem:
         object.__setattr__(self, "limits", dict(self.limits))
         object.__setattr__(self, "outside", dict(self.outside))
         if not self.blocks:
-            raise ValueError("the problem has no blocks: there is nothing to choose")
+            raise ValueError("the search problem has no blocks; add at least one")
         for number, block in enumerate(self.blocks, start=1):
             _check_block(number, block)
         for resource, amount in self.outside.items():
             _check_number(amount, f"outside: {resource!r}")
         for resource, limit in self.limits.items():
             _check_limit(resource, limit)
-            self._check_resource(resource, f"the limit on {resource!r}")
+            self._check_resource(resource, "a limit")
 
     def _check_resource(self, resource: str, user: str) -> None:
         for number, block in enumerate(self.blocks, start=1):
             for candidate in block:
                 if resource not in candidate.costs:
                     where = f"block {number}, candidate {candidate.name!r}"
-                    raise ValueError(f"{where}: {user} needs its cost; {nearest(resource, candidate.costs)}")
+                    known = nearest(resource, candidate.costs)
+                    raise ValueError(f"{where} has no cost {resource!r}, which {user} needs; {known}")
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) 
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(
-            f"throughput, batch and tokens must be positive: got {tokens_per_second} tokens/s, {batch}, {tokens}"
+            f"tokens_per_second={tokens_per_second}, batch={batch} and tokens={tokens} must all be positive"
         )
     return batch * tokens / tokens_per_second
 
@@ -198,9 +199,9 @@ def read_problem(path: Path) -> Problem:
     try:
         loaded = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such problem file") from None
+        raise ValueError(f"{path} does not exist; expected a file from write_problem") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is not a valid problem file: {error}") from error
     return checked(Problem, loaded, str(path), strict=True)
 
 
@@ -211,7 +212,7 @@ def _check_block(number: int, block: Sequence[Candidate]) -> None:
     for position, candidate in enumerate(block, start=1):
         where = f"block {number}, candidate {candidate.name!r}"
         if candidate.name in seen:
-            raise ValueError(f"{where}: repeated name, in candidates {seen[candidate.name]} and {position}")
+            raise ValueError(f"{where}: candidates {seen[candidate.name]} and {position} have this name; rename one")
         seen[candidate.name] = position
         _check_number(candidate.score, f"{where}: score")
         for resource, cost in candidate.costs.items():
@@ -224,11 +225,11 @@ def _check_limit(resource: str, limit: Limit) -> None:
         if (bound := getattr(limit, side)) != unbounded:
             _check_number(bound, f"{where}: {side}")
     if limit.upper == math.inf and limit.lower == -math.inf:
-        raise ValueError(f"{where}: has no bound: add upper or lower, or remove it")
+        raise ValueError(f"{where} has neither upper nor lower; add one, or remove the limit")
     if limit.lower > limit.upper:
-        raise ValueError(f"{where}: lower {limit.lower:g} is above upper {limit.upper:g}")
+        raise ValueError(f"{where}: lower={limit.lower:g} must not be above upper={limit.upper:g}")
 
 
 def _check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
+        raise ValueError(f"{what} must be a finite number, not {value!r}")

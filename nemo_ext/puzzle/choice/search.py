@@ -125,16 +125,17 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
         ValueError: `gap` or `time_limit` is out of range.
     """
     if not 0 <= gap < 1:
-        raise ValueError(f"gap must be at least 0 and below 1, got {gap}")
+        raise ValueError(f"gap must be at least 0 and below 1, not {gap}")
     if not 0 < time_limit < math.inf:
-        raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
+        raise ValueError(f"time_limit must be a positive number of seconds, not {time_limit}")
     start = time.perf_counter()
     answer = minimise(program, gap=gap, time_limit=time_limit)
     if answer.infeasible:
         return None
     if answer.choice is None:
         raise TimeoutError(
-            f"found no choice of variants within {time_limit:g} s, and no proof that none exists: raise the time limit"
+            f"neither a choice of variants nor a proof that none exists was found within {time_limit:g} s; raise "
+            "puzzle.search.time_limit"
         )
     score = problem.score(answer.choice)
     return Solution(

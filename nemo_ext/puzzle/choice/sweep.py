@@ -44,7 +44,7 @@ def sweep(
             finite.
     """
     if not values:
-        raise ValueError("values is empty: expected upper limits")
+        raise ValueError("values is empty; expected at least one upper limit")
     resource_limit = problem.limits.get(resource, Limit())
     points: list[Point] = []
     for value in sorted(set(values), reverse=True):
@@ -123,7 +123,7 @@ def plot(
     """
     solved = [point.solution for point in points if point.solution is not None]
     if not solved:
-        raise ValueError("no limit of the sweep is feasible, so there is nothing to draw")
+        raise ValueError("no limit of the sweep is feasible, so there is nothing to draw; sweep over looser limits")
 
     figure, (axis,) = panels(8, 5)
     costs = [solution.costs[resource] for solution in solved]

@@ -85,7 +85,7 @@ def measure_dependency(
     """
     count = len(parent.layers)
     if not calibration:
-        raise ValueError("the calibration set is empty: dependency is measured on tokens")
+        raise ValueError("the calibration set is empty; raise puzzle.calibration.sequences")
     known = data_parallel.agreed(lambda: {row.block - 1: row for row in read_rows(file)})
     shares = torch.tensor([sum(batch.numel() for batch in calibration), checksum(calibration)])
     tokens, check = data_parallel.summed(shares).tolist()
@@ -93,8 +93,9 @@ def measure_dependency(
     for row in known.values():
         if (row.blocks, row.tokens, row.checksum) != identity:
             raise ValueError(
-                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), this "
-                f"run has {count} blocks and {tokens} tokens (checksum {identity[2]}): remove the file"
+                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), but "
+                f"this run has {count} blocks and {tokens} tokens (checksum {identity[2]}): remove the file to "
+                "measure again"
             )
     todo = [i for i in range(count - 1) if i not in known]
     advance((count - 1 - len(todo)) * len(calibration))
@@ -208,7 +209,9 @@ def draw_dependency(
     """
     count = len(pattern.blocks)
     if any(len(row) != count for row in [matrix, *matrix]):
-        raise ValueError(f"the dependency matrix has {len(matrix)} rows, but the model {count} blocks")
+        raise ValueError(
+            f"the dependency matrix has {len(matrix)} rows, but the model has {count} blocks: measure it again"
+        )
     from matplotlib.colors import PowerNorm
 
     figure, (axis,) = panels(8.6, 7.4)

@@ -54,7 +54,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
-            raise ValueError(f"{self}: fusion needs two blocks or more, with 0 <= first < last")
+            raise ValueError(f"{self} must have 0 <= first < last, as fusion needs at least two blocks")
 
     @property
     def blocks(self) -> range:
@@ -116,15 +116,16 @@ def plan(
     """
     if description.architecture.norm_placement != "input":
         raise ValueError(
-            "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused"
+            "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused; set "
+            "puzzle.fuse.enabled=false"
         )
     if max_blocks is not None and max_blocks < 2:
-        raise ValueError(f"max_blocks={max_blocks}: fusion needs two blocks or more")
+        raise ValueError(f"max_blocks must be at least 2, or null for no limit, not {max_blocks}")
     for name, limit in {"max_width": max_width, "max_bytes": max_bytes, "max_groups": max_groups}.items():
         if limit is not None and not limit > 0:
             raise ValueError(f"{name}={limit}: expected a positive number, or null for no limit")
     if dependency is None and largest_dependency is not None:
-        raise ValueError(f"largest_dependency={largest_dependency} needs a measured dependency")
+        raise ValueError(f"largest_dependency={largest_dependency} needs a dependency: measure it, or pass None")
     if max_bytes is not None:
         width = width_of_bytes(description, max_bytes, precision)
         max_width = width if max_width is None else min(width, max_width)
@@ -141,7 +142,7 @@ def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, large
     """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first."""
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
-            f"the dependency matrix has {len(dependency)} blocks, but the model {blocks}: measure it on this model"
+            f"the dependency matrix has {len(dependency)} rows, but the model has {blocks} blocks: measure it again"
         )
     mean = {group: mean_dependency(dependency, group) for group in groups}
     kept = [group for group in groups if largest is None or mean[group] <= largest]
@@ -236,7 +237,7 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
             if block is None or block.kind != "-" or block.is_linear:
                 raise ValueError(f"block {number + 1} ({block}) is not an FFN: only runs of FFN blocks can be fused")
             if number in taken:
-                raise ValueError(f"block {number + 1} is in two groups")
+                raise ValueError(f"block {number + 1} is in two groups; groups must not overlap")
             taken.add(number)
     return {group.first: group for group in groups}
 

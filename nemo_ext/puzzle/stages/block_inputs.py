@@ -76,7 +76,7 @@ class BlockInputs:
             self._written.result()
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"puzzle.distill.inputs: {self.folder}: {error}: choose a folder with more space, or null"
+                f"puzzle.distill.inputs: {self.folder} cannot be written ({error}); choose another folder, or set null"
             ) from error
 
     def remove(self, number: int, steps: Iterable[int]) -> None:

@@ -197,7 +197,9 @@ def train_group(
         needed = [data_parallel.number()] if ranks == data_parallel.count() else range(ranks)
         files = [_part(file, first, number, ranks) for number in needed]
         if lost := [each for each in files if not each.is_file()]:
-            raise ValueError(f"{lost[0]}: missing, but {file} refers to it: remove {file} to train its variants again")
+            raise ValueError(
+                f"{lost[0]} is missing, but {file} refers to it: remove {file} to train its variants again"
+            )
         parts = [_read(each) for each in files]
         for learner, each in zip(learners, zip(*parts, strict=True), strict=True):
             learner.load(each)
@@ -218,7 +220,7 @@ def train_group(
         tokens = next(data, None)
         if tokens is None:
             raise ValueError(
-                f"distillation needs {training.steps} batches, but the data have only {step}: provide more, or "
+                f"distillation needs {training.steps} batches, but the data have only {step}: provide more data, or "
                 "lower puzzle.distill.steps"
             )
         with torch.no_grad(), parent.recorded(numbers) as record:
@@ -318,7 +320,8 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
             raise ValueError(f"{file} is from an older nemo_ext: remove it to train its variants again")
         if state["training"] != _identity(training):
             raise ValueError(
-                f"{file} is from a distillation with other settings ({state['training']}): use these, or remove it"
+                f"{file} is from a distillation with other settings ({state['training']}): use those, or remove "
+                "it to start over"
             )
         begun[file] = [(number, name) for number, name in state["variants"]]
     return begun

@@ -50,7 +50,7 @@ def initial_weights(
         ValueError: the variant is larger than its parent, of another kind, or differs in a value that cannot change.
     """
     if variant.kind != parent.kind or parent.is_linear:
-        raise ValueError(f"{variant} cannot be made from {parent}: a variant has its parent's kind")
+        raise ValueError(f"{variant} cannot be made from {parent}: a variant must have its parent's kind")
     measured = importance or Importance()
     if variant.is_linear:
         return _linear(parent, tensors, architecture)
@@ -62,7 +62,7 @@ def initial_weights(
         )
     larger = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
     if larger:
-        raise ValueError(f"{variant} is larger than {parent} in {', '.join(larger)}")
+        raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(larger)} must not be larger")
     result = dict(tensors)
     if "kv" in changed:
         result |= _fewer_kv_heads(parent, variant, tensors)
@@ -82,7 +82,7 @@ def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
     fewer = variant.size("kv")
     if groups % fewer:
-        raise ValueError(f"{groups} KV heads cannot be pooled to {fewer}: expected a divisor")
+        raise ValueError(f"{groups} KV heads cannot be pooled to {fewer}: expected a divisor of {groups}")
     queries_per_group, merged = heads // groups, groups // fewer
     result = {}
     for name in ("weight", "bias"):
@@ -123,7 +123,7 @@ def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importan
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
     fewer = variant.size("heads")
     if fewer % groups:
-        raise ValueError(f"{fewer} Mamba heads: the number must be a multiple of the {groups} groups")
+        raise ValueError(f"{heads} Mamba heads cannot be reduced to {fewer}: expected a multiple of {groups} (groups)")
     out = tensors["mixer.out_proj.weight"]
     by_head = out.float().reshape(out.shape[0], heads, head_dim).square().sum((0, 2))
     ranked = (by_head if importance is None else importance).reshape(groups, -1)

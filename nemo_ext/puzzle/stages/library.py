@@ -64,7 +64,7 @@ class Library:
         """
         if (made_of := self.notes(variant).get(BLOCK)) != str(variant.block):
             raise ValueError(
-                f"{self.file(variant)} has weights of {made_of}, not of {variant.block}: remove it, or use "
+                f"{self.file(variant)} holds weights of {made_of}, not of {variant.block}: remove it, or use "
                 "another folder"
             )
         return load_file(self.file(variant))
@@ -76,7 +76,7 @@ class Library:
             ValueError: they are not in the library.
         """
         if not self.file(variant).is_file():
-            raise ValueError(f"{self.file(variant)}: not in the library: run the stage `library` first")
+            raise ValueError(f"{self.file(variant)} is missing from the library: run the stage `library` first")
         with safe_open(self.file(variant), framework="pt") as opened:
             metadata: dict[str, str] = opened.metadata()
         return metadata

@@ -38,7 +38,7 @@ from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
 ROUNDS = 5
 """Minimum number of repetitions; the spread of fewer is meaningless."""
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 MODEL_WIDE = (
     *("hidden_size", "transformer_impl", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias"),
@@ -277,7 +277,7 @@ def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
         ValueError: the precision is not the parent's or not available here, or the context is too short to decode.
     """
     config = parent.model_config.transformer
-    precision = "fp8" if config.fp8 else PRECISIONS.get(config.params_dtype)
+    precision = "fp8" if config.fp8 else PRECISIONS[config.params_dtype]
     if serving.precision == "fp8" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "puzzle.serving.precision=fp8 needs Transformer Engine, which is not installed: measure in bf16, or "
@@ -285,13 +285,12 @@ def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
         )
     if serving.precision != precision:
         raise ValueError(
-            f"puzzle.serving.precision={serving.precision}, but the parent is in {precision or config.params_dtype}: "
-            f"blocks are measured in the parent's precision ({', '.join([*PRECISIONS.values(), 'fp8'])}): make "
-            "both the same"
+            f"puzzle.serving.precision={serving.precision}, but the parent is in {precision}: set it to {precision}, "
+            "as blocks are measured in the parent's precision"
         )
     if serving.context < 2:
         raise ValueError(
-            f"puzzle.serving.context={serving.context}: decoding needs at least one earlier token: set it to 2 or more"
+            f"puzzle.serving.context={serving.context} must be at least 2, as decoding needs an earlier token"
         )
     model = {name: getattr(config, name, None) for name in MODEL_WIDE}
     model |= {name: getattr(parent.model_config, name, None) for name in STACK_WIDE}
@@ -341,9 +340,11 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
     try:
         recorded = {**json.loads(line)["conditions"]}
     except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{file}:1: not the conditions of measurements: choose another file") from None
+        raise ValueError(
+            f"{file}:1: expected the conditions of the measurements; remove the file to measure again"
+        ) from None
     changed = f"{file} was measured under other conditions"
-    check_same(recorded, taken_under, changed, "choose another file, or remove it")
+    check_same(recorded, taken_under, changed, "choose another file, or remove it to measure again")
     measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
     return {each.block: each for each in measured}
 

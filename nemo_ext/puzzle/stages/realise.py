@@ -28,7 +28,7 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
         raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in order")
     blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
     if not blocks:
-        raise ValueError("the child has no block: every chosen variant is a no-op")
+        raise ValueError("the child has no block, as every chosen variant is a no-op: loosen a limit of puzzle.search")
     architecture = parent.architecture.with_pattern(Pattern(blocks))
     routed = any(block.kind == "E" and not block.is_linear for block in blocks)
     return replace(

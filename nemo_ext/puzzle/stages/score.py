@@ -46,14 +46,14 @@ def score_blocks(
         ValueError: a line of `file` is not a score, or is from another calibration set.
     """
     if not calibration:
-        raise ValueError("the calibration set is empty: scores need tokens")
+        raise ValueError("the calibration set is empty; raise puzzle.calibration.sequences")
     total = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in calibration)
     total = int(data_parallel.summed(torch.tensor(total)))
     known = data_parallel.agreed(lambda: {(score.block, score.variant): score for score in read_scores(file)})
     stale = next((score for score in known.values() if score.tokens != total), None)
     if stale is not None:
         raise ValueError(
-            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove the file"
+            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove it to score again"
         )
     cache = CachedInputs(parent, calibration)
     for block_variants in by_block:

@@ -48,9 +48,9 @@ class Shard:
             raise ValueError(f"puzzle.shard={text}: expected I/N, for example 0/4 for the first of four shards")
         number, count = map(int, match.groups())
         if not count:
-            raise ValueError(f"puzzle.shard={text}: expected at least one shard, 0/1")
+            raise ValueError(f"puzzle.shard={text}: expected at least one shard, as in 0/1")
         if number >= count:
-            raise ValueError(f"puzzle.shard={text}: {count} shards are numbered 0/{count} to {count - 1}/{count}")
+            raise ValueError(f"puzzle.shard={text}: expected one of the shards 0/{count} to {count - 1}/{count}")
         return cls(number, count)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                raise ValueError(f"{run_dir}: puzzle.shard={shard} is already running; wait for it") from None
+                raise ValueError(f"{run_dir}: puzzle.shard={shard} is already running; wait for it to end") from None
             held.callback(lock.release)
             begin()
         yield
@@ -120,7 +120,7 @@ def refuse_beside_shards(run_dir: Path) -> None:
             running.append(shard)
     if running:
         names = ", ".join(map(str, sorted(running)))
-        raise ValueError(f"{run_dir}: shards are running in this directory ({names}); wait for them")
+        raise ValueError(f"{run_dir}: shards are running in this directory ({names}); wait for them to end")
 
 
 def _lock(run_dir: Path, shard: Shard) -> FileLock:

@@ -340,13 +340,13 @@ def test_what_is_not_supported_is_named() -> None:
         mamba_modules.mamba_chunk_scan_combined(**scan, return_varlen_states=True)
     with pytest.raises(ValueError, match="do not support cu_seqlens"):
         mamba_modules.mamba_chunk_scan_combined(**scan, cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="state_dtype is float64"):
+    with pytest.raises(ValueError, match="state_dtype=float64 requires float64 inputs"):
         mamba_modules.mamba_chunk_scan_combined(**scan, state_dtype=torch.float64)
     with pytest.raises(ValueError, match="headdim is None"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"headdim": None}))
     with pytest.raises(ValueError, match="outproj_bias is set without"):
         mamba_modules.mamba_split_conv1d_scan_combined(**split, outproj_bias=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"zxbcdt has shape \(2, 40, 64\) and conv1d_weight 36 channels"):
+    with pytest.raises(ValueError, match=r"zxbcdt has shape \(2, 40, 64\) and conv1d_weight has 36 channels"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"ngroups": 4}))
     with pytest.raises(ValueError, match="do not support return_final_states"):
         mamba_modules.causal_conv1d_fn(torch.zeros(1, 2, 3), torch.zeros(2, 4), return_final_states=True)

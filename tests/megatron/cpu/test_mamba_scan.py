@@ -355,7 +355,7 @@ def test_memory_is_linear_in_length() -> None:
         ({"D": torch.zeros(5)}, "D has shape"),
         ({"initial_states": torch.zeros(1, 4, 5, 4)}, "initial_states has shape"),
         ({"seq_idx": torch.zeros(53, dtype=torch.int32)}, "seq_idx has shape"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, not 0"),
     ],
 )
 def test_scan_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None:

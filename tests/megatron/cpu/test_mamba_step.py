@@ -75,5 +75,5 @@ def test_the_convolution_under_the_packages_own_name(kept: int) -> None:
 
 def test_dynamic_batching_is_refused() -> None:
     x = torch.zeros(1, 1, 4)
-    with pytest.raises(ValueError, match="conv_state_indices: the torch kernels"):
+    with pytest.raises(ValueError, match="conv_state_indices needs dynamic batching"):
         causal_conv1d_update(x, torch.zeros(1, 4, 4), torch.zeros(4, 4), None, True, torch.zeros(1))

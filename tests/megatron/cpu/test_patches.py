@@ -61,5 +61,5 @@ assert "torch._inductor.compile_fx" not in sys.modules, "torch's compiler was im
 
 
 def test_an_unknown_row_is_named() -> None:
-    with pytest.raises(ValueError, match="no patch is named"):
+    with pytest.raises(ValueError, match="unknown patches"):
         patches.apply(without=["nothing"])

@@ -107,8 +107,8 @@ def said_by_ranks(*able: bool) -> list[str]:
 def test_ranks_with_and_without_gpus_do_not_wait_for_each_other() -> None:
     said = said_by_ranks(True, False)
 
-    assert re.search("1 of 2 ranks have a GPU .* rank 0 on .* has one", said[0])
-    assert re.search("1 of 2 ranks have a GPU .* rank 1 on .* has none: check nvidia-smi", said[1])
+    assert re.search(r"1 of 2 ranks have a GPU .*\(rank 0 on .* has one\)", said[0])
+    assert re.search(r"1 of 2 ranks have a GPU .*\(rank 1 on .* has none\): check nvidia-smi", said[1])
 
 
 def test_ranks_that_are_alike_start() -> None:

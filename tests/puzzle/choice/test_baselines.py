@@ -85,7 +85,7 @@ def test_greedy_dropping_keeps_blocks_that_save_nothing(architecture: Architectu
     made = greedy(found, lambda variant: float(variant.number), attention, attention(architecture.sizes) - 1)
     assert [found[v.number][0].block.kind for v in made if v.block is None] == ["*"]
     kept = [[variant for variant in each if variant.name != "no_op"] for each in found]
-    with pytest.raises(ValueError, match="dropping blocks cannot reach the limit of 0"):
+    with pytest.raises(ValueError, match="dropping blocks cannot reach 0"):
         greedy(kept, lambda variant: 0.0, attention, 0)
 
 

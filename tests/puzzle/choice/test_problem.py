@@ -51,17 +51,25 @@ def test_a_resource_that_some_candidates_do_not_have_has_no_total() -> None:
     [
         ([], {}, "no blocks"),
         ([[Candidate("a", 0.0, {})], []], {}, "block 2 has no candidates"),
-        ([[Candidate("a", 0.0, {}), Candidate("a", 1.0, {})]], {}, "block 1, candidate 'a': repeated name"),
-        ([[Candidate("a", math.nan, {})]], {}, "block 1, candidate 'a': score must be a finite number, got nan"),
-        ([[Candidate("a", 0.0, {"bytes": math.inf})]], {}, "cost 'bytes' must be a finite number, got inf"),
-        ([[Candidate("a", True, {})]], {}, "score must be a finite number, got True"),
+        (
+            [[Candidate("a", 0.0, {}), Candidate("a", 1.0, {})]],
+            {},
+            "candidate 'a': candidates 1 and 2 have this name",
+        ),
+        ([[Candidate("a", math.nan, {})]], {}, "block 1, candidate 'a': score must be a finite number, not nan"),
+        ([[Candidate("a", 0.0, {"bytes": math.inf})]], {}, "cost 'bytes' must be a finite number, not inf"),
+        ([[Candidate("a", True, {})]], {}, "score must be a finite number, not True"),
         (
             [[Candidate("a", 0.0, {"memory_bytes": 1.0, "decode_seconds": 1.0})]],
             {"memory_byte": Limit(upper=1.0)},
-            r"block 1, candidate 'a': the limit on 'memory_byte' needs its cost.*did you mean 'memory_bytes'\?",
+            r"block 1, candidate 'a' has no cost 'memory_byte', which a limit needs.*did you mean 'memory_bytes'\?",
         ),
-        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit()}, "limit on 'bytes': has no bound"),
-        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=1, lower=2)}, "lower 2 is above upper 1"),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit()}, "limit on 'bytes' has neither upper nor lower"),
+        (
+            [[Candidate("a", 0.0, {"bytes": 1})]],
+            {"bytes": Limit(upper=1, lower=2)},
+            "lower=2 must not be above upper=1",
+        ),
         ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=math.nan)}, "upper must be a finite number"),
         ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=-math.inf)}, "upper must be a finite number"),
     ],
@@ -76,13 +84,13 @@ def test_a_weighted_sum_is_a_resource_like_others() -> None:
     assert problem.costs((0, 1))["latency"] == pytest.approx(8.0 + 4.0 + 1.0)  # blocks and outside
     with pytest.raises(ValueError, match="already have a cost 'latency'"):
         add_resource(problem, "latency", weights={"seconds": 1.0})
-    with pytest.raises(ValueError, match=r"new resource 'x' needs its cost.*did you mean 'seconds'"):
+    with pytest.raises(ValueError, match=r"which the new resource 'x' needs.*did you mean 'seconds'"):
         add_resource(problem, "x", weights={"second": 1.0})
 
 
 def test_a_throughput_is_a_limit_on_seconds() -> None:
     assert seconds_at_throughput(6400.0, batch=256, tokens=50) == 2.0
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must all be positive"):
         seconds_at_throughput(0.0, batch=1, tokens=1)
 
 
@@ -127,5 +135,5 @@ def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> N
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such problem file"):
+    with pytest.raises(ValueError, match="does not exist; expected a file"):
         read_problem(tmp_path / "none.json")

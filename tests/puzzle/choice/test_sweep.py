@@ -106,8 +106,8 @@ def test_a_lower_bound_of_the_resource_is_kept() -> None:
     ("resource", "values", "message"),
     [
         ("memory_bytes", [], "values is empty"),
-        ("memory_bytes", [math.inf], "has no bound"),
-        ("memory", [1.0], "needs its cost"),
+        ("memory_bytes", [math.inf], "has neither upper nor lower"),
+        ("memory", [1.0], "which a limit needs"),
     ],
 )
 def test_invalid_sweeps_are_refused(resource: str, values: list[float], message: str) -> None:

@@ -201,5 +201,5 @@ def test_a_picture_names_blocks_and_outlines_fused_ones(tmp_path: Path) -> None:
 
 def test_a_picture_of_one_block_and_of_another_model(tmp_path: Path) -> None:
     assert draw_dependency([[nan]], tmp_path / "d.png", pattern=parse("-")).is_file()
-    with pytest.raises(ValueError, match="2 rows, but the model 3 blocks"):
+    with pytest.raises(ValueError, match="2 rows, but the model has 3 blocks"):
         draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("---"))

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     assert own.name == "step_000003_0of1.pt"
     state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
     own.unlink()
-    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: missing"):
+    with pytest.raises(ValueError, match=r"step_000003_0of1.pt is missing"):
         distill(parent, by_block, library, parts, data, training)
     for rank in range(ranks):
         with monkeypatch.context() as there:

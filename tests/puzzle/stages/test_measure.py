@@ -231,8 +231,8 @@ def test_other_files_are_refused(opened: Opened, tmp_path: Path) -> None:
     lines = file.read_text().splitlines()
 
     for line, text, message in (
-        (1, '{"block": 1}', r"measured\.jsonl:1: not the conditions"),
-        (1, "", r"measured\.jsonl:1: not the conditions"),
+        (1, '{"block": 1}', r"measured\.jsonl:1: expected the conditions"),
+        (1, "", r"measured\.jsonl:1: expected the conditions"),
         (2, '{"block": "-"}', r"measured\.jsonl:2: not a measurement"),
     ):
         file.write_text("\n".join([*lines[: line - 1], text, *lines[line:]]) + "\n")
@@ -249,19 +249,21 @@ def test_precisions_that_cannot_be_measured_are_refused(
     monkeypatch.setattr("nemo_ext.puzzle.stages.measure.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="fp8 needs Transformer Engine"):
         measure(parent, description, tmp_path / "file", serving=replace(SERVING, precision="fp8"))
-    with pytest.raises(ValueError, match="at least one earlier token"):
+    with pytest.raises(ValueError, match="context=1 must be at least 2"):
         measure(parent, description, tmp_path / "file", serving=replace(SERVING, prompt=1, context=1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bf16_takes_half_the_bytes(opened: Opened, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_16_bits_take_half_the_bytes(opened: Opened, half: str, tmp_path: Path) -> None:
     weights = {}
-    for precision in ("fp32", "bf16"):
-        parent, description = opened("llama_nemotron_tiny", "*-", precision=precision)
+    for precision in ("fp32", half):
+        word = f"megatron.{half}={str(precision == half).lower()}"
+        parent, description = opened("llama_nemotron_tiny", "*-", word)
         serving = replace(SERVING, precision=precision)
         weights[precision], _ = measure(parent, description, tmp_path / precision, serving=serving)
 
-    for key, measured in weights["bf16"].items():
+    for key, measured in weights[half].items():
         assert 2 * measured.weight_bytes == weights["fp32"][key].weight_bytes
         assert 2 * measured.cache_bytes == weights["fp32"][key].cache_bytes
 

@@ -30,7 +30,7 @@ def test_the_library_is_built_once_and_records_its_blocks(opened: Callable[..., 
     assert again == 0
     assert (tmp_path / "block_004" / "ffn256.safetensors").is_file()
     (tmp_path / "block_004" / "ffn256.safetensors").rename(tmp_path / "block_004" / "linear.safetensors")
-    with pytest.raises(ValueError, match=r"has weights of -\{ffn=256\}, not of -\{linear\}"):
+    with pytest.raises(ValueError, match=r"holds weights of -\{ffn=256\}, not of -\{linear\}"):
         library.read(next(v for v in by_block[3] if v.name == "linear"))
 
 

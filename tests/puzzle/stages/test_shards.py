@@ -93,7 +93,7 @@ def test_a_block_s_variants_are_not_all_in_one_shard() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((DISTILL, "puzzle.shard=4/4"), "puzzle.shard=4/4: 4 shards are numbered 0/4 to 3/4"),
+        ((DISTILL, "puzzle.shard=4/4"), "puzzle.shard=4/4: expected one of the shards 0/4 to 3/4"),
         ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected at least one shard"),
         ((DISTILL, "puzzle.shard=a/b"), "puzzle.shard=a/b: expected I/N"),
         ((DISTILL, "puzzle.shard=-1/4"), "puzzle.shard=-1/4: expected I/N"),
@@ -352,19 +352,19 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
         kill(process)
     assert checkpoint.exists()  # in the middle
     said = [here(DISTILL, f"puzzle.shard={number}/3") for number in (0, 1)]
-    assert all("unfinished shards" in each for each in said)
+    assert all("are not finished yet" in each for each in said)
     assert not list((divided / "blocks" / "trained").glob("in_training*"))
     assert "distill, shard 0/3: finished before" in here(DISTILL, "puzzle.shard=0/3")
     with pytest.raises(ValueError, match=r"distill was begun with other settings \(distill\.steps: 60 -> 7\)"):
         here(DISTILL, "puzzle.shard=2/3", "puzzle.distill.steps=7")
-    assert "no shard is left to do" in here(DISTILL, "puzzle.shard=2/3")
+    assert "all shards are finished" in here(DISTILL, "puzzle.shard=2/3")
     here(DISTILL)
     for number in (0, 2):
         here("puzzle.stages=[score]", f"puzzle.shard={number}/3")
     rest = here("puzzle.stages=[parent,library,distill,score]")
 
     assert "distill: finished before" in rest
-    assert "score: shards 1/3 are not finished: the rest of their work is done here" in rest
+    assert "score: shards 1/3 are not finished; the rest of their work is done here" in rest
     assert contents(divided) == contents(whole)
     assert not list((divided / "blocks").glob("scores_*")) and not list((divided / "blocks").rglob("*shard*"))
     for number in range(3):
