@@ -214,4 +214,4 @@ class Store:
                     try:
                         yield orjson.loads(line)
                     except orjson.JSONDecodeError:
-                        raise ValueError(f"{path}:{number}: invalid JSON: remove this line") from None
+                        raise ValueError(f"{path}:{number}: the line is not valid JSON; remove it") from None

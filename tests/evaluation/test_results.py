@@ -235,7 +235,7 @@ def test_a_truncated_last_line_is_ignored_and_a_malformed_one_is_reported(stored
     file.write_bytes(whole[:-9])
     assert len(list(store.answers())) == 23
     file.write_bytes(b"{}]\n" + whole)
-    with pytest.raises(ValueError, match=r"answers-.*:1: invalid JSON"):
+    with pytest.raises(ValueError, match=r"answers-.*:1: the line is not valid JSON"):
         list(store.answers())
 
 

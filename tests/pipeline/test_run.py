@@ -284,7 +284,7 @@ def test_a_model_is_served_while_a_stage_uses_it(tmp_path: Path, standins: Any) 
     assert "ask: finished before" in again and "judge: running" not in again, "no stage uses it"
     (model / "broken").touch()
     others = ("ask.output=other", f"run_dir={tmp_path}/s")
-    assert "error: judge, the server of ask: the server ended with " in end(
+    assert "error: judge, the server of ask: the server ended with exit code " in end(
         start(tmp_path, *words, *others, PATH=path), tmp_path, 1
     )
 

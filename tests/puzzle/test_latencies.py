@@ -61,7 +61,7 @@ def test_a_filled_in_template_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.update(batch=8), "another scenario than puzzle.serving (batch: 8 -> 4): make them agree"),
+        (lambda table: table.update(batch=8), "another scenario than puzzle.serving (batch: 8 -> 4); make them agree"),
         (lambda table: table["latencies"].pop(), "no latency of outside: measure them, or narrow puzzle.variants"),
         (lambda table: table["latencies"].append(table["latencies"][1]), "is listed twice: remove one entry"),
         (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a block: "),

@@ -320,7 +320,7 @@ def test_a_site_of_the_user(tmp_path: Path) -> None:
     assert submission.command().count(f"--config-dir={tmp_path}") == 1
     with pytest.raises(ValueError, match="cluster=mine: no such cluster"):
         settings_of(["cluster=mine"])
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="no such folder; name a folder"):
         planned(["--config-dir=nowhere", "recipe=olmo1/1b"])
 
 
