@@ -93,7 +93,7 @@ def test_tokenize_and_blend_take_the_same_words() -> None:
         ([TREE, "data=mock"], "streams and data=mock exclude each other"),
         (
             [TREE, "data.directory=x"],
-            r"data\.directory applies to the recipe's data only: streams are read from data_root",
+            r"data\.directory applies only to the recipe's data; for streams, set data_root",
         ),
     ],
 )

@@ -425,7 +425,8 @@ class Client:
                     return  # a server answers, even if with an error
                 if time.monotonic() - began > self.settings.patience:
                     raise EndpointGone(
-                        f"endpoint {self.address.url}: no answer for {self.settings.patience:g} s ({failed}); check its log"
+                        f"endpoint {self.address.url}: no answer for {self.settings.patience:g} s ({failed}); check "
+                        "its log"
                     ) from None
             await asyncio.sleep(pause)
             pause = min(_LONGEST_WAIT / 3, pause * 2)

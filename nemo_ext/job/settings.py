@@ -160,7 +160,7 @@ def _json(section: Mapping[str, Any], prefix: str) -> str:
     try:
         return json.dumps(section, default=_plain)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{prefix}the section cannot be written as JSON: {error}") from None
+        raise ValueError(f"{prefix}the section has an invalid value ({error})") from None
     except RecursionError:
         raise ValueError(f"{prefix}the section is nested too deeply; flatten it") from None
 

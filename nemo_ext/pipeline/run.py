@@ -100,7 +100,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
     """
     if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
         raise ValueError(
-            f"{site[0]}: is an argument of `nemo-ext submit`, which queues this pipeline on Slurm: remove it"
+            f"{site[0]} is an argument of `nemo-ext submit`, which queues the pipeline on Slurm; remove it"
         )
     pipeline = read(words)
     works = planned(pipeline)
@@ -152,7 +152,9 @@ def report(words: Sequence[str]) -> int:
     pipeline = read(words)
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
     if not any(attempts.read(record) for record in records):
-        raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
+        raise ValueError(
+            f"run_dir={pipeline.run_dir}: no stage of this pipeline has started there; run the pipeline first"
+        )
     states = {}
     for stage in pipeline.stages:
         record = pipeline.run_dir / stage.name
@@ -199,8 +201,8 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
         if starts and (parent_finished is None or parent_finished > starts[0].began):
             places = dict.fromkeys([*makes(work.stage.job, work.config), work.record])
             raise ValueError(
-                f"{work.stage.name}: began before {parent} was "
-                f"{'finished' if parent_finished is None else 'run again'}: "
+                f"stages.{work.stage.name} began before {parent} was "
+                f"{'finished' if parent_finished is None else 'run again'}; "
                 f"remove {' and '.join(map(str, places))} to run it on the new output"
             )
     return "finished before" if done else "waiting"
@@ -258,7 +260,7 @@ def _refuse_queued(works: Sequence[Work]) -> None:
     for work in waiting:
         if job := queued_job(work.record, queue):
             raise ValueError(
-                f"{work.stage.name}: its job {job} on Slurm is {queue[job]}: wait for it, or end it with "
+                f"stages.{work.stage.name}: its Slurm job {job} is {queue[job]}; wait for it, or end it with "
                 "`nemo-ext cancel`"
             )
 
@@ -304,7 +306,7 @@ def _alone(run_dir: Path) -> Iterator[int]:
         while not _locked(lock):
             if began is None:
                 began = time.monotonic()
-                notice(f"{run_dir}: waiting for another command in this folder, or the job of a killed one, to end")
+                notice(f"waiting until another command in {run_dir}, or the job of a killed one, ends")
             if time.monotonic() - began > PATIENCE:
                 raise ValueError(
                     f"{run_dir}: another command is running in this folder; wait for it or choose another run_dir"

@@ -173,7 +173,7 @@ class Batch(ABC):
         if not before or before[-1].ended is not None or before[-1].job == self.name:
             return
         if before[-1].job in queued() and ends.is_own(record / attempts.FOLDER, before[-1].job):
-            raise ValueError(f"{record}: job {before[-1].job} is running in this folder: wait for it, or cancel it")
+            raise ValueError(f"{record}: job {before[-1].job} is running in this folder; wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:
         attempts.finish(record, step=self.saved(), words=self.words)

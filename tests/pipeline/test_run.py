@@ -62,7 +62,7 @@ def test_a_finished_stage_is_not_run_again(plan: Plan) -> None:
 def test_a_finished_stage_with_other_arguments_is_refused(plan: Plan) -> None:
     done(plan()["tasks"])
 
-    with pytest.raises(ValueError, match=r"tasks: finished with other arguments \(count=5\)"):
+    with pytest.raises(ValueError, match=r"tasks was finished with other arguments \(count=5\)"):
         plan("tasks.count=5")
     assert plan("more.count=5")["more"].state == "waiting"
 
@@ -73,10 +73,10 @@ def test_a_stage_whose_input_was_made_again_is_refused(plan: Plan, tmp_path: Pat
     done(works["more"])
     done(works["tasks"])
 
-    with pytest.raises(ValueError, match=f"more: began before tasks was run again: remove {tmp_path}/more.jsonl and"):
+    with pytest.raises(ValueError, match=f"more began before tasks was run again; remove {tmp_path}/more.jsonl and"):
         plan()
     (works["tasks"].record / attempts.FOLDER / attempts.FINISHED).unlink()
-    with pytest.raises(ValueError, match="more: began before tasks was finished"):
+    with pytest.raises(ValueError, match="more began before tasks was finished"):
         plan()
     assert plan("from=more")["more"].state == "finished before", "stages outside are assumed to be finished"
 
@@ -93,7 +93,7 @@ def test_a_stage_that_is_queued_on_slurm_is_not_run_here(
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
 
-    with pytest.raises(ValueError, match="more: its job 101 on Slurm is running: wait for it, or"):
+    with pytest.raises(ValueError, match="more: its Slurm job 101 is running; wait for it, or"):
         run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
     assert not (tmp_path / "tasks.jsonl").exists()
     assert not runs_here(tmp_path / "r"), "the lock is released"

@@ -61,17 +61,17 @@ def test_a_stage_starts_from_the_model_that_its_parent_makes(tmp_path: Path) -> 
         ({"a": {"job": "train", "after": ["b"]}, "b": {"job": "train"}}, "a, b wait for each other"),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "parent": "a"}},
-            "b.parent=a: is a server, which does not end: name it",
+            "b.parent=a: a server does not end; name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "after": ["a"]}},
-            "b.after=a: is a server, which does not end: name it",
+            "b.after=a: a server does not end; name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "beside": ["c"]}},
-            "b.beside=c: is not a stage with job: serve: known: a",
+            "b.beside=c: no such stage with `job: serve`: known: a",
         ),
-        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: is not a stage with job: serve"),
+        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: no such stage with `job: serve`"),
     ],
 )
 def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dict[str, Any], said: str) -> None:

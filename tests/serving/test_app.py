@@ -293,7 +293,11 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format: "),
         ("chat/completions", {"messages": HELLO, "no_such": 1}, "no_such: "),
         ("chat/completions", {"messages": HELLO, "model": "another"}, "unknown model 'another'"),
-        ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "cannot be set"),
+        (
+            "chat/completions",
+            {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}},
+            "must not contain tokenize",
+        ),
         ("completions", {"prompt": ""}, "prompt is empty"),
         ("completions", {"prompt": []}, "prompt is empty"),
         ("completions", {"prompt": [5, 99999]}, "token ids must be from 0 to 511, not 99999"),

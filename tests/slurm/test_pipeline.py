@@ -175,11 +175,11 @@ def test_only_outputs_of_stages_may_be_missing(tmp_path: Path) -> None:
         (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
         (["pipeline=mine"], "stages.b.after=c: known: a, b"),
         (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
-        (["pipeline=third"], "job=trian: did you mean 'train'"),
+        (["pipeline=third"], "job=trian: no such job: did you mean 'train'"),
         (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job is called rl"),
         (
             ["pipeline=quickstart", "slurm.shards=2"],
-            "slurm.shards=2: can only be set for one stage: write STAGE.slurm.shards=2",
+            "slurm.shards=2 can only be set for a single stage: write STAGE.slurm.shards=2",
         ),
         (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
     ],

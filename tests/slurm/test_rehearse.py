@@ -77,7 +77,11 @@ def test_a_rehearsal_overrides_other_findings_on_memory(
 @pytest.mark.parametrize(
     ("why", "kind", "said"),
     [
-        ("stage 0 cannot be built or stepped: AssertionError: no (log)", "error", "; slurm.rehearse=false submits it"),
+        (
+            "stage 0 cannot be built or stepped: AssertionError: no (log)",
+            "error",
+            "; slurm.rehearse=false submits the run",
+        ),
         ("stage 0 cannot be built or stepped: code -9 (log)", "warning", "not rehearsed: stage 0"),
     ],
 )

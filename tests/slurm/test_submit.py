@@ -167,7 +167,7 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
     assert found["cluster.container.binds"].kind == "warning"
     (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
-    assert "cluster.qos=boost_qos_lprod: not known to Slurm" in known.text, "only the site's file has it"
+    assert "cluster.qos=boost_qos_lprod is not known to Slurm" in known.text, "only the site's file has it"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_site_of_the_user(tmp_path: Path) -> None:
     [
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b'"),
-        (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
+        (["job=trian", "cluster=leonardo"], "job=trian cannot be submitted: did you mean 'train'"),
         (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: job=train cannot be sharded"),
         (["job=curate", "slurm.shards=4", "input=a.jsonl", "output=o"], "curate.stages is empty: choose a preset"),
     ],
