@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from nemo_ext.install import check_packages
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.leases import Leases
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.job.registry import job as find
@@ -49,8 +51,12 @@ from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
 """File in a pipeline's folder that the command and its running job hold locked."""
+LEASE = ".pipeline.lease"
+"""File in a pipeline's folder that the command touches, in place of a lock, on a file system without locks."""
 PATIENCE = 120.0
 """Seconds that a killed command's job has to save and end."""
+_LEASE_SECONDS = PATIENCE / 2
+"""Time after which the lease of a command that was killed on another machine is free."""
 _LAST_LINES = 15
 _SKIPPED = "skipped"
 
@@ -139,7 +145,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
             return stopped.code
     for work in works:
         if work.state == _SKIPPED:
-            notice(f"{work.stage.name}: {shlex.join(['nemo-ext', *work.command()])}")
+            notice(f"{work.stage.name}: not started; to start it: {shlex.join(['nemo-ext', *work.command()])}")
     return 0
 
 
@@ -269,8 +275,12 @@ def runs_here(run_dir: Path) -> bool:
     """Return whether `nemo-ext pipeline`, or a job left by a killed one, is running in the folder."""
     if not (run_dir / LOCK).exists():
         return False
+    leases = Leases(run_dir, _LEASE_SECONDS)
     with (run_dir / LOCK).open("rb") as lock:
-        return not _locked(lock.fileno())
+        if not _locked(lock.fileno(), leases):
+            return True
+    leases.drop(LEASE)
+    return False
 
 
 def _print_findings(work: Work, problems: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
@@ -291,7 +301,7 @@ def _alone(run_dir: Path) -> Iterator[int]:
     """Create and lock the folder, once the job of any killed command has ended.
 
     Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
-    ended.
+    ended. On a file system without locks, a lease that ends with the command takes its place.
 
     Raises:
         ValueError: another command runs in the folder, or it cannot be written.
@@ -301,9 +311,10 @@ def _alone(run_dir: Path) -> Iterator[int]:
         lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that you can write to") from error
+    leases, ended = Leases(run_dir, _LEASE_SECONDS), threading.Event()
     try:
         began = None
-        while not _locked(lock):
+        while not _locked(lock, leases):
             if began is None:
                 began = time.monotonic()
                 notice(f"waiting until another command in {run_dir}, or the job of a killed one, ends")
@@ -312,20 +323,31 @@ def _alone(run_dir: Path) -> Iterator[int]:
                     f"{run_dir}: another command is running in this folder; wait for it or choose another run_dir"
                 )
             time.sleep(0.5)
+        if leases.holds(LEASE):
+            threading.Thread(target=_keep, args=(leases, ended), daemon=True).start()
         yield lock
     finally:
+        ended.set()
+        leases.drop(LEASE)
         os.close(lock)
 
 
-def _locked(lock: int) -> bool:
-    """Try to take the lock; return False if another process holds it. Always True on a file system without locks."""
+def _locked(lock: int, leases: Leases) -> bool:
+    """Try to take the lock, or the lease on a file system without locks; return False if another process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        notice(f"{error.strerror}: the folder cannot be locked; start no second command in it")
+    except OSError:
+        return leases.take(LEASE)
     return True
+
+
+def _keep(leases: Leases, ended: threading.Event) -> None:
+    """Touch the lease, to show that this command is alive, until it has ended."""
+    while not ended.wait(_LEASE_SECONDS / 6):
+        with contextlib.suppress(OSError):
+            leases.touch()
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """A pipeline on this machine: finished stages are not run again, and a killed pipeline resumes."""
 
+import errno
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +17,7 @@ import yaml
 
 from nemo_ext import install
 from nemo_ext.job.run_directory import read_metrics
+from nemo_ext.pipeline import run as pipeline_run
 from nemo_ext.pipeline.run import Work, planned, run, runs_here
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
@@ -97,6 +101,27 @@ def test_a_stage_that_is_queued_on_slurm_is_not_run_here(
         run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
     assert not (tmp_path / "tasks.jsonl").exists()
     assert not runs_here(tmp_path / "r"), "the lock is released"
+
+
+def test_a_folder_without_file_locks_is_held_by_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(pipeline_run, "PATIENCE", 0.0)
+    with pipeline_run._alone(tmp_path):
+        assert runs_here(tmp_path)
+        with (
+            pytest.raises(ValueError, match="another command is running in this folder"),
+            pipeline_run._alone(tmp_path),
+        ):
+            pass
+        holder = (tmp_path / pipeline_run.LEASE).read_text()
+    assert not runs_here(tmp_path)
+
+    killed = json.loads(holder) | {"pid": 2**22 + 1, "id": "killed"}
+    (tmp_path / pipeline_run.LEASE).write_text(json.dumps(killed))
+    assert not runs_here(tmp_path), "its command was killed on this machine"
 
 
 def test_an_array_is_finished_when_all_its_tasks_are(plan: Plan) -> None:
