@@ -32,9 +32,6 @@ from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import REPLACED, STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
-_NONE_COUNTS = (
-    "sweep.objectives is empty, and no benchmark is part of a grand mean: name the benchmarks of each objective"
-)
 _EVALUATED = "evaluated.json"
 _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
@@ -130,7 +127,7 @@ def run(config: Mapping[str, Any]) -> None:
         plans = {name: _plan(sources, shares, run_dir / "merges" / name, sweep) for name, shares in weights.items()}
         candidates, runs = [], {}
         for number, (name, shares) in enumerate(weights.items(), 1):
-            notice(f"average {number}/{len(weights)}: {name}")
+            notice(f"average {number} of {len(weights)}: {name}")
             alone = [source for source, share in zip(sources, shares, strict=True) if share == 1]
             in_place = bool(alone) and (alone[0] / "config.json").is_file()
             model = alone[0].resolve() if in_place else merge(plans[name])[0]
@@ -227,7 +224,9 @@ def _check_benchmarks(sweep: SweepSettings, settings: EvaluateSettings) -> None:
         and not prepared.harness
         and all(entry.kind == "bits" or not entry.higher_is_better or not entry.weight for entry in benchmarks)
     ):
-        raise ValueError(_NONE_COUNTS)
+        raise ValueError(
+            "sweep.objectives is empty, and no benchmark is part of a grand mean; name the benchmarks of each objective"
+        )
 
 
 def objectives(
@@ -248,7 +247,10 @@ def objectives(
     entries = results["benchmarks"]
     groups = groups or {name: (name,) for name, entry in entries.items() if counts(entry)}
     if not groups:
-        raise ValueError(_NONE_COUNTS)
+        raise ValueError(
+            "sweep.objectives is empty, and no evaluated benchmark is part of a grand mean; name the benchmarks of "
+            "each objective"
+        )
     values: dict[str, float] = {}
     intervals: dict[str, Sequence[float] | None] = {}
     metrics: dict[str, str] = {}

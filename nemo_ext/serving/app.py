@@ -515,7 +515,8 @@ async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) ->
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"][:1])
         known = "" if first["type"] != "extra_forbidden" else "; this server does not support the field"
-        raise BadRequest(f"{where}: {first['msg']}{known}" if where else first["msg"]) from None
+        place = f" in the field {where}" if where else ""
+        raise BadRequest(f"invalid request{place}: {first['msg']}{known}") from None
 
 
 async def _refused(request: Request, error: Exception) -> Response:

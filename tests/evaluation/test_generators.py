@@ -181,8 +181,8 @@ def test_a_source_is_in_its_module() -> None:
         ("documents", {"hops": 3}, "hops=3: expected 1 to 2"),
         ("deliveries", {"towns": 9}, "towns=9: expected 3 to 8"),
         ("deliveries", {"asked": "sum"}, "asked: unknown 'sum'"),
-        ("choices", {"kinds": ["largst"]}, "unknown 'largst': did you mean 'largest'"),
-        ("python_sources", {"part": "tests"}, "part: unknown 'tests'"),
+        ("choices", {"kinds": ["largst"]}, "unknown kind 'largst': did you mean 'largest'"),
+        ("python_sources", {"part": "tests"}, "unknown part 'tests'"),
         ("python_sources", {"characters": 10_000_000}, "only 0 modules in .* have 10000000 characters"),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_failing_task_does_not_affect_others(run: Run, folder: Path) -> None:
         ("include: other.yaml", "bad.yaml is rejected, as it names the function other.run"),
         ("class: !function other.Task", "its key class runs code"),
         ("metric_list: [{metric: someones/metric}]", "metric someones/metric is not part of lm-evaluation-harness"),
-        ("dataset_path: pandas", "pandas reads pickles"),
+        ("dataset_path: pandas", "is pandas, which reads pickles"),
         ("dataset_kwargs: {data_files: 'https://example.org/x.json'}", "would be downloaded"),
         ("unsafe_code: true", "its key unsafe_code runs code"),
     ],
