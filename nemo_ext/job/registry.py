@@ -98,7 +98,7 @@ def _load(point: EntryPoint) -> Command:
         command = point.load()
     except Exception as error:  # third-party packages may raise anything on import
         raise ValueError(
-            f"{_described(point)} cannot be imported ({error}); update or uninstall that package"
+            f"{_described(point)} cannot be imported ({error}); update or uninstall its package"
         ) from error
     known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
     if not isinstance(command, Command) or point.name not in known:

@@ -308,7 +308,7 @@ class Batch(ABC):
         done = call(["scontrol", "requeue", self.name])
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
-            say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command resumes")
+            say(f"the job could not be requeued ({done.stderr.strip()}); the same sbatch command resumes")
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED

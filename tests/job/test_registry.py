@@ -206,9 +206,9 @@ def test_a_broken_package_does_not_affect_other_commands(run: Run, tmp_path: Pat
         "entry point train = mine.commands:COUNT_WORDS in nemo_ext.jobs (package mine) is ignored, as "
         "nemo_ext.megatron.commands:TRAIN has the same name; rename it",
         "entry point broken = mine.nowhere:BROKEN in nemo_ext.jobs (package mine) cannot be imported (No module named "
-        "'mine.nowhere'); update or uninstall that package",
+        "'mine.nowhere'); update or uninstall its package",
         "entry point newer = mine.newer:NEWER in nemo_ext.jobs (package mine) cannot be imported (Job.__init__() got "
-        "an unexpected keyword argument 'attribute'); update or uninstall that package",
+        "an unexpected keyword argument 'attribute'); update or uninstall its package",
     ]
     assert ours.returncode == 0
     assert ours.stderr == (

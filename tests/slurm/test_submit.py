@@ -263,7 +263,7 @@ def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for said in (
         "data/domyn_cpt/sft_style_train.idx and 61 others not found; `nemo-ext tokenize` writes it",
         "megatron.pretrained_checkpoint=runs/domyn_small/foundation-domyn_small_10b/checkpoints: not found",
-        "cluster.container.runtime=singularity: not on PATH",
+        "cluster.container.runtime=singularity is not on PATH",
         "cluster.container.image=/no.sif: no such file",
         "data/domyn_cpt/tokenizer: no such folder",
     ):
