@@ -200,7 +200,7 @@ def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
         known = call(command).stdout.split() if value is not None and shutil.which(command[0]) else []
         for name in (value or "").split(",") if known else ():
             if name not in known:
-                yield Finding("error", f"cluster.{key}={name} is not known to Slurm: {nearest(name, known)}")
+                yield Finding("error", f"cluster.{key}={name}: unknown to Slurm: {nearest(name, known)}")
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
@@ -233,7 +233,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
             if wrong := _no_checkpoint(key, path):
                 yield Finding("error", f"{key}={path}: {wrong}")
         elif path.is_dir() and not any(path.iterdir()):
-            yield Finding("error", f"{key}={path} is an empty folder; {how}")
+            yield Finding("error", f"{key}={path}: the folder is empty; {how}")
     record = record_of(settings.job, config, settings)
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(

@@ -229,8 +229,8 @@ def queued() -> dict[str, str]:
     """
     done = call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"Slurm's queue cannot be read with squeue: {lines[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"squeue ended with exit code {done.returncode}"]
+        raise ValueError(f"Slurm's queue cannot be read ({lines[-1]})")
     jobs = {}
     for line in done.stdout.splitlines():
         job, state, reason = line.split("|", 2)

@@ -152,9 +152,9 @@ def test_time_is_the_total_of_all_starts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is an argument of `nemo-ext submit`"),
+        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo is an argument of `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
-        (["scale=laptop"], "pipeline=NAME is missing"),
+        (["scale=laptop"], "pipeline is missing: set it"),
         (["pipeline=quickstart", "run_dir=it's"], "run_dir=it's: choose a path without '"),
         (["pipeline=quickstart", "skp=[export]"], "pipeline has no such key; `nemo-ext pipeline --help`"),
     ],

@@ -171,7 +171,7 @@ def test_a_slow_rehearsal_is_given_up_and_its_processes_end(
     guess, found = with_rehearsals([GUESS], [config], SETTINGS, tmp_path)
 
     assert guess == GUESS, "the cost model's figure stays"
-    assert found.text.startswith("not rehearsed within 0 s: slurm.rehearse=true waits for it")
+    assert found.text.startswith("not rehearsed within 0 s; slurm.rehearse=true waits for it")
     assert before.issuperset(psutil.Process().children())
 
 

@@ -167,12 +167,12 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
     assert found["cluster.container.binds"].kind == "warning"
     (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
-    assert "cluster.qos=boost_qos_lprod is not known to Slurm" in known.text, "only the site's file has it"
+    assert "cluster.qos=boost_qos_lprod: unknown to Slurm" in known.text, "only the site's file has it"
 
 
 @pytest.mark.parametrize(
     ("free", "said"),
-    [(1e9, ["error", "has 1.0 GB free; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
+    [(1e9, ["error", "has 1.0 GB free, but a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
 )
 def test_too_little_disk_space_for_checkpoints_is_reported(
     free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
