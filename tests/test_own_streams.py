@@ -39,7 +39,7 @@ def test_own_streams_replace_the_data_of_every_recipe(recipe: str) -> None:
     )
     if compose(job, given)["data"].get("tokenizer") is None:
         with pytest.raises(
-            ValueError, match=r"streams: this recipe does not name a tokenizer: name .*data\.tokenizer="
+            ValueError, match=r"streams requires a tokenizer, and this recipe does not name one; add .*data\.tokenizer="
         ):
             compose(job, [*words, TREE])
         words = [*words, "data.tokenizer={kind: huggingface, path: /t}"]
@@ -93,7 +93,7 @@ def test_tokenize_and_blend_take_the_same_words() -> None:
         ([TREE, "data=mock"], "streams and data=mock exclude each other"),
         (
             [TREE, "data.directory=x"],
-            r"data\.directory applies to the recipe's data only: streams are read from data_root",
+            r"data\.directory applies only to the recipe's data; for streams, set data_root",
         ),
     ],
 )

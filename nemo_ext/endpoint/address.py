@@ -32,10 +32,11 @@ class Address:
         url = urlsplit(self.url)
         if url.username or url.password or url.query:
             raise ValueError(
-                "the URL must not contain a name, password or query: set key_variable to the key's environment variable"
+                "the endpoint's URL must not contain a name, password or query; set key_variable to the name of the "
+                "environment variable that holds the key"
             )
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"the URL must be like http://localhost:8000/v1, not {self.url!r}")
+            raise ValueError(f"the endpoint's URL must be like http://localhost:8000/v1, not {self.url!r}")
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
 
@@ -54,7 +55,7 @@ def read_address(place: str | Path, model: str | None = None, key_variable: str 
     if key_variable is not None:
         key = os.environ.get(key_variable)
         if not key:
-            raise ValueError(f"key_variable: the environment variable {key_variable} is not set")
+            raise ValueError(f"key_variable: the environment variable {key_variable} is not set; set it to the key")
     if "://" in str(place):
         return Address(url=str(place), model=model or "", key=key)
     file = Path(place).expanduser()
@@ -63,9 +64,11 @@ def read_address(place: str | Path, model: str | None = None, key_variable: str 
         content = json.loads(file.read_bytes())
         stored = Address(**{name: content.get(name) for name in ("url", "model", "key", "digest")})
     except FileNotFoundError:
-        raise ValueError(f"{file}: there is no endpoint yet: `nemo-ext serve` writes this file once it is up") from None
+        raise ValueError(f"{file}: there is no endpoint yet; `nemo-ext serve` writes this file once it is up") from None
     except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read as the address of an endpoint ({error})") from None
+        raise ValueError(
+            f"{file} does not contain the address of an endpoint ({error}); name a run directory of `nemo-ext serve`"
+        ) from None
     return Address(url=stored.url, model=model or stored.model, key=key or stored.key, digest=stored.digest)
 
 

@@ -80,7 +80,8 @@ class ClientSettings:
     def __post_init__(self) -> None:
         if needed := {"model", "messages", "prompt"} & set(self.omit):
             raise ValueError(
-                f"omit={', '.join(sorted(needed))}: required in every request; omit only optional fields, such as seed"
+                f"omit={', '.join(sorted(needed))}: every request needs these fields; omit only optional "
+                "ones, such as seed"
             )
 
 
@@ -209,9 +210,9 @@ class Client:
             except Failed as failed:
                 why = self._why(failed)
                 if not failed.again or time.monotonic() >= end:
-                    raise ValueError(f"{where}: {why}") from None
+                    raise ValueError(f"endpoint {where} cannot be used: {why}") from None
                 if not warned:
-                    logging.getLogger(__name__).warning("%s: %s; retrying for %.0f s", where, why, _TO_COME_UP)
+                    logging.getLogger(__name__).warning("endpoint %s: %s; retrying for %.0f s", where, why, _TO_COME_UP)
                 warned = True
             await asyncio.sleep(_FIRST_WAIT)
             self._find()
@@ -219,7 +220,8 @@ class Client:
         if not self.address.model and len(names) == 1:
             self.address = replace(self.address, model=names[0])
         if self.address.model not in names:
-            raise ValueError(f"{where}: unknown model {self.address.model!r}: {nearest(self.address.model, names)}")
+            model = self.address.model
+            raise ValueError(f"endpoint {where}: unknown model {model!r}: {nearest(model, names)}")
         self.max_length = lengths[self.address.model]
         return names
 
@@ -286,7 +288,7 @@ class Client:
     async def _stored(self, request: Request, store: Store | None) -> Answer:
         answer = await self.ask(request)
         if answer.status in REFUSED:
-            raise ValueError(f"{self.address.url}: {answer.problem}")
+            raise ValueError(f"endpoint {self.address.url} denied access: {answer.problem}")
         if store is not None:
             store.add(request, answer)
         return answer
@@ -400,12 +402,10 @@ class Client:
             return str(failed)
         place, _, variable = self._again or (None, None, None)
         if self.address.key is None:
-            origin = ": none was sent: set key_variable=NAME to the environment variable that holds it"
-        elif variable is not None:
-            origin = f": it comes from the environment variable {variable} (key_variable)"
-        else:
-            origin = f": it comes from {place}" if place else ""
-        return f"{failed}: the key is refused{origin}"
+            return f"{failed}: no API key was sent; set key_variable to the environment variable that holds it"
+        if variable is not None:
+            return f"{failed}: the API key in the environment variable {variable} (key_variable) was rejected"
+        return f"{failed}: the API key{f' in {place}' if place else ''} was rejected"
 
     async def _until_reached(self) -> None:
         """Wait until the endpoint answers again; all waiting requests share one probe."""
@@ -425,7 +425,8 @@ class Client:
                     return  # a server answers, even if with an error
                 if time.monotonic() - began > self.settings.patience:
                     raise EndpointGone(
-                        f"{self.address.url}: no answer for {self.settings.patience:g} s: {failed}"
+                        f"endpoint {self.address.url}: no answer for {self.settings.patience:g} s ({failed}); check "
+                        "its log"
                     ) from None
             await asyncio.sleep(pause)
             pause = min(_LONGEST_WAIT / 3, pause * 2)

@@ -206,7 +206,7 @@ class Asking:
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}")
+            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
         return answer
 
     def _sample(self, question: Question, number: int, answer: Answer) -> Sample:

@@ -142,24 +142,26 @@ class Benchmark:
             ignored = ["where", "id", "domain", "prompt", "messages", "reference", "tools", "choices"]
             ignored += [] if self.tasks else ["environment"]
             if unused := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
-                raise ValueError(f"{unused[0]}: not used with {origin}, which yields complete problems: remove it")
+                raise ValueError(f"{unused[0]} is not used with {origin}, which yields complete problems; remove it")
             if self.kind != "generate":
                 raise ValueError(f"kind={self.kind}: {origin} requires kind=generate")
         elif not (self.prompt or self.messages):
-            raise ValueError("prompt is required: a template of the user message")
+            raise ValueError("prompt is missing: set it to a template of the user message")
         elif self.kind == "generate" and self.environment is None:
-            raise ValueError("environment is required: the name of the verifier")
+            raise ValueError("environment is missing: set it to the name of the verifier")
         if self.kind != "generate" and (self.messages is not None or self.environment is not None):
             key = "messages" if self.messages is not None else "environment"
-            raise ValueError(f"{key}: requires kind=generate, but kind is {self.kind}")
+            raise ValueError(f"{key} requires kind=generate, but kind is {self.kind}")
         if self.kind == "choice" and (self.choices is None or self.gold is None):
             raise ValueError("kind=choice requires choices and gold, the index of the correct choice")
         if self.generator is not None and self.shots:
-            raise ValueError("shots: examples come from rows of data, which a generator does not have: remove it")
+            raise ValueError("shots cannot be used with a generator, as the examples are rows of data; remove shots")
         if self.complete and (self.messages is not None or self.tools is not None or self.kind != "generate"):
-            raise ValueError("complete=true requires kind=generate and prompt, without messages or tools")
+            raise ValueError(
+                "complete=true requires kind=generate and a prompt, and cannot be combined with messages or tools"
+            )
         if self.k is not None and self.k > self.samples:
-            raise ValueError(f"k={self.k}: exceeds samples={self.samples}")
+            raise ValueError(f"k={self.k} exceeds samples={self.samples}; lower k or raise samples")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -190,21 +192,21 @@ def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> di
     Raises:
         ValueError: the file does not exist, or does not hold a mapping.
     """
-    path = Path(name).expanduser()
+    path, key = Path(name).expanduser(), "paper" if kind == "published" else kind
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise ValueError(f"{kind}={name}: no such file")
+            raise ValueError(f"{key}={name}: no such file; name an installed file, or correct the path")
         text = path.read_text()
     elif file := config_files(kind).get(name):
         text = file.read_text(encoding="utf-8")
     else:
-        raise ValueError(f"{kind}: unknown name {name!r}: {nearest(name, names(kind))}; or give a path to a .yaml file")
+        raise ValueError(f"{key}: unknown name {name!r}: {nearest(name, names(kind))}; or give a path to a .yaml file")
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{kind}={name}: invalid YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{key}={name}: the file is not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{kind}={name}: expected a mapping")
+        raise ValueError(f"{key}={name}: expected a file with a mapping of keys, not {type(found).__name__}")
     return {"name": path.stem if path.suffix in (".yaml", ".yml") else name, **found}
 
 
@@ -230,7 +232,9 @@ def _with_likes(name: str, before: tuple[str, ...]) -> dict[str, Any]:
     if like is None:
         return found
     if like in before:
-        raise ValueError(f"benchmark {name}: like={like}: the benchmarks inherit from each other in a circle")
+        raise ValueError(
+            f"benchmark {name}: like={like} makes benchmarks inherit from each other in a circle; remove it"
+        )
     return {**_with_likes(str(like), (*before, name)), **found}
 
 
@@ -244,5 +248,5 @@ def read_suite(name: str) -> tuple[Suite, list[Benchmark]]:
     benchmarks = [read_benchmark(entry) for entry in suite.benchmarks]
     for benchmark in benchmarks:
         if sum(other.name == benchmark.name for other in benchmarks) > 1:
-            raise ValueError(f"suite {name}: lists benchmark {benchmark.name} twice: remove one")
+            raise ValueError(f"suite {name} lists benchmark {benchmark.name} twice: remove one")
     return suite, benchmarks

@@ -325,13 +325,13 @@ def compared(settings: CompareSettings) -> Comparison:
     runs = [read_run(Path(path).expanduser(), name, settings.benchmarks) for name, path in named]
     last = [read_run(Path(path).expanduser(), path, settings.benchmarks) for path in settings.checkpoints]
     if len(last) == 1:
-        raise ValueError("checkpoints: give at least two runs, of the last checkpoints of one training")
+        raise ValueError("checkpoints: expected at least two runs, of the last checkpoints of one training, not one")
     unknown = [name for name in settings.benchmarks if name not in names_of(runs)]
     if unknown:
         known = names_of([read_run(run.folder, run.name) for run in runs])
         raise ValueError(f"benchmarks: no run has {unknown[0]!r}: {nearest(unknown[0], known)}")
     if not names_of(runs):
-        raise ValueError('runs: none has results of a benchmark; see "Not evaluated" in their report.md')
+        raise ValueError('runs: no run has results of any benchmark; see "Not evaluated" in their report.md')
     baseline = _baseline(runs, settings.baseline)
     runs.sort(key=lambda run: run is not baseline)
     entries = entries_of(runs)
@@ -356,11 +356,13 @@ def _named(runs: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     """Map names to run directories; unnamed runs are named by the shortest ends of their paths that tell them apart."""
     if isinstance(runs, Mapping):
         return dict(runs)
+    places = [Path(run).expanduser().resolve() for run in runs]
     for depth in range(1, 64):
-        names = ["/".join(Path(run).expanduser().resolve().parts[-depth:]).lstrip("/") for run in runs]
+        names = ["/".join(place.parts[-depth:]).lstrip("/") for place in places]
         if len(set(names)) == len(names):
             return dict(zip(names, runs, strict=True))
-    raise ValueError("runs: lists one run twice")
+    twice = next(run for run, place in zip(runs, places, strict=True) if places.count(place) > 1)
+    raise ValueError(f"runs lists {twice} twice: remove one")
 
 
 def _baseline(runs: Sequence[Run], wanted: str | None) -> Run:
@@ -369,7 +371,7 @@ def _baseline(runs: Sequence[Run], wanted: str | None) -> Run:
     for run in runs:
         if wanted == run.name or Path(wanted).expanduser().resolve() == run.folder.resolve():
             return run
-    raise ValueError(f"baseline={wanted}: not one of the runs: {nearest(wanted, [run.name for run in runs])}")
+    raise ValueError(f"baseline={wanted} is not one of the runs: {nearest(wanted, [run.name for run in runs])}")
 
 
 def published(name: str) -> Mapping[str, Any]:
@@ -384,11 +386,11 @@ def published(name: str) -> Mapping[str, Any]:
             for benchmark, value in published_model["values"].items():
                 if not value["where"] or not isinstance(value["value"], int | float):
                     raise ValueError(
-                        f"paper={name}: {model}: {benchmark}: requires a number in `value`, and its place in the paper "
-                        "in `where`"
+                        f"paper={name}: models.{model}.values.{benchmark} requires a number in `value`, and its place "
+                        "in the paper in `where`"
                     )
     except (KeyError, TypeError, AttributeError):
         raise ValueError(
-            f"paper={name}: expected models: {{MODEL: {{values: {{BENCHMARK: {{value, unit, where}}}}}}}}"
+            f"paper={name}: expected `models: {{MODEL: {{values: {{BENCHMARK: {{value, unit, where}}}}}}}}` in the file"
         ) from None
     return table

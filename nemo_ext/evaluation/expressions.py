@@ -68,7 +68,7 @@ def boxed(text: str) -> str:
     """
     content = last_boxed(text)
     if content is None:
-        raise ValueError(f"no \\boxed{{}} in {text[-80:]!r}")
+        raise ValueError(f"expected a solution with \\boxed{{}}, not {text[-80:]!r}")
     return content
 
 
@@ -86,10 +86,10 @@ def packed_tests(text: str) -> list[dict[str, Any]]:
         unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         operations = [(code.name, argument) for code, argument, _ in pickletools.genops(unpacked)]
     except (binascii.Error, zlib.error, ValueError) as error:
-        raise ValueError(f"private tests: neither JSON nor packed JSON ({error})") from None
+        raise ValueError(f"private tests: expected JSON, or JSON in pickle, zlib and base64 ({error})") from None
     strings = [argument for name, argument in operations if name.endswith(("UNICODE", "UNICODE8"))]
     if len(strings) != 1 or {name for name, _ in operations} - _PICKLED_TEXT:
-        raise ValueError("private tests: expected a pickle of one string, and it holds more")
+        raise ValueError("private tests: expected a pickle of one string, but it contains other values")
     return list(read_json(str(strings[0])))
 
 

@@ -89,7 +89,7 @@ async def run(
         EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
     if not folder.is_dir():
-        raise ValueError(f"evaluate.harness_tasks={folder}: no such folder")
+        raise ValueError(f"evaluate.harness_tasks={folder}: no such folder; set it to a folder of task files")
     stored = {(sample.key, sample.asked): sample for sample in store.answers() if not sample.problem}
 
     def seen(sample: Sample, _: bool) -> None:
@@ -130,7 +130,7 @@ class _Asking(Asking):
         if tokens is not None and length is not None:
             if (most := question.body["max_tokens"]) >= length:
                 raise Failed(
-                    f"max_gen_toks={most}: leaves no room for a prompt in the model's {length} tokens: lower it"
+                    f"max_gen_toks={most} leaves no room for a prompt in the model's {length} tokens; lower it"
                 )
             question = replace(question, shown={"text": tokens.encode(question.shown["text"])[most - length :]})
         return await super()._answer(question, number, turn, messages)
@@ -191,7 +191,9 @@ class EndpointModel(LM):
         keys = {name: (question.key(name[3]), question.asked) for name, question in questions.items()}
         self.ask((questions[name], name[3], None) for name, key in keys.items() if key not in self.stored)
         if problems := [self.stored[key].problem for key in keys.values() if self.stored[key].problem]:
-            raise Failed(f"{len(problems)} of {len(keys)} requests failed, the first with: {problems[0]}")
+            raise Failed(
+                f"{len(problems)} of {len(keys)} requests failed ({problems[0]}); the same command repeats them"
+            )
         return [value(self.stored[keys[name]], place) for name, place in order]
 
     def _question(self, task: str, document: int, alone: int, group: Sequence[Any]) -> Question:
@@ -222,7 +224,7 @@ def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     until = settings.pop("until", None) or []
     body = {"max_tokens": settings.pop("max_gen_toks"), "stop": [until] if isinstance(until, str) else list(until)}
     if unknown := sorted(set(settings) - _SAMPLING - {"do_sample"}):
-        raise Failed(f"generation_kwargs: {', '.join(unknown)}: not supported by endpoints")
+        raise Failed(f"generation_kwargs has keys that endpoints do not support: {', '.join(unknown)}; remove them")
     body |= {name: settings[name] for name in sorted(_SAMPLING & set(settings))}
     return {name: value for name, value in body.items() if value not in (None, [])}
 
@@ -230,13 +232,15 @@ def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str, Any]:
     if name not in manager.task_index:
         known = nearest(name, manager.all_tasks) if manager.all_tasks else "the folder has no tasks"
-        raise Failed(f"not in evaluate.harness_tasks={folder}: {known}")
+        raise Failed(f"no such task in evaluate.harness_tasks={folder}: {known}")
     try:
         tasks = manager.load([name])["tasks"]
     except (OSError, ConnectionError) as error:
-        raise Failed(f"its data is not on this machine, and nothing is downloaded ({error})") from None
+        raise Failed(
+            f"the data is not on this machine, and nothing is downloaded; download it first ({error})"
+        ) from None
     if not tasks:
-        raise Failed("has no tasks")
+        raise Failed(f"{name} is a group or tag without tasks; add tasks to it")
     for task in tasks.values():
         task.set_fewshot_seed(seed=seed)
     return dict(tasks)
@@ -249,7 +253,7 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
     usual = _BITS if first.OUTPUT_TYPE == "loglikelihood_rolling" and _BITS in known else known[0]
     headline = str(model.benchmark.settings.get("headline") or usual)
     if headline not in known:
-        raise Failed(f"headline={headline}: expected {', '.join(known)}")
+        raise Failed(f"settings.headline={headline}: expected one of {', '.join(known)}")
     repeats = {name: int(task.config.repeats or 1) for name, task in tasks.items()}
     model.benchmark = replace(
         model.benchmark,
@@ -324,15 +328,15 @@ class _Function(str):
 def _reasons(content: Any) -> Iterator[str]:
     """Yield the reasons why a task file could run code, load unsafe files or download data."""
     if isinstance(content, _Function):
-        yield f"names the function {content}"
+        yield f"it names the function {content}"
     pairs = content.items() if isinstance(content, dict) else enumerate(content if isinstance(content, list) else ())
     for key, value in pairs:
         if key in ("class", "use_prompt", "unsafe_code", "hf_evaluate") and value:
             yield f"its key {key} runs code"
         elif key == "metric" and str(value) not in METRIC_REGISTRY:
-            yield f"metric {value} is not part of lm-evaluation-harness, and would run code from elsewhere"
+            yield f"its metric {value} is not part of lm-evaluation-harness, and would run code from elsewhere"
         elif key == "dataset_path" and value == "pandas":
-            yield "dataset_path: pandas reads pickles, which run code"
+            yield "its dataset_path is pandas, which reads pickles, and these can run code"
         elif key in ("dataset_path", "dataset_kwargs") and "://" in str(value):
             yield "its data would be downloaded"
         yield from _reasons(value)
@@ -342,7 +346,7 @@ def _data(path: Path, **settings: Any) -> dict[str, Any]:
     """Load a task file with its includes, and check that it is safe."""
     content = load_yaml(path, **settings)
     if why := next(_reasons(content), ""):
-        raise Failed(f"{path}: {why}: set trust_remote_code=true to allow it")
+        raise Failed(f"task file {path} is rejected, as {why}; set trust_remote_code=true to allow this")
     return dict(content)
 
 

@@ -40,7 +40,9 @@ def write(
     try:
         from inspect_ai.log import EvalLog, write_eval_log
     except ImportError as error:
-        raise ValueError(f"logs for Inspect require pip install 'nemo_ext[inspect]' ({error})") from None
+        raise ValueError(
+            f"evaluate.inspect=true requires inspect_ai ({error}); run pip install 'nemo_ext[inspect]'"
+        ) from None
     tables: dict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     for sample in sorted(store.answers(), key=lambda sample: sample.key):
         if asked.get(sample.key[:4]) == sample.asked:

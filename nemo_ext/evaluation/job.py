@@ -151,7 +151,9 @@ def chosen(settings: EvaluateSettings) -> list[Benchmark]:
     for suite in settings.suite:
         for benchmark in read_suite(suite)[1]:
             if known.setdefault(benchmark.name, benchmark) != benchmark:
-                raise ValueError(f"suite={suite}: benchmark {benchmark.name} differs from that of an earlier suite")
+                raise ValueError(
+                    f"suite={suite}: benchmark {benchmark.name} differs from the one in an earlier suite; rename it"
+                )
     for name in settings.benchmarks:
         if name not in known:
             raise ValueError(f"evaluate.benchmarks: unknown name {name!r}: {nearest(name, list(known))}")
@@ -183,9 +185,9 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
     for benchmark in benchmarks:
         if benchmark.kind == "harness":
             if settings.harness_tasks is None:
-                missing[benchmark.name] = f"{benchmark.name}: requires evaluate.harness_tasks, its folder of task files"
+                missing[benchmark.name] = "requires evaluate.harness_tasks, the folder with its task files"
             elif find_spec("lm_eval") is None:
-                missing[benchmark.name] = f"{benchmark.name}: requires pip install 'nemo_ext[harness]'"
+                missing[benchmark.name] = "requires lm-evaluation-harness: pip install 'nemo_ext[harness]'"
             else:
                 harness.append(benchmark)
             continue
@@ -206,10 +208,11 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
             )
         )
         scorers[benchmark.name] = scorer
-    for why in missing.values():
+    skipped = [why if f"benchmark {name}" in why else f"benchmark {name}: {why}" for name, why in missing.items()]
+    for why in skipped:
         notice(f"skipped: {why}")
     if not plans and not harness:
-        raise ValueError("no benchmark can be run: " + next(iter(missing.values()), "the suite is empty"))
+        raise ValueError(f"no benchmark can be run: {skipped[0] if skipped else 'the suite is empty'}")
     return Prepared(plans=plans, scorers=scorers, harness=harness, missing=missing)
 
 
@@ -283,7 +286,7 @@ async def _evaluate(
                 )
                 plans, metrics = [*plans, *ran.plans], ran.metrics
                 for name, why in ran.missing.items():
-                    notice(f"skipped: {name}: {why}")
+                    notice(f"skipped: benchmark {name}: {why}")
                 missing |= ran.missing
             address = client.address
         with only_run_in(run_dir / OWN, wait=_A_DAY):
@@ -322,7 +325,10 @@ async def _reach(scorer: Scorer, prepared: Prepared) -> None:
     try:
         await scorer.reach()
     except ValueError as error:
-        notice(f"{scorer.benchmark.name}: {error}; its answers are kept: run the same command later to score them")
+        notice(
+            f"benchmark {scorer.benchmark.name} cannot be scored now ({error}); its answers are kept: run the same "
+            "command later to score them"
+        )
 
 
 def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
@@ -330,7 +336,7 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
     with only_run_in(run_dir / OWN, wait=_A_DAY):
-        begun = f"run_dir={run_dir}: has answers of another model or seed"
+        begun = f"run_dir={run_dir} has answers of another model or seed"
         check_same(noted(record), made_of, begun, "choose another run_dir")
         note(record, made_of)
 

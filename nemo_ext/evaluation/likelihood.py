@@ -191,7 +191,7 @@ class Likelihoods:
     async def _ask(self, body: dict[str, Any]) -> Answer:
         answer = await self.client.ask(Request(body=body, path="completions"))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}")
+            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
         return answer
 
 
@@ -217,13 +217,16 @@ class Tokens:
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, config=PretrainedConfig(), **options)
         except Exception as error:  # transformers may raise anything
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason})") from None
+            raise ValueError(
+                f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason}); set files_from to a "
+                "folder with the model's tokenizer"
+            ) from None
         self.tokenizer.model_max_length = 1 << 62  # texts are truncated by `Likelihoods`
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if bos is None and eos is None:
             raise ValueError(
-                f"{folder}: its tokenizer has neither bos_token nor eos_token, and log-likelihoods need one: set one "
-                "in tokenizer_config.json"
+                f"{folder}: its tokenizer has neither bos_token nor eos_token, and log-likelihoods require one; set "
+                "one in tokenizer_config.json"
             )
         self.prefix: int = eos if bos is None else bos
         self._prefix_text: str = self.tokenizer.decode([self.prefix])

@@ -32,7 +32,6 @@ from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import REPLACED, STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
-_NONE_COUNTS = "sweep.objectives: no benchmark is part of a grand mean: name the benchmarks of each objective"
 _EVALUATED = "evaluated.json"
 _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
@@ -65,16 +64,23 @@ class SweepSettings:
             ValueError: an average does not have `count` weights, two are the same, or there are fewer than two.
         """
         if self.points and count != 2:
-            raise ValueError(f"sweep.points requires two checkpoints, but from has {count}: use sweep.mixtures")
+            raise ValueError(
+                f"sweep.points requires two checkpoints, but `from` lists {count}; use sweep.mixtures instead"
+            )
         for mixture in self.mixtures:
             if len(mixture) != count:
-                raise ValueError(f"sweep.mixtures: {list(mixture)} has {len(mixture)} weights for {count} checkpoints")
+                raise ValueError(
+                    f"sweep.mixtures: {list(mixture)} has {len(mixture)} weights for {count} checkpoints; give one per "
+                    "checkpoint"
+                )
         averages = [(f"t{point + 0.0:g}", [1 - point, point]) for point in self.points]
         averages += [("w" + "_".join(f"{weight:g}" for weight in mixture), list(mixture)) for mixture in self.mixtures]
         if len(by_name := dict(averages)) < len(averages):
-            raise ValueError("sweep: points and mixtures list one average twice")
+            raise ValueError("sweep.points and sweep.mixtures list the same average twice: remove one")
         if len(by_name) < 2:
-            raise ValueError("sweep: give at least two averages: sweep.points=[0,0.5,1], or sweep.mixtures=[[...],...]")
+            raise ValueError(
+                "sweep: give at least two averages with sweep.points=[0,0.5,1] or sweep.mixtures=[[...],...]"
+            )
         return by_name
 
 
@@ -121,7 +127,7 @@ def run(config: Mapping[str, Any]) -> None:
         plans = {name: _plan(sources, shares, run_dir / "merges" / name, sweep) for name, shares in weights.items()}
         candidates, runs = [], {}
         for number, (name, shares) in enumerate(weights.items(), 1):
-            notice(f"average {number}/{len(weights)}: {name}")
+            notice(f"average {number} of {len(weights)}: {name}")
             alone = [source for source, share in zip(sources, shares, strict=True) if share == 1]
             in_place = bool(alone) and (alone[0] / "config.json").is_file()
             model = alone[0].resolve() if in_place else merge(plans[name])[0]
@@ -211,14 +217,16 @@ def _check_benchmarks(sweep: SweepSettings, settings: EvaluateSettings) -> None:
         pass
     for objective, names in sweep.objectives.items():
         for name in filter(prepared.missing.__contains__, names):
-            raise ValueError(f"sweep.objectives.{objective}: {name} cannot be run: {prepared.missing[name]}")
+            raise ValueError(f"sweep.objectives.{objective}: {name} cannot be run ({prepared.missing[name]})")
     benchmarks = [plan.benchmark for plan in prepared.plans]
     if (
         not sweep.objectives
         and not prepared.harness
         and all(entry.kind == "bits" or not entry.higher_is_better or not entry.weight for entry in benchmarks)
     ):
-        raise ValueError(_NONE_COUNTS)
+        raise ValueError(
+            "sweep.objectives is empty, and no benchmark is part of a grand mean; name the benchmarks of each objective"
+        )
 
 
 def objectives(
@@ -239,7 +247,10 @@ def objectives(
     entries = results["benchmarks"]
     groups = groups or {name: (name,) for name, entry in entries.items() if counts(entry)}
     if not groups:
-        raise ValueError(_NONE_COUNTS)
+        raise ValueError(
+            "sweep.objectives is empty, and no evaluated benchmark is part of a grand mean; name the benchmarks of "
+            "each objective"
+        )
     values: dict[str, float] = {}
     intervals: dict[str, Sequence[float] | None] = {}
     metrics: dict[str, str] = {}
@@ -247,7 +258,7 @@ def objectives(
         missing = [name for name in names if entries.get(name, {}).get("accuracy") is None]
         if missing:
             why = results.get("missing", {}).get(missing[0], "see its report.md")
-            raise ValueError(f"sweep: {missing[0]} was not evaluated: {why}")
+            raise ValueError(f"sweep.objectives.{objective}: benchmark {missing[0]} was not evaluated ({why})")
         signs = [-1.0 if benchmark_is_low(entries[name]) else 1.0 for name in names]
         signed = [sign * float(entries[name]["accuracy"]) for sign, name in zip(signs, names, strict=True)]
         values[objective] = sum(signed) / len(signed)
@@ -277,7 +288,7 @@ def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> li
         best = {name: max(candidate.objectives[name] for candidate in marked) for name in at_least}
         raise ValueError(
             f"sweep.at_least: no average on the Pareto front reaches {_named(at_least)}; the best values are "
-            f"{_named(best)}: lower them or add averages"
+            f"{_named(best)}; lower sweep.at_least or add averages"
         )
     winner = max(eligible, key=_mean)
     return [replace(candidate, chosen=candidate is winner) for candidate in marked]
@@ -324,7 +335,7 @@ def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_d
     report.add(table).write(run_dir / REPORT)
     write_text(run_dir / FRONT, json.dumps([asdict(one) for one in candidates], indent=1) + "\n")
     print(table)
-    notice(f"chosen: {best.name}: {link}; report: {run_dir / REPORT}")
+    notice(f"chosen average: {best.name} ({link}); report: {run_dir / REPORT}")
 
 
 def _cell(candidate: Candidate, name: str) -> str:

@@ -87,7 +87,7 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
     settings: dict[str, Any] = dict(benchmark.settings)
     if taken := {"count", "seed"} & settings.keys():
         raise ValueError(
-            f"benchmark {benchmark.name}: settings.{min(taken)} is not allowed: use count or evaluate.seed"
+            f"benchmark {benchmark.name}: settings.{min(taken)} is not allowed; use count or evaluate.seed"
         )
     count = min(benchmark.count, limit or benchmark.count)
     if benchmark.generator in GENERATORS:
@@ -107,12 +107,13 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
         name = whole if benchmark.id is None else str(_value(benchmark, "id", benchmark.id, row, where))
         if name in named and named[name][0] != whole:
             raise ValueError(
-                f"{where}: {place}: has the same id {name!r} as {named[name][2]}: change `id` so that ids are unique"
+                f"{where}: {place}: the row has the same id {name!r} as {named[name][2]}; change `id` so that ids are "
+                "unique"
             )
         named.setdefault(name, (whole, row, where))
     if not named:
         why = "its data has no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
-        raise ValueError(f"{place}: {why}")
+        raise ValueError(f"{place} has no problems: {why}")
     chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
     shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
     return [_problem(benchmark, named[name][1], shots, named[name][2], name=name) for name in chosen]
@@ -129,7 +130,10 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
             if environment is not None:
                 environment.check(problem.reference)
             elif benchmark.kind == "choice" and not 0 <= problem.gold < len(problem.choices):
-                raise ValueError(f"gold={problem.gold}: must be an index from 0 to {len(problem.choices) - 1}")
+                size = len(problem.choices)
+                raise ValueError(
+                    f"gold={problem.gold}: must be from 0 to {size - 1}, as the problem has {size} choices"
+                )
         except ValueError as error:
             raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
 
@@ -138,16 +142,20 @@ def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[
     tasks: dict[str, Task] = {}
     for name in benchmark.tasks:
         if not (data_root / name).is_file():
-            raise Missing(f"{data_root / name}: no such task file")
+            raise Missing(f"{data_root / name}: no such task file; correct `tasks`")
         for task in TaskFile(data_root / name).tasks:
             if benchmark.environment not in (None, task.environment):
                 continue
             if tasks.setdefault(task.id, task) != task:
-                raise ValueError(f"{data_root / name}: task id {task.id!r} is used for another task in an earlier file")
+                raise ValueError(
+                    f"{data_root / name}: task id {task.id!r} is already used in an earlier file; rename it"
+                )
     environments = sorted({task.environment for task in tasks.values()})
     if len(environments) != 1:
-        names = ", ".join(environments) or "none"
-        raise ValueError(f"benchmark {benchmark.name}: tasks have the environments {names}: set environment to one")
+        names = ", ".join(environments) or f"no task with the environment {benchmark.environment}"
+        raise ValueError(
+            f"benchmark {benchmark.name}: its files have {names}; set environment to that of the tasks to use"
+        )
     chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
     return [_of_task(tasks[name]) for name in chosen]
 
@@ -179,7 +187,7 @@ def _problem(
     choices = value("choices", benchmark.choices, [])
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
         raise ValueError(
-            f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of texts"
+            f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of strings"
         )
     examples = _examples(benchmark, shots, domain, digest_of(row), where)
     prompts: dict[str, str | Sequence[Message]] = {}
@@ -194,7 +202,9 @@ def _problem(
                 ).prompt
             }
         except (TypeError, AttributeError):
-            raise ValueError(f"{where}: messages={str(messages)[:80]!r}: expected a list of messages") from None
+            raise ValueError(
+                f"{where}: benchmark {benchmark.name}: messages={str(messages)[:80]!r}: expected a list of messages"
+            ) from None
     tools = value("tools", benchmark.tools, None) or ()
     if isinstance(tools, str):
         try:
@@ -210,7 +220,9 @@ def _problem(
     }
     gold = value("gold", benchmark.gold, 0)
     if not isinstance(gold, int):
-        raise ValueError(f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the index of a choice, from 0")
+        raise ValueError(
+            f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the index of a choice, counted from 0"
+        )
     if name is None:
         name = digest_of(row) if benchmark.id is None else str(value("id", benchmark.id, ""))
     return Problem(
@@ -249,7 +261,8 @@ def _examples(
     if len(rows) < benchmark.shots:
         of = f" of {domain}" if domain else ""
         raise ValueError(
-            f"{where}: benchmark {benchmark.name}: shots={benchmark.shots}: only {len(rows)} examples{of} are available"
+            f"{where}: benchmark {benchmark.name}: shots={benchmark.shots}: only {len(rows)} examples{of} are "
+            "available; lower shots"
         )
     return [_example(benchmark, row, where) for row in rows]
 
@@ -259,7 +272,7 @@ def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
         return _text(benchmark, "shot", benchmark.shot, row, where)
     if benchmark.kind != "choice":
         raise ValueError(
-            f"benchmark {benchmark.name}: shots={benchmark.shots}: requires `shot`, a template of an example"
+            f"benchmark {benchmark.name}: shots={benchmark.shots} requires `shot`, a template of an example"
         )
     prompt = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
     choices = _value(benchmark, "choices", str(benchmark.choices), row, where)
@@ -290,8 +303,8 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
                     row.file = str(file.relative_to(data_root))
                     yield where, row
         return
-    advice = f"; get it from {benchmark.source}" if benchmark.source else ""
-    raise Missing(f"{data_root / patterns[0]}: no such file{advice}")
+    advice = f"get it from {benchmark.source}" if benchmark.source else "correct `data` or evaluate.data_root"
+    raise Missing(f"{data_root / patterns[0]}: no such file; {advice}")
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -304,7 +317,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             rows = (table_row(row) for batch in reader for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a valid Arrow stream ({error}): copy or create it again") from None
+        raise ValueError(f"{path}: not a valid Arrow stream ({error}); copy or create it again") from None
 
 
 _TEMPLATES = Templates(FUNCTIONS, FILTERS)

@@ -86,7 +86,7 @@ def run(config: Mapping[str, Any]) -> None:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             count += 1
     print(report.summary(results))
-    notice(f"{count:,} rollouts: {run_dir / ROLLOUTS}, from which `nemo-ext curriculum rollouts=...` orders tasks")
+    notice(f"{count:,} rollouts in {run_dir / ROLLOUTS}; `nemo-ext curriculum rollouts=...` orders tasks by them")
 
 
 def check(config: Mapping[str, Any]) -> None:

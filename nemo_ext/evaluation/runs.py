@@ -118,9 +118,11 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
         current = {key: set(hashes) for key, hashes in orjson.loads((folder / ASKED).read_bytes()).items()}
         entries = {key: entry for key, entry in results["benchmarks"].items() if not only or key in only}
     except FileNotFoundError:
-        raise ValueError(f"runs: {folder}: has no {RESULTS}: give finished runs of `nemo-ext evaluate`") from None
+        raise ValueError(f"runs: {folder} has no {RESULTS}; give finished runs of `nemo-ext evaluate`") from None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"runs: {folder / RESULTS}: not written by `nemo-ext evaluate`") from None
+        raise ValueError(
+            f"runs: {folder / RESULTS} was not written by `nemo-ext evaluate`, or is damaged; evaluate again"
+        ) from None
     store = Store(folder / STORE)
     scored: dict[str, dict[str, dict[Name, dict[str, Answers]]]] = defaultdict(lambda: defaultdict(dict))
     scores = store.scores()

@@ -69,7 +69,8 @@ class Scorer:
         if environment is None:
             if benchmark.kind == "choice" and self.headline not in HEADLINES:
                 raise ValueError(
-                    f"benchmark {benchmark.name}: headline={self.headline}: expected {', '.join(HEADLINES)}"
+                    f"benchmark {benchmark.name}: settings.headline={self.headline}: expected one of "
+                    f"{', '.join(HEADLINES)}"
                 )
             self.digest = digest_of(benchmark.kind, self.headline if benchmark.kind == "choice" else None)
             return
@@ -79,7 +80,7 @@ class Scorer:
         if "judge" in known and (judge is not None or known["judge"]):
             if judge is None:
                 raise ValueError(
-                    f"benchmark {benchmark.name}: {environment} requires a judge: set "
+                    f"benchmark {benchmark.name}: {environment} requires a judge; set "
                     "'evaluate.judge={endpoint: http://HOST/v1, model: NAME}'"
                 )
             settings["judge"] = dict(judge)

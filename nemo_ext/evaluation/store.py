@@ -1,7 +1,7 @@
 """Append-only store of a model's answers and scores.
 
     answers-WORKER.jsonl    one `Sample` per line
-    scores-WORKER.jsonl     one `Score` per line; the last score for a sample and digest counts
+    scores-WORKER.jsonl     one `Score` per line; the last score for the sample that counts and a digest counts
     prompts-WORKER.jsonl    {hash, prompt} of each distinct request
 
 A sample's key is (benchmark, problem, prompt, mode, sample). If several workers answer the same request for the same
@@ -136,7 +136,7 @@ class Store:
         """Yield the first answer for each key and request; a failure (`Sample.problem`) only if there is no answer."""
         failed: dict[tuple[Key, str], Sample] = {}
         seen: set[tuple[Key, str]] = set()
-        for line in self._lines("answers"):
+        for _, line in self._lines("answers"):
             line["key"] = Key._make(line["key"])
             sample = Sample(**line)
             name = sample.key, sample.asked
@@ -150,17 +150,40 @@ class Store:
         yield from (sample for name, sample in failed.items() if name not in seen)
 
     def scores(self) -> dict[tuple[Key, str, str], Score]:
-        """Return the latest score for each (key, request hash, digest)."""
-        scores = {}
-        for line in self._lines("scores"):
+        """Return the latest score of the answer that counts (see `answers`) for each (key, request hash, digest).
+
+        Workers that answer the same request also score their own answers. A missing score, as when a judge is down,
+        does not replace one for the same reference.
+        """
+        scores: dict[tuple[Key, str, str], Score] = {}
+        superseded = self._superseded()
+        for worker, line in self._lines("scores"):
             line["key"] = Key._make(line["key"])
             score = Score(**line)
-            scores[score.key, score.asked, score.digest] = score
+            name = score.key, score.asked, score.digest
+            if (worker, score.key, score.asked) in superseded:
+                continue
+            known = scores.get(name)
+            same = known is not None and known.score is not None and known.reference == score.reference
+            if score.score is not None or not same:
+                scores[name] = score
         return scores
+
+    def _superseded(self) -> set[tuple[str, Key, str]]:
+        """Worker, key and request hash of the answers that do not count, as an earlier worker's answer does."""
+        if len(list(self.folder.glob("answers-*.jsonl"))) < 2:
+            return set()
+        first: dict[tuple[Key, str], str] = {}
+        superseded = set()
+        for worker, line in self._lines("answers"):
+            name = Key._make(line["key"]), line["asked"]
+            if not line.get("problem") and first.setdefault(name, worker) != worker:
+                superseded.add((worker, *name))
+        return superseded
 
     def prompts(self) -> dict[str, Any]:
         """Return a mapping from hash to request."""
-        return {line["hash"]: line["prompt"] for line in self._lines("prompts")}
+        return {line["hash"]: line["prompt"] for _, line in self._lines("prompts")}
 
     def add(self, sample: Sample) -> None:
         """Append an answer."""
@@ -204,14 +227,15 @@ class Store:
         file.write(text + b"\n")
         file.flush()
 
-    def _lines(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Yield the lines of all files of one kind, from the oldest file to the newest."""
+    def _lines(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield worker and content of the lines of all files of one kind, from the oldest file to the newest."""
         for path in sorted(self.folder.glob(f"{kind}-*.jsonl")):
+            worker = path.stem.removeprefix(f"{kind}-")
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break  # truncated by a kill
                     try:
-                        yield orjson.loads(line)
+                        yield worker, orjson.loads(line)
                     except orjson.JSONDecodeError:
-                        raise ValueError(f"{path}:{number}: invalid JSON: remove this line") from None
+                        raise ValueError(f"{path}:{number}: the line is not valid JSON; remove it") from None

@@ -44,7 +44,7 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
     if tokens is None:
         return None
     if not isinstance(tokens, int | float) or tokens < 0:
-        raise ValueError(f"expected a number of tokens of at least 0, not {tokens!r}")
+        raise ValueError(f"the number of tokens must be at least 0, not {tokens!r}")
     return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
 
 
@@ -131,7 +131,7 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             continue
         folder = Path(value if equals else next(remaining, "")).expanduser().resolve()
         if not folder.is_dir():
-            raise ValueError(f"{name}: {folder} is not a folder")
+            raise ValueError(f"{name}={folder}: no such folder; name a folder with config files")
         folders.append(folder)
     return folders, rest
 
@@ -158,8 +158,8 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
     }
     if "phases" in config and "tokenizer" not in section:
         raise ValueError(
-            "streams: this recipe does not name a tokenizer: name the tokenizer of the streams, such as "
-            "'data.tokenizer={kind: huggingface, path: FOLDER}'"
+            "streams requires a tokenizer, and this recipe does not name one; add the tokenizer of the streams, such "
+            "as 'data.tokenizer={kind: huggingface, path: FOLDER}'"
         )
     return section
 
@@ -188,9 +188,10 @@ def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequenc
     try:
         return resolved(hydra.compose("tokenize", overrides=words))["data"]
     except MissingConfigException as error:
-        raise ValueError(f"{key}={name}: {str(error).splitlines()[0]}") from error
+        line = str(error).splitlines()[0]
+        raise ValueError(f"{key}={name}: not found in the config group data ({line}); name one of its files") from error
     except (HydraException, yaml.YAMLError) as error:
-        raise ValueError(f"{key}={name}: {mistake(error, 'tokenize')}") from error
+        raise ValueError(f"{key}={name} cannot be composed: {mistake(error, 'tokenize')}") from error
 
 
 def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
@@ -209,11 +210,13 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
     try:
         # Not OmegaConf.missing_keys, which fails on interpolations of missing values.
         if missing := sorted(_missing(OmegaConf.to_container(config, resolve=False))):
-            raise ValueError(f"not set: {', '.join(missing)}; set them with key=value on the command line")
+            raise ValueError(
+                f"required keys are not set: {', '.join(missing)}; set them with key=value on the command line"
+            )
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        why = re.sub(r"^\w+ raised while resolving interpolation: ", "its formula: ", str(error).splitlines()[0])
-        raise ValueError(f"{error.full_key}: {why}") from error
+        why = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        raise ValueError(f"{error.full_key} cannot be resolved: {why}") from error
     assert isinstance(container, dict)
     values = {str(key): value for key, value in container.items()}
     for name, section in (("launcher", values.get("launcher", {})), ("phases", values.get("phases") or {})):
@@ -256,7 +259,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
     keys = {word.partition("=")[0] for word in words}
     if {"streams", "data.directory"} <= keys:
         raise ValueError(
-            "data.directory applies to the recipe's data only: streams are read from data_root or their prefix"
+            "data.directory applies only to the recipe's data; for streams, set data_root or a prefix per stream"
         )
     grammar, spelled = grammar_of(config_name), list[str]()
     for word in words:
@@ -307,7 +310,9 @@ def _split(key: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"{key}={text}: {error}: write the words as on a command line") from error
+        raise ValueError(
+            f"{key}={text}: cannot be split into words ({error}); quote them as on a command line"
+        ) from error
 
 
 def _is_text(grammar: Grammar, key: str, value: str) -> bool:
@@ -359,7 +364,8 @@ def check_place(key: str, place: object) -> None:
         ValueError: the path contains quotes, backslashes or `${`; names them.
     """
     if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
-        raise ValueError(f"{key}={place}: choose a path without {' '.join(sorted(wrong))}, as it is passed to jobs")
+        characters = " ".join(sorted(wrong))
+        raise ValueError(f"{key}={place}: choose a path without {characters}, which cannot be passed to other jobs")
 
 
 def check_choice(group: str, words: Sequence[str], job: str = "") -> None:

@@ -61,7 +61,7 @@ def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any], begun: 
         ValueError: settings differ; the message is `begun`, the differences in parentheses, and `advice`.
     """
     if before is not None and (changed := differing(before, now)):
-        raise ValueError(f"{begun} ({describe(changed)}): {advice}")
+        raise ValueError(f"{begun} ({describe(changed)}); {advice}")
 
 
 def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:

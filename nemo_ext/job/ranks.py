@@ -91,7 +91,7 @@ def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
     """
     folder = Path(os.environ[ON_NODES])
     if not folder.is_dir():
-        raise ValueError(f"{folder}: not visible inside the container: add it, or a parent folder, to container.binds")
+        raise ValueError(f"{folder} is not visible inside the container; add it or a parent folder to container.binds")
     (folder / ENDED).unlink(missing_ok=True)
     write_text(folder / ASKED, json.dumps({"words": [*words], "log": None if log is None else str(log)}))
     try:

@@ -42,7 +42,7 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, json.JSONDecodeError) and number == first + len(lines) - 1:
                 break
-            raise ValueError(f"{file}:{number}: not {what} ({error}): remove the line") from None
+            raise ValueError(f"{file}:{number}: expected {what} ({error}); remove the line") from None
     return records
 
 
@@ -104,11 +104,11 @@ def strict_json(text: str) -> Any:
     """
 
     def constant(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     def finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
-            raise ValueError(f"the number {number[:40]} is too large")
+            raise ValueError(f"the number {number[:40]} is too large for a 64-bit float")
         return value
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,6 +38,12 @@ def ours(group: str) -> dict[str, EntryPoint]:
     return {}
 
 
+def _described(point: EntryPoint) -> str:
+    """Describe an entry point for a message: its name, value, group and, if known, package."""
+    package = f" (package {point.dist.name})" if point.dist else ""
+    return f"entry point {point.name} = {point.value} in {point.group}{package}"
+
+
 @cache
 def entry_points(group: str) -> dict[str, EntryPoint]:
     """Mapping from name to entry point in a group, for all installed packages; ours take precedence.
@@ -46,12 +52,11 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
     """
     points = dict(ours(group))
     for point in metadata.entry_points(group=group):
-        package = point.dist.name if point.dist else "a package"
-        if package.replace("-", "_") == "nemo_ext":
+        if point.dist and point.dist.name.replace("-", "_") == "nemo_ext":
             continue  # pip's metadata may differ from the checkout
         if points.setdefault(point.name, point) is not point:
             print(
-                f"{package}: {point.name} of {group} is ignored: {points[point.name].value} has the same name",
+                f"{_described(point)} is ignored, as {points[point.name].value} has the same name; rename it",
                 file=sys.stderr,
             )
     return points
@@ -67,8 +72,8 @@ def config_packages() -> tuple[str, ...]:
         except Exception:  # the package above may raise anything on import
             spec = None
         if spec is None or spec.origin is None or not spec.submodule_search_locations:
-            reason = "not a package with an __init__.py"
-            print(f"{point.name} = {point.value} of {CONFIG_GROUP} is ignored: {reason}", file=sys.stderr)
+            reason = f"{point.value} is not a package with an __init__.py"
+            print(f"{_described(point)} is ignored: {reason}", file=sys.stderr)
         else:
             packages.append(point.value)
     return tuple(dict.fromkeys(packages))
@@ -92,13 +97,15 @@ def _load(point: EntryPoint) -> Command:
     try:
         command = point.load()
     except Exception as error:  # third-party packages may raise anything on import
-        raise ValueError(f"{point.name} = {point.value} of {GROUP} cannot be imported: {error}") from error
+        raise ValueError(
+            f"{_described(point)} cannot be imported ({error}); update or uninstall its package"
+        ) from error
     known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
     if not isinstance(command, Command) or point.name not in known:
-        raise ValueError(f"{point.name} = {point.value} of {GROUP} is not a Job or Command with that name")
+        raise ValueError(f"{_described(point)} must refer to a Job or Command that has the name {point.name!r}")
     if command.group not in GROUPS:
         raise ValueError(
-            f"{point.name} = {point.value} of {GROUP}: group={command.group!r}: {nearest(command.group, GROUPS)}"
+            f"{_described(point)} has an unknown group {command.group!r}: {nearest(command.group, GROUPS)}"
         )
     return command
 
@@ -144,7 +151,7 @@ def job(name: str) -> Job:
     """
     found = command(name) if name in entry_points(GROUP) else None
     if not isinstance(found, Job):
-        raise ValueError(f"job={name}: {nearest(name, [item.name for item in jobs()])}")
+        raise ValueError(f"job={name}: no such job: {nearest(name, [item.name for item in jobs()])}")
     return found
 
 

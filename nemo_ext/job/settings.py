@@ -125,7 +125,8 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
     if first["type"] == "json_invalid":
         raise ValueError(
-            f"{prefix}text that is not valid Unicode, such as a file name, or nesting too deep: {first['msg']}"
+            f"{prefix}the section contains text that is not valid Unicode, such as a file name, or is nested too "
+            f"deeply: {first['msg']}"
         )
     if first["type"] in _MISSING:
         raise ValueError(f"{prefix}the key {key!r} is missing")
@@ -159,9 +160,9 @@ def _json(section: Mapping[str, Any], prefix: str) -> str:
     try:
         return json.dumps(section, default=_plain)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{prefix}{error}") from None
+        raise ValueError(f"{prefix}the section has an invalid value ({error})") from None
     except RecursionError:
-        raise ValueError(f"{prefix}nested too deep") from None
+        raise ValueError(f"{prefix}the section is nested too deeply; flatten it") from None
 
 
 def _plain(value: object) -> object:
@@ -172,7 +173,7 @@ def _plain(value: object) -> object:
         return list(value)
     if isinstance(value, PurePath):
         return str(value)
-    raise ValueError(f"{value!r} is not a valid config value")
+    raise ValueError(f"expected a string, number, boolean, list, mapping or null, not {value!r}")
 
 
 type _Parts = Mapping[str, tuple[bool, list[str], _Parts]]

@@ -189,7 +189,7 @@ def grand_mean(
     pairs = zip(means, weights, strict=True)
     used = [(np.asarray(scores, dtype=np.float64), weight) for scores, weight in pairs if weight]
     if not used:
-        raise ValueError("grand mean: all weights are zero: give at least one benchmark a positive weight")
+        raise ValueError("all weights of the grand mean are zero; give at least one benchmark a positive weight")
     total = sum(weight for _, weight in used)
     mean = sum(weight * float(scores.mean()) for scores, weight in used) / total
     if any(len(scores) < 2 for scores, _ in used):
@@ -346,7 +346,7 @@ def sensitivity(
     """
     means = np.asarray(scores, dtype=np.float64)
     if means.ndim != 2 or len(means) < 2:
-        raise ValueError("prompt sensitivity: requires at least two prompts")
+        raise ValueError(f"prompt sensitivity requires at least two prompts, but scores has the shape {means.shape}")
     spread = float(means.mean(axis=1).std(ddof=1))
     if means.shape[1] < 2 or len(means) < 3:
         return spread, None
@@ -399,7 +399,9 @@ def signal_and_noise(last_checkpoints: npt.ArrayLike, arms: npt.ArrayLike) -> Si
     """
     last, ends = np.asarray(last_checkpoints, dtype=np.float64), np.asarray(arms, dtype=np.float64)
     if len(last) < 2 or len(ends) < 2:
-        raise ValueError("signal and noise: requires at least two last checkpoints and two arms")
+        raise ValueError(
+            f"signal and noise require at least two last checkpoints and two arms, not {len(last)} and {len(ends)}"
+        )
     apart, spread = float(np.ptp(ends)), float(last.std(ddof=1))
     signal, noise = apart / abs(float(ends.mean())), spread / abs(float(last.mean()))
     ratio = signal / noise if noise else float("inf")

@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 def _written(value: Any) -> Any:
     """Return a value that a template writes, unless it is null, which is an error."""
     if value is None:
-        raise ValueError("a value is null")
+        raise ValueError("a value is null; write a default for it, such as {{ value or '' }}")
     return value
 
 
@@ -87,12 +87,12 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{key}, line {error.lineno}: {error.message}") from None
+        raise ValueError(f"{key}, line {error.lineno}: invalid Jinja syntax ({error.message})") from None
     except jinja2.UndefinedError as error:
         columns = list(names.get("row", names))
         missing = str(error).partition("'")[2].partition("'")[0]
         advice = nearest(missing, columns) if missing and missing not in columns else ""
         shown = ", ".join(map(str, columns))[:_LONGEST]
-        raise ValueError(f"{place}: {error}: the row's columns are {shown}. {advice}".strip()) from None
+        raise ValueError(f"{place}: {error}; the row's columns are {shown}. {advice}".strip()) from None
     except Exception as error:  # templates may raise any exception
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{place}: cannot be evaluated ({type(error).__name__}: {error})") from None

@@ -102,7 +102,7 @@ class OutputFolder:
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
         """Raise ValueError if the output was begun with other settings."""
-        check_same(noted(self.record), made_of, f"output={self.folder}: {begun}", "choose another folder")
+        check_same(noted(self.record), made_of, f"output={self.folder} {begun}", "choose another folder")
 
     def lock(self) -> FileLock:
         """Create a lock for the files that all processes write."""

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from nemo_ext.install import check_packages
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.leases import Leases
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.job.registry import job as find
@@ -49,8 +51,12 @@ from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
 """File in a pipeline's folder that the command and its running job hold locked."""
+LEASE = ".pipeline.lease"
+"""File in a pipeline's folder that the command touches, in place of a lock, on a file system without locks."""
 PATIENCE = 120.0
 """Seconds that a killed command's job has to save and end."""
+_LEASE_SECONDS = PATIENCE / 2
+"""Time after which the lease of a command that was killed on another machine is free."""
 _LAST_LINES = 15
 _SKIPPED = "skipped"
 
@@ -100,7 +106,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
     """
     if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
         raise ValueError(
-            f"{site[0]}: is an argument of `nemo-ext submit`, which queues this pipeline on Slurm: remove it"
+            f"{site[0]} is an argument of `nemo-ext submit`, which queues the pipeline on Slurm; remove it"
         )
     pipeline = read(words)
     works = planned(pipeline)
@@ -139,7 +145,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
             return stopped.code
     for work in works:
         if work.state == _SKIPPED:
-            notice(f"{work.stage.name}: {shlex.join(['nemo-ext', *work.command()])}")
+            notice(f"{work.stage.name}: not started; to start it: {shlex.join(['nemo-ext', *work.command()])}")
     return 0
 
 
@@ -152,7 +158,9 @@ def report(words: Sequence[str]) -> int:
     pipeline = read(words)
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
     if not any(attempts.read(record) for record in records):
-        raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
+        raise ValueError(
+            f"run_dir={pipeline.run_dir}: no stage of this pipeline has started there; run the pipeline first"
+        )
     states = {}
     for stage in pipeline.stages:
         record = pipeline.run_dir / stage.name
@@ -199,8 +207,8 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
         if starts and (parent_finished is None or parent_finished > starts[0].began):
             places = dict.fromkeys([*makes(work.stage.job, work.config), work.record])
             raise ValueError(
-                f"{work.stage.name}: began before {parent} was "
-                f"{'finished' if parent_finished is None else 'run again'}: "
+                f"stages.{work.stage.name} began before {parent} was "
+                f"{'finished' if parent_finished is None else 'run again'}; "
                 f"remove {' and '.join(map(str, places))} to run it on the new output"
             )
     return "finished before" if done else "waiting"
@@ -258,7 +266,7 @@ def _refuse_queued(works: Sequence[Work]) -> None:
     for work in waiting:
         if job := queued_job(work.record, queue):
             raise ValueError(
-                f"{work.stage.name}: its job {job} on Slurm is {queue[job]}: wait for it, or end it with "
+                f"stages.{work.stage.name}: its Slurm job {job} is {queue[job]}; wait for it, or end it with "
                 "`nemo-ext cancel`"
             )
 
@@ -267,8 +275,12 @@ def runs_here(run_dir: Path) -> bool:
     """Return whether `nemo-ext pipeline`, or a job left by a killed one, is running in the folder."""
     if not (run_dir / LOCK).exists():
         return False
+    leases = Leases(run_dir, _LEASE_SECONDS)
     with (run_dir / LOCK).open("rb") as lock:
-        return not _locked(lock.fileno())
+        if not _locked(lock.fileno(), leases):
+            return True
+    leases.drop(LEASE)
+    return False
 
 
 def _print_findings(work: Work, problems: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
@@ -289,7 +301,7 @@ def _alone(run_dir: Path) -> Iterator[int]:
     """Create and lock the folder, once the job of any killed command has ended.
 
     Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
-    ended.
+    ended. On a file system without locks, a lease that ends with the command takes its place.
 
     Raises:
         ValueError: another command runs in the folder, or it cannot be written.
@@ -299,31 +311,43 @@ def _alone(run_dir: Path) -> Iterator[int]:
         lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that you can write to") from error
+    leases, ended = Leases(run_dir, _LEASE_SECONDS), threading.Event()
     try:
         began = None
-        while not _locked(lock):
+        while not _locked(lock, leases):
             if began is None:
                 began = time.monotonic()
-                notice(f"{run_dir}: waiting for another command in this folder, or the job of a killed one, to end")
+                notice(f"waiting until another command in {run_dir}, or the job of a killed one, ends")
             if time.monotonic() - began > PATIENCE:
                 raise ValueError(
                     f"{run_dir}: another command is running in this folder; wait for it or choose another run_dir"
                 )
             time.sleep(0.5)
+        if leases.holds(LEASE):
+            threading.Thread(target=_keep, args=(leases, ended), daemon=True).start()
         yield lock
     finally:
+        ended.set()
+        leases.drop(LEASE)
         os.close(lock)
 
 
-def _locked(lock: int) -> bool:
-    """Try to take the lock; return False if another process holds it. Always True on a file system without locks."""
+def _locked(lock: int, leases: Leases) -> bool:
+    """Try to take the lock, or the lease on a file system without locks; return False if another process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        notice(f"{error.strerror}: the folder cannot be locked; start no second command in it")
+    except OSError:
+        return leases.take(LEASE)
     return True
+
+
+def _keep(leases: Leases, ended: threading.Event) -> None:
+    """Touch the lease, to show that this command is alive, until it has ended."""
+    while not ended.wait(_LEASE_SECONDS / 6):
+        with contextlib.suppress(OSError):
+            leases.touch()
 
 
 @contextmanager

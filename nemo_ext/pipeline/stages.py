@@ -118,7 +118,9 @@ def read(words: Sequence[str]) -> Pipeline:
     config_dirs = [f"--config-dir={folder}" for folder in folders]
     dotted = [word for word in other_words if "." in word.partition("=")[0]]
     if not any(word.startswith("pipeline=") for word in other_words):
-        raise ValueError("pipeline=NAME is missing: a file of hydra_conf/pipeline, such as pipeline=quickstart")
+        raise ValueError(
+            "pipeline is missing: set it to the name of a file in hydra_conf/pipeline, such as pipeline=quickstart"
+        )
     pipeline_words = _in_scale([word for word in other_words if word not in dotted], folders)
     check_choice("pipeline", [*config_dirs, *pipeline_words])
     config = compose("pipeline", [*config_dirs, *pipeline_words])
@@ -133,7 +135,7 @@ def read(words: Sequence[str]) -> Pipeline:
     check_place("run_dir", config["run_dir"])
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
-            raise ValueError(f"{word}: can only be set for one stage: write STAGE.{word}")
+            raise ValueError(f"{word} can only be set for a single stage: write STAGE.{word}")
     run_dir, every = Path(str(config["run_dir"])), dict[str, Stage]()
     for name, stage in stage_configs.items():
         job = submitted(stage.job)
@@ -151,7 +153,7 @@ def read(words: Sequence[str]) -> Pipeline:
         words_of_stage = _last_of_each_key(all_words)
         if any(word in words_of_stage for word in (f"to={run_dir / name}", f"to={hydra_value(str(run_dir / name))}")):
             raise ValueError(
-                f"stages.{name}: to={run_dir / name} is where the stage's starts are recorded: choose another folder, "
+                f"stages.{name}: to={run_dir / name} is where the stage's starts are recorded; choose another folder, "
                 f"such as to=${{run_dir}}/{name}_model"
             )
         every[name] = Stage(
@@ -202,8 +204,8 @@ def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
     for name in config["stages"]:
         if not _NAME.fullmatch(str(name)) or name in _RESERVED:
             raise ValueError(
-                f"stages.{name}: a stage name has letters, digits, _ and -, starts with a letter, and is not "
-                f"{' or '.join(_RESERVED)}"
+                f"stages.{name}: a stage's name must start with a letter, have only letters, digits, _ and -, and not "
+                f"be {' or '.join(_RESERVED)}"
             )
     stages = {name: checked(StageConfig, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
     jobs_that_end = [name for name, stage in stages.items() if not submitted(stage.job).server]
@@ -213,14 +215,15 @@ def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
         after = stage.after if stage.after is not None else tuple(above[-1:])
         if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in jobs_that_end]:
             key = "parent" if wrong[0] == stage.parent and wrong[0] not in after else "after"
-            never = f"is a server, which does not end: name it in `beside` of {name} instead"
-            raise ValueError(
-                f"stages.{name}.{key}={wrong[0]}: {never if wrong[0] in stages else nearest(wrong[0], stages)}"
-            )
+            if wrong[0] in stages:
+                raise ValueError(
+                    f"stages.{name}.{key}={wrong[0]}: a server does not end; name it in `beside` of {name} instead"
+                )
+            raise ValueError(f"stages.{name}.{key}={wrong[0]}: no such stage: {nearest(wrong[0], stages)}")
         if wrong := [key for key in stage.beside if key not in stages or key in jobs_that_end]:
             servers = [each for each in stages if each not in jobs_that_end]
             raise ValueError(
-                f"stages.{name}.beside={wrong[0]}: is not a stage with job: serve: {nearest(wrong[0], servers)}"
+                f"stages.{name}.beside={wrong[0]}: no such stage with `job: serve`: {nearest(wrong[0], servers)}"
             )
         parents = [] if stage.parent is None or stage.parent in after else [stage.parent]
         stages[name] = replace(stage, after=(*after, *parents))
@@ -260,7 +263,7 @@ def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
         )
         if ready is None:
             raise ValueError(
-                f"stages: {', '.join(remaining)} wait for each other: change `after`, `parent` or `beside` of one"
+                f"stages: {', '.join(remaining)} wait for each other; change `after`, `parent` or `beside` of one"
             )
         ordered[ready] = remaining.pop(ready)
     return ordered
@@ -278,7 +281,7 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
     named = [name for name in skip if name.removeprefix(EVALUATION) not in names]
     for key, name in [*(("skip", each) for each in named), ("from", first), ("to", last)]:
         if name is not None and name not in names:
-            raise ValueError(f"{key}={name}: {nearest(str(name), names)}")
+            raise ValueError(f"{key}={name}: no such stage: {nearest(str(name), names)}")
     begin = 0 if first is None else names.index(first)
     end = len(names) if last is None else names.index(last) + 1
     if names[end : end + 1] == [f"{EVALUATION}{last}"]:
@@ -286,7 +289,7 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
     left_out = {*skip, *(EVALUATION + name for name in skip)}
     wanted = [name for name in names[begin:end] if name not in left_out]
     if not wanted:
-        raise ValueError(f"from={first}, to={last} and skip select no stage: the order is {', '.join(names)}")
+        raise ValueError(f"from={first}, to={last} and skip select no stage; the order is {', '.join(names)}")
     servers = {server for name in wanted for server in stages[name].beside} - set(skip)
     return [name for name in names if name in wanted or name in servers]
 
@@ -300,15 +303,15 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
     where = f"stages.{name}.parent={parent.name}"
     model, source = find(job).model, find(parent.job).model
     if not model.key:
-        raise ValueError(f"{where}: {job} does not start from a model: remove `parent`, or write `after`")
+        raise ValueError(f"{where}: {job} does not start from a model; replace `parent` by `after`")
     words = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
     folder = source.place(run_dir / parent.name, words) if source.leaves else None
     if folder is None:
-        raise ValueError(f"{where}: {parent.job} does not write a model: name a stage that does")
+        raise ValueError(f"{where}: {parent.job} does not write a model; name a stage that does")
     if source.leaves == "run" and model.takes == "checkpoints":
         folder /= CHECKPOINTS
     if source.leaves in ("run", "megatron") and model.takes == "hugging_face":
-        raise ValueError(f"{where}: {job} needs a Hugging Face folder: add a stage with job: convert between them")
+        raise ValueError(f"{where}: {job} needs a Hugging Face folder; add a stage with `job: convert` between them")
     return f"{model.key}={hydra_value(str(folder))}"
 
 
@@ -334,8 +337,8 @@ def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> b
     changed = attempts.other_words(ends[0] or (), arguments)
     if len(ends) == 1 and changed:
         raise ValueError(
-            f"{base}: finished with other arguments ({', '.join(changed)}): use the same ones, choose another run_dir, "
-            f"or remove {base / attempts.FOLDER / attempts.FINISHED} to run it and the stages after it again"
+            f"{base} was finished with other arguments ({', '.join(changed)}); use the same ones, choose another "
+            f"run_dir, or remove {base / attempts.FOLDER / attempts.FINISHED} to run it and the stages after it again"
         )
     return True
 

@@ -70,7 +70,9 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
                 markup=False,
             )
         elif waiting and queue[waiting[0]].startswith("completing"):
-            raise ValueError(f"{stage.name}: job {waiting[0]} is about to end: run the command again in a minute")
+            raise ValueError(
+                f"stages.{stage.name}: job {waiting[0]} is about to end; run the command again in a minute"
+            )
         elif waiting:
             jobs[stage.name] = waiting[0].partition("_")[0]
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
@@ -79,7 +81,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             try:
                 model_config = model_to_come(submission, [submissions[each.name] for each in pipeline.before(stage)])
             except ValueError as error:
-                raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
+                raise ValueError(f"stages.{stage.name}: the model that it starts from is invalid: {error}") from error
             submission = submissions[stage.name] = replace(submission, model_to_come=model_config)
             problems = [
                 *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),

@@ -15,7 +15,7 @@ def _main(words: list[str]) -> None:
     with mistakes_are_one_line():
         jobs = [word.removeprefix("job=") for word in words if word.startswith("job=")] or ["train"]
         if jobs[-1] not in CONFIGS:
-            raise ValueError(f"job={jobs[-1]}: {nearest(jobs[-1], CONFIGS)}")
+            raise ValueError(f"job={jobs[-1]} cannot be rehearsed: {nearest(jobs[-1], CONFIGS)}")
     from nemo_ext.rehearsal.job import job
 
     sys.argv = [sys.argv[0], *(word for word in words if not word.startswith("job="))]

@@ -39,9 +39,8 @@ def job(config: dict[str, Any]) -> None:
             result = rehearse_puzzle(variant, records, settings.stages, imbalance=settings.imbalance)
             if not result["ranks"]:
                 raise ValueError(
-                    f"puzzle.stages={variant['puzzle']['stages']}: nothing to rehearse: with these settings "
-                    "none of parent, "
-                    f"{', '.join(STAGES)} and heal runs"
+                    f"puzzle.stages={variant['puzzle']['stages']}: nothing to rehearse, as none of parent, "
+                    f"{', '.join(STAGES)} and heal runs with these settings; add one of them"
                 )
             return result
         return rehearse(variant, settings.stages, records, imbalance=settings.imbalance)
@@ -55,7 +54,7 @@ def job(config: dict[str, Any]) -> None:
     searched, failed = None, dict[str, str]()
     if settings.search:
         if "puzzle" in config:
-            raise ValueError("rehearse.search finds layouts of training: it does not apply to job=puzzle")
+            raise ValueError("rehearse.search finds layouts of training and does not apply to job=puzzle; remove it")
         searched, results = search(config, *gpu_of(name, limit), settings.best, rehearse_change)
         searched["command"] = [word.removeprefix("++") for word in words if not is_own(word)]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]
@@ -70,7 +69,7 @@ def job(config: dict[str, Any]) -> None:
                 if not number:
                     raise
                 failed[change] = str(error)
-                notice(f"rehearse.try: {change}: {error}")
+                notice(f"rehearse.try: {change!r} cannot be rehearsed: {error}")
     write(
         folder,
         config["recipe"],

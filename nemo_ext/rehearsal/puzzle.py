@@ -58,7 +58,7 @@ def rehearse_puzzle(
             try:
                 result = rehearse(trained[name], stages, folder / name, imbalance=imbalance)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise ValueError(f"puzzle stage {name}: {error}") from error
             aside.extend(result["set_aside"])
             several = result["pipeline"] > 1
             return [{**rank, "name": f"{name} {rank['stage']}" if several else name} for rank in result["ranks"]]

@@ -146,5 +146,5 @@ def _stages(requested: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
         middle = max(range(1, last), key=sizes.__getitem__, default=0)
         return sorted({0, middle, last})
     if not requested or max(map(int, requested)) > last:
-        raise ValueError(f"rehearse.stages={list(requested)}: the layout has pipeline ranks 0 to {last}")
+        raise ValueError(f"rehearse.stages={list(requested)}: expected pipeline ranks of the layout, from 0 to {last}")
     return sorted(set(map(int, requested)))

@@ -75,7 +75,7 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
     """
     if name is None and memory_gib is None:
         raise ValueError(
-            f"rehearse.search needs a GPU: rehearse.gpu=NAME ({', '.join(GPUS)}), cluster=leonardo, or "
+            f"rehearse.search needs a GPU: set rehearse.gpu=NAME ({', '.join(GPUS)}), cluster=leonardo, or "
             "rehearse.gpu_memory_gib=64"
         )
     if name is None:
@@ -83,11 +83,11 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
         largest = max(gpu.memory_gib for gpu in GPUS.values())
         if memory_gib > largest:
             raise ValueError(
-                f"rehearse.gpu_memory_gib={memory_gib:g}: no known GPU has that much memory: set rehearse.gpu"
+                f"rehearse.gpu_memory_gib={memory_gib:g}: no known GPU has that much memory; set rehearse.gpu"
             )
         name = next(known for known, gpu in GPUS.items() if gpu.memory_gib >= memory_gib)
     if name not in GPUS:
-        raise ValueError(f"rehearse.gpu={name}: {nearest(name, GPUS)}")
+        raise ValueError(f"rehearse.gpu={name}: unknown GPU: {nearest(name, GPUS)}")
     return name, replace(GPUS[name], memory_gib=memory_gib or GPUS[name].memory_gib)
 
 
@@ -373,7 +373,7 @@ def search(
             break
     if not tried:
         why = "; ".join(f"{count:,}: {reason}" for reason, count in refused.most_common(3)) or "no size divides"
-        raise ValueError(f"no layout of {layouts.world} GPUs with {gpu.memory_gib:g} GiB fits: {why}: use more GPUs")
+        raise ValueError(f"no layout of {layouts.world} GPUs with {gpu.memory_gib:g} GiB fits ({why}); use more GPUs")
     summary = {
         "gpu": {"name": name, **asdict(gpu)},
         "gpus": layouts.world,

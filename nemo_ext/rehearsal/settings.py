@@ -43,7 +43,7 @@ class Settings:
             if own or not change.strip():
                 raise ValueError(
                     f"rehearse.try has {' '.join(own) or 'an empty change'}: expected arguments of `nemo-ext train`; "
-                    "arguments of the rehearsal apply to all changes: give them outside rehearse.try"
+                    "give arguments of the rehearsal, which apply to all changes, outside rehearse.try"
                 )
 
 

@@ -21,17 +21,17 @@ def model_of(folder: str, key: str) -> dict[str, Any]:
     """
     source = Path(folder).expanduser()
     if not source.is_dir():
-        raise ValueError(f"{key}={folder}: no such directory")
+        raise ValueError(f"{key}={folder}: no such directory; correct the path")
     if is_hugging_face(source):
         try:
             _, description = read(json.loads((source / CONFIG).read_text()))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{source / CONFIG}: cannot be read: {error}") from error
+            raise ValueError(f"{key}: {source / CONFIG} cannot be read ({error}); copy the checkpoint again") from error
         return to_config(description)
     beside = config_beside(source, source)
     if beside is None or "model" not in beside or "megatron" not in beside:
         raise ValueError(
-            f"{key}={folder}: has no config of a model; expected the run's config.yaml, a "
+            f"{key}={folder} has no config of a model; expected the run's config.yaml, a "
             f"converted checkpoint's model/NAME.yaml, or {CONFIG}"
         )
     return beside
@@ -55,5 +55,5 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         check_layout(merged, trained=False)
     except ValueError as error:
-        raise ValueError(f"distillation.teacher={teacher} in the layout of this run: {error}") from error
+        raise ValueError(f"distillation.teacher={teacher} does not fit the layout of this run: {error}") from error
     return merged

@@ -180,11 +180,15 @@ class Product:
         step, width = LEADING[self.scaling], WIDTH[self.scaling]
         for rows in self.rows(input.shape, counts):
             if rows % step:
-                raise ValueError(f"{self.weight}: {self.scaling} FP8 requires a multiple of {step} tokens, not {rows}")
+                raise ValueError(
+                    f"{self.weight}: {self.scaling} FP8 requires a multiple of {step} tokens, not {rows}; change the "
+                    "sequence length, the microbatch or the parallel sizes"
+                )
         if any(size % width for size in weight.shape):
             raise ValueError(
                 f"{self.weight}: {self.scaling} FP8 requires sizes that are multiples of {width}, but a rank's part is "
-                f"{weight.shape[0]} x {weight.shape[1]}: change the parallel sizes, or keep it in bf16 with a rule"
+                f"{weight.shape[0]} x {weight.shape[1]}; change the parallel sizes, or keep it in bf16 with a rule of "
+                "precision_plan"
             )
 
 
@@ -451,7 +455,10 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
         else:
             module._forward_impl = product
     if missing:
-        raise ValueError(f"precision_plan: {low[min(missing)]} is in FP8, but is not in a linear layer of this stage")
+        raise ValueError(
+            f"precision_plan: {low[min(missing)]} is in FP8, but is not in a linear layer of this stage; exclude it by "
+            "a rule"
+        )
 
 
 def _scatters(module: torch.nn.Module) -> bool:

@@ -136,13 +136,13 @@ class Api:
 
     async def _model(self, request: Request) -> Response:
         if (name := request.path_params["name"]) != self.served.name:
-            return refusal(404, f"unknown model {name!r}: this is {self.served.name!r}")
+            return refusal(404, f"unknown model {name!r}: this server has only {self.served.name!r}")
         return JSONResponse(self.model)
 
     async def _chat(self, request: Request) -> Response:
         given = await _read(request, Chat)
         if given.top_logprobs and not given.logprobs:
-            raise BadRequest("top_logprobs: requires logprobs=true")
+            raise BadRequest("top_logprobs requires logprobs=true")
         prompt = self._rendered(given)
         ids = self._ids(prompt, special=False)
         sampling = self._sampling(
@@ -161,7 +161,7 @@ class Api:
         most = _COMPLETION_TOKENS if given.max_tokens is None else given.max_tokens
         pairs = [(ids, self._sampling(given, ids, most, given.logprobs, echo=bool(given.echo))) for ids in prompts]
         if not pairs:
-            raise BadRequest("prompt: is empty: send at least one prompt")
+            raise BadRequest("prompt is empty: send at least one prompt")
         return await self._respond(request, given, _CompletionAnswers(self), pairs)
 
     @cached_property
@@ -181,9 +181,9 @@ class Api:
         more = dict(given.chat_template_kwargs or {})
         mode = given.enable_thinking
         if mode is not None and more.setdefault("enable_thinking", mode) is not mode:
-            raise BadRequest("enable_thinking: contradicts chat_template_kwargs: set one of the two")
+            raise BadRequest("enable_thinking contradicts chat_template_kwargs: set only one of the two")
         if taken := {"tokenize", "return_tensors", "chat_template", "conversation"} & set(more):
-            raise BadRequest(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
+            raise BadRequest(f"chat_template_kwargs must not contain {', '.join(sorted(taken))}")
         add = not last if given.add_generation_prompt is None else given.add_generation_prompt
         try:
             rendered: str = self.served.tokenizer.apply_chat_template(
@@ -195,28 +195,29 @@ class Api:
                 **more,
             )
         except Exception as error:  # templates may raise any exception
-            raise BadRequest(f"messages: refused by the chat template: {type(error).__name__}: {error}") from None
+            raise BadRequest(f"the chat template rejects these messages ({type(error).__name__}: {error})") from None
         return rendered
 
     def _ids(self, prompt: str | Sequence[int], *, special: bool) -> list[int]:
         if isinstance(prompt, str):
             return list(self.served.tokenizer(prompt, add_special_tokens=special)["input_ids"])
         size = self.served.engine.model.config.vocab_size
-        if not all(0 <= token < size for token in prompt):
-            raise BadRequest(f"prompt: token ids must be from 0 to {size - 1}")
+        if invalid := [token for token in prompt if not 0 <= token < size]:
+            raise BadRequest(f"prompt: token ids must be from 0 to {size - 1}, not {invalid[0]}")
         return list(prompt)
 
     def _sampling(
         self, given: Chat | Completion, ids: Sequence[int], most: int, logprobs: int | None, *, echo: bool = False
     ) -> Sampling:
         if given.model not in (None, self.served.name):
-            raise BadRequest(f"model: unknown model {given.model!r}: this is {self.served.name!r}")
+            raise BadRequest(f"unknown model {given.model!r}: this server has only {self.served.name!r}")
         length, defaults = self.served.length, self.served.defaults
         if not ids:
-            raise BadRequest("prompt: is empty: send at least one token")
+            raise BadRequest("the prompt is empty: send at least one token")
         if len(ids) + most > length:
             raise BadRequest(
-                f"the model's maximum context length is {length} tokens: prompt {len(ids)}, max_tokens {most}"
+                f"the model's maximum context length is {length} tokens, but the prompt has {len(ids)} tokens and "
+                f"max_tokens={most}: shorten the prompt, or lower max_tokens"
             )
         chosen = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")}
         chosen = {name: defaults.get(name) if value is None else value for name, value in chosen.items()}
@@ -507,14 +508,15 @@ async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) ->
     async for chunk in request.stream():
         content += chunk
         if len(content) > _MOST_BYTES:
-            raise BadRequest(f"the request is larger than {_MOST_BYTES >> 20} MiB")
+            raise BadRequest(f"the request is larger than {_MOST_BYTES >> 20} MiB: send a smaller one")
     try:
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"][:1])
-        known = "" if first["type"] != "extra_forbidden" else ": this server does not support the field"
-        raise BadRequest(f"{where}: {first['msg']}{known}" if where else first["msg"]) from None
+        known = "" if first["type"] != "extra_forbidden" else "; this server does not support the field"
+        place = f" in the field {where}" if where else ""
+        raise BadRequest(f"invalid request{place}: {first['msg']}{known}") from None
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -162,7 +162,7 @@ class Balancer:
         """Forward a request to one replica after another until one starts to answer, and return its response."""
         body = await request.body()
         tried: set[Member] = set()
-        last = refusal(503, "no replica is up: try again")
+        last = refusal(503, "no replica is up yet: try again later")
         last.headers[AWAY] = "1"
         while True:
             candidates = [member for member in self.members.values() if member.up and member not in tried]
@@ -177,7 +177,7 @@ class Balancer:
                 return Response(status_code=499)
             except _Elsewhere as error:
                 self._outcomes.labels(member.name, "elsewhere").inc()
-                last = refusal(502, f"no replica answered: {error}")
+                last = refusal(502, f"no replica answered ({error}): try again")
                 continue
             # A request that fails on two engines would fail on all.
             if response.status_code not in _ELSEWHERE or (response.status_code == 500 and len(tried) > 1):

@@ -88,8 +88,8 @@ def on_one_node(config: Config, settings: Any, **others: object) -> Iterator[Fin
         if (number := config["serving"][key]) != 1:
             yield Finding(
                 "error",
-                f"serving.{key}={number}: job={settings.job} serves its models one at a time on its own node: set "
-                "it to 1; serving.gpus gives a model more GPUs (serving.engine=vllm)",
+                f"serving.{key}={number}: job={settings.job} serves its models one at a time on its own node; set "
+                f"serving.{key}=1 (with serving.engine=vllm, serving.gpus gives a model more GPUs)",
             )
 
 

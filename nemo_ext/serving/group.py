@@ -108,7 +108,7 @@ class Replica:
         if (self.folder / FILE).exists():
             return True
         if (code := self.ended()) is not None:
-            raise ValueError(f"the server ended with {code}: {self.said()}")
+            raise ValueError(f"the server ended with exit code {code}: {self.said()}")
         return False
 
     def wait(self) -> None:
@@ -186,10 +186,12 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
         if (code := replica.ended()) is None:
             continue
         if code == USER_ERROR:
-            raise ValueError(replica.said())
+            raise ValueError(f"replica {replica.folder.name} cannot start: {replica.said()}")
         if replica.hopeless:
-            raise ReplicaFailed(f"replica {replica.folder.name} ended with {code}: {replica.said()}")
-        notice(f"replica {replica.folder.name} ended with {code} ({replica.log}): restarting it")
+            raise ReplicaFailed(
+                f"replica {replica.folder.name} ended too often, last with exit code {code}: {replica.said()}"
+            )
+        notice(f"replica {replica.folder.name} ended with exit code {code} and is restarted (log: {replica.log})")
         replica.start({**config, "run_dir": str(replica.folder)}, key)
 
 

@@ -28,7 +28,7 @@ class Guard:
         if scope["type"] == "http" and self.expected is not None and scope["path"] != OPEN:
             header = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(header, self.expected):
-                refused = refusal(401, "the key is missing or wrong: send the header Authorization: Bearer KEY")
+                refused = refusal(401, "the API key is missing or invalid; send the header `Authorization: Bearer KEY`")
                 await refused(scope, receive, send)
                 return
         await self.app(scope, receive, send)

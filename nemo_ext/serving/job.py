@@ -64,7 +64,7 @@ def _serve(config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, 
             with present(run_dir, address, lambda: process.poll() is None):
                 notice(up)
                 process.wait()
-        raise vllm.Ended(f"vllm serve ended with {process.returncode}")
+        raise vllm.Ended(f"vllm serve ended with exit code {process.returncode}; see its output above")
     from nemo_ext.serving.app import Api
     from nemo_ext.serving.load import load
 

@@ -16,7 +16,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         how = "set port=0 for a free port" if port else "set serving.host to an address of this machine"
-        raise ValueError(f"serving.host={host} port={port}: cannot listen there ({error.strerror}): {how}") from None
+        raise ValueError(f"cannot listen at serving.host={host}, port={port} ({error.strerror}); {how}") from None
 
 
 def url_of(host: str, port: int) -> str:

@@ -31,7 +31,8 @@ def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model={folder}: cannot load the tokenizer: add one with `nemo-ext convert files_from=FOLDER` ({error})"
+            f"model={folder}: the tokenizer cannot be loaded ({error}); add one with "
+            "`nemo-ext convert files_from=FOLDER`"
         ) from None
     its = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     if device == "cpu" and hasattr(its, "chunk_size"):

@@ -33,7 +33,7 @@ def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, 
     if config["serving"]["replica"] is not None:  # on Slurm each worker has one replica
         own |= {"replicas": 1, "least": None}
     server, model = Replica(run_dir), folder_of(str(served), folder, config["files_from"])
-    notice(f"{served}: serving it on this machine meanwhile ({server.log})")
+    notice(f"serving {served} on this machine during the job (log: {server.log})")
     server.start(
         {
             "served": str(model),

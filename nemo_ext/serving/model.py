@@ -28,7 +28,7 @@ def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:
         ValueError: a setting is invalid, or the model cannot be served with it.
     """
     if config["served"] is None:
-        raise ValueError("model: set it to an export of `nemo-ext convert` or a run directory")
+        raise ValueError("model is not set: set it to an export of `nemo-ext convert` or a run directory")
     settings, port = ServingSettings.from_config(config), config["port"]
     settings.key()
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
@@ -53,18 +53,18 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
             return
         if files is None or not any((Path(files).expanduser() / name).exists() for name in _TOKENIZER):
             raise ValueError(
-                f"model={model}: is a Megatron checkpoint without a tokenizer: set files_from=FOLDER to one"
+                f"model={model} is a Megatron checkpoint without a tokenizer; set files_from to a folder with one"
             )
         return
     quantised = read_json(folder / CONFIG).get("quantization_config") or {}
     by_modelopt = quantised.get("quant_method") == "modelopt" or (folder / "hf_quant_config.json").exists()
     if by_modelopt and settings.engine == "transformers":
         raise ValueError(
-            f"model={model}: is quantised by ModelOpt, which transformers does not read: set serving.engine=vllm"
+            f"model={model} is quantised by ModelOpt, which transformers does not read; set serving.engine=vllm"
         )
     may_run_code(str(folder), config)
     if not any((folder / name).exists() for name in _TOKENIZER):
-        raise ValueError(f"model={model}: has no tokenizer: add one with `nemo-ext convert files_from=FOLDER`")
+        raise ValueError(f"model={model} has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`")
 
 
 def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
@@ -76,7 +76,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     source = Path(model).expanduser()
     if not source.is_dir():
         raise ValueError(
-            f"model={model}: no such directory: set it to an export of `nemo-ext convert`, or a run directory"
+            f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
     if is_hugging_face(source):
         return source
@@ -88,7 +88,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
         plan = hf.plan(source, run_dir / _EXPORT / checkpoint_folder(source, None).name, settings)
         if not hf.is_made(plan, settings):
-            notice(f"{source}: exporting it to {plan.to}")
+            notice(f"exporting {source} to {plan.to}")
             hf.convert(plan, settings)
     return plan.to
 

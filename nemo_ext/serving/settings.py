@@ -55,21 +55,22 @@ class ServingSettings:
     def __post_init__(self) -> None:
         if self.open and self.host not in LOOPBACK:
             raise ValueError(
-                f"open=true: host={self.host} is reachable from other machines, so a key is required: set open=false"
+                f"open=true: host={self.host} is reachable from other machines, so a key is required; set open=false"
             )
         if self.open and self.key_variable is not None:
             raise ValueError("open=true and key_variable exclude each other: set one of them")
         if self.least is not None and self.least > self.replicas:
-            raise ValueError(f"least={self.least}: there are only {self.replicas} replicas: lower it")
+            raise ValueError(f"least={self.least} exceeds replicas={self.replicas}; lower it")
         if own := {"host", "port", "api_key", "served_model_name", "max_model_len", "tensor_parallel_size"} & set(
             self.vllm
         ):
             raise ValueError(
-                f"vllm: {', '.join(sorted(own))}: set by serving.host, port, serving.name, serving.max_length and "
-                "serving.gpus; the key comes from serving.key_variable"
+                f"vllm must not contain {', '.join(sorted(own))}; set serving.host, port, serving.name, "
+                "serving.max_length, serving.gpus or serving.key_variable instead"
             )
         if self.engine != "vllm" and (self.vllm or self.nodes > 1):
-            raise ValueError(f"{'vllm' if self.vllm else 'nodes'}: requires engine=vllm, but engine is {self.engine}")
+            key = "vllm" if self.vllm else f"nodes={self.nodes}"
+            raise ValueError(f"{key} requires engine=vllm, but engine is {self.engine}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":
@@ -92,7 +93,9 @@ class ServingSettings:
         if self.key_variable is None:
             return secrets.token_urlsafe(32)
         if not (key := os.environ.get(self.key_variable)):
-            raise ValueError(f"serving.key_variable: the environment variable {self.key_variable} is not set")
+            raise ValueError(
+                f"serving.key_variable: the environment variable {self.key_variable} is not set; set it to the key"
+            )
         return key
 
 
@@ -118,4 +121,6 @@ class AskingSettings:
 
     def __post_init__(self) -> None:
         if self.key_variable is not None and not os.environ.get(self.key_variable):
-            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
+            raise ValueError(
+                f"key_variable: the environment variable {self.key_variable} is not set; set it to the key"
+            )

@@ -73,9 +73,7 @@ def command(
     }
     if settings.nodes > 1:
         if (first := os.environ.get(_FIRST_NODE)) is None:
-            raise ValueError(
-                f"serving.nodes={settings.nodes}: several nodes require Slurm: use nemo-ext submit job=serve"
-            )
+            raise ValueError(f"serving.nodes={settings.nodes} requires Slurm; use `nemo-ext submit job=serve`")
         arguments |= {"nnodes": settings.nodes, "node_rank": rank, "master_addr": first, "headless": rank > 0 or None}
     arguments |= settings.vllm
     switches = [f"--{key.replace('_', '-')}" for key, value in arguments.items() if value is True]
@@ -117,9 +115,7 @@ def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[byte
     program = Path(sys.executable).parent / "vllm"
     found = str(program) if program.exists() else shutil.which("vllm")
     if found is None:
-        raise ValueError(
-            "serving.engine=vllm: vllm is not installed: pip install vllm, or set serving.engine=transformers"
-        )
+        raise ValueError("serving.engine=vllm requires vLLM: pip install vllm, or set serving.engine=transformers")
     process = subprocess.Popen(
         [found, *words[1:]],
         env={**os.environ, **({KEY: key} if key is not None else {})},
@@ -140,7 +136,9 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, key: str | None) -
     """
     while not answers(f"{url}/models", key):
         if process.poll() is not None:
-            raise Ended(f"vllm serve ended with {process.returncode} before it answered")
+            raise Ended(
+                f"vllm serve ended with exit code {process.returncode} before it answered; see its output above"
+            )
         time.sleep(0.5)
 
 

@@ -31,7 +31,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
     if MULTIRUN in words:
         runs = points(job, words)
         if number is None or int(number) >= len(runs):
-            raise ValueError(f"{MULTIRUN}: {len(runs)} runs: pass --array=0-{len(runs) - 1} to sbatch")
+            raise ValueError(f"{MULTIRUN} has {len(runs)} runs: pass --array=0-{len(runs) - 1} to sbatch")
         return runs[int(number)]
     array = submitted(job).array
     if number is not None and array is not None:

@@ -72,7 +72,7 @@ class Container:
     def __post_init__(self) -> None:
         if self.runtime == "none" and self.image is not None:
             raise ValueError(
-                f"container.image={self.image}: container.runtime is none: set it to singularity, apptainer or pyxis"
+                f"container.image={self.image} requires a container.runtime: set it to singularity, apptainer or pyxis"
             )
 
     @property
@@ -186,4 +186,4 @@ def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError:
-        raise ValueError(f"{words[0]} is not on PATH: use a login node of the cluster") from None
+        raise ValueError(f"{words[0]} is not on PATH; use a login node of the cluster") from None

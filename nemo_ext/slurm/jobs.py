@@ -27,7 +27,7 @@ def submitted(name: str) -> Job:
     """
     known = [job.name for job in jobs() if job.script]
     if name not in known:
-        raise ValueError(f"job={name}: {nearest(name, known)}")
+        raise ValueError(f"job={name} cannot be submitted: {nearest(name, known)}")
     return find(name)
 
 

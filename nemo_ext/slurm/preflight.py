@@ -138,7 +138,7 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
                 yield Finding(
                     "error",
                     f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised with {earlier} in an earlier "
-                    "stage: set the same tokenizer in both stages",
+                    "stage; set the same tokenizer in both stages",
                 )
 
 
@@ -174,7 +174,9 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         yield Finding("note", f"uses {gpus} of the {cluster.node.gpus} GPUs of its node")
     limit = cluster.limit
     if cluster.qos is not None and cluster.limits and limit is None:
-        yield Finding("error", f"cluster.qos={cluster.qos}: {nearest(cluster.qos, cluster.limits)}")
+        yield Finding(
+            "error", f"cluster.qos={cluster.qos}: unknown quality of service: {nearest(cluster.qos, cluster.limits)}"
+        )
         return
     if limit is None:
         yield Finding("note", f"cluster={cluster.name}: its limits and GPUs are unknown, so they are not checked")
@@ -198,7 +200,7 @@ def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
         known = call(command).stdout.split() if value is not None and shutil.which(command[0]) else []
         for name in (value or "").split(",") if known else ():
             if name not in known:
-                yield Finding("error", f"cluster.{key}={name}: not known to Slurm: {nearest(name, known)}")
+                yield Finding("error", f"cluster.{key}={name}: unknown to Slurm: {nearest(name, known)}")
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
@@ -231,7 +233,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
             if wrong := _no_checkpoint(key, path):
                 yield Finding("error", f"{key}={path}: {wrong}")
         elif path.is_dir() and not any(path.iterdir()):
-            yield Finding("error", f"{key}={path}: is an empty folder; {how}")
+            yield Finding("error", f"{key}={path}: the folder is empty; {how}")
     record = record_of(settings.job, config, settings)
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(
@@ -249,14 +251,16 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
         yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a writable directory")
         return
     if room := no_room(above):
-        yield Finding("error", f"run_dir={record}: {room}: free disk space, or choose another disk")
+        yield Finding("error", f"run_dir={record}: {room}; free disk space, or choose another disk")
     if job.ranks != "slurm" or not config["megatron"].get("train_iters"):
         return
     (count, size), free = checkpoints_of(config), shutil.disk_usage(above).free
     if free < size * count:
         has = f"run_dir={record}: {above} has {free / 1e9:,.1f} GB free"
         one = f"a checkpoint takes about {size / 1e9:,.1f} GB, and {count:,} are kept"
-        yield Finding("error" if free < size else "warning", f"{has}; {one}: free disk space, or choose another disk")
+        yield Finding(
+            "error" if free < size else "warning", f"{has}, but {one}; free disk space, or choose another disk"
+        )
 
 
 def _no_checkpoint(key: str, path: Path) -> str:
@@ -267,9 +271,9 @@ def _no_checkpoint(key: str, path: Path) -> str:
         except CheckpointError as error:
             return str(error).removeprefix(f"{path}: ")
     elif key.startswith("megatron."):
-        return "is a Hugging Face checkpoint: convert it to Megatron with `nemo-ext convert`"
+        return "this is a Hugging Face checkpoint; convert it to Megatron with `nemo-ext convert`"
     elif not any(file.suffix in _WEIGHTS for file in path.iterdir()):
-        return f"has a config.json but no weights ({', '.join(_WEIGHTS)}): copy it again"
+        return f"the folder has a config.json but no weights ({', '.join(_WEIGHTS)}); copy it again"
     return ""
 
 
@@ -281,18 +285,22 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
         return
     image = str(container.image)
     if container.runtime != "pyxis" and shutil.which(container.runtime) is None:
-        yield Finding("error", f"cluster.container.runtime={container.runtime}: not on PATH; load its module")
+        yield Finding("error", f"cluster.container.runtime={container.runtime} is not on PATH; load its module")
     if image.startswith(("/", ".")) or image.endswith((".sif", ".sqsh")):
         if not Path(image).exists():
-            yield Finding("error", f"cluster.container.image={image}: no such file")
+            yield Finding("error", f"cluster.container.image={image}: no such file; correct the path")
     elif not cluster.internet:
         yield Finding("error", f"cluster.container.image={image}: compute nodes are offline; pull the image to a file")
     unset = [place for place in container.binds if os.path.expandvars(place).startswith("$")]
     if unset:
-        yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not mounted")
+        yield Finding(
+            "note", f"cluster.container.binds: variables that are not set here are not mounted: {', '.join(unset)}"
+        )
     if absent := [place for place in cluster.binds() if not Path(place.partition(":")[0]).exists()]:
         places = ", ".join(absent)
-        yield Finding("warning", f"cluster.container.binds: {places} not found here; starts fail on nodes without")
+        yield Finding(
+            "warning", f"cluster.container.binds: not found here: {places}; starts fail on nodes that do not have them"
+        )
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
@@ -304,13 +312,13 @@ def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
     if not name or Path(str(name)).exists():
         return
     if str(name).count("/") != 1 or str(name).startswith((".", "~", "/")):
-        yield Finding("error", f"data.tokenizer: {name}: no such folder")
+        yield Finding("error", f"data.tokenizer: {name}: no such folder; correct the path")
         return
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     if not (hub.expanduser() / f"models--{str(name).replace('/', '--')}").is_dir():
         yield Finding(
             "error",
-            f"data.tokenizer: {name} is neither a folder nor in {hub}, and compute nodes have no internet: "
+            f"data.tokenizer: {name} is neither a folder nor in {hub}, and compute nodes have no internet; "
             f"download it here first (hf download {name})",
         )
 

@@ -27,7 +27,9 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
     }
     missing = [name for name in (*names.values(), "MASTER_ADDR", "MASTER_PORT") if name not in slurm]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set: start this with srun, as slurm/train.sbatch does")
+        raise ValueError(
+            f"environment variables are not set: {', '.join(missing)}; start this with srun, as slurm/train.sbatch does"
+        )
     return {ours: slurm[name] for ours, name in names.items()}
 
 

@@ -199,7 +199,7 @@ class RayCluster:
                 self._joined.append(node)
                 self.say(f"Ray: {node} has joined, {len(self._joined)} of {len(self.nodes)}")
             if missing and (lost or time.monotonic() > deadline):
-                why = "before one ended" if lost else f"within {self.wait:g} s"
+                why = "before a node was lost" if lost else f"within {self.wait:g} s"
                 accounts = [self._account(node) for node in (lost or missing)[:4]]
                 raise ClusterError("\n".join([f"Ray: {', '.join(missing)} did not join {why}", *accounts]))
             time.sleep(0.2)
@@ -238,7 +238,7 @@ def _address_towards(node: str) -> str:
                 said = re.search(r"NodeAddr=(\S+)", call(["scontrol", "show", "node", node]).stdout)
                 way.connect((said[1] if said else node, 1))
         except OSError as error:
-            raise ClusterError(f"node {node}: {error}") from None
+            raise ClusterError(f"node {node} has no address that this node can reach: {error}") from None
         return str(way.getsockname()[0])
 
 
@@ -259,7 +259,7 @@ def _hold(folder: Path, options: Sequence[str]) -> int:
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():  # /tmp is writable for everyone
-        raise SystemExit(f"{folder} is a link or another user's: remove it")
+        raise SystemExit(f"{folder} is a symbolic link or belongs to another user; remove it")
     stop = threading.Event()
 
     def wait_for_end_of_input() -> None:

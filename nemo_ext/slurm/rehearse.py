@@ -142,7 +142,7 @@ def _result(
         code = _run(folder, limit)
         if code is None:
             more = "slurm.rehearse=true waits for it, slurm.rehearse=false skips it"
-            return [Finding("note", f"not rehearsed within {SECONDS:.0f} s: {more}")], None
+            return [Finding("note", f"not rehearsed within {SECONDS:.0f} s; {more}")], None
         if code:
             return [Finding("warning", f"not rehearsed: its process ended with exit code {code}")], None
     result: dict[str, Any] = json.loads(file.read_text())
@@ -151,7 +151,7 @@ def _result(
     file.unlink()
     if ": code -" in why:  # killed by the kernel when out of memory, or by a limit of the login node
         return [Finding("warning", f"not rehearsed: {why}")], None
-    return [Finding("error", f"rehearsal: {why}; slurm.rehearse=false submits it anyway")], None
+    return [Finding("error", f"the rehearsal failed: {why}; slurm.rehearse=false submits the run anyway")], None
 
 
 def _run(folder: Path, limit: float | None) -> int | None:

@@ -63,7 +63,7 @@ class Settings:
         known = {job.name: job for job in jobs()}
         if self.slurm.folder is not None and self.job in known and known[self.job].ranks == "slurm":
             raise ValueError(
-                f"slurm.folder={self.slurm.folder}: training records its starts in run_dir: remove slurm.folder"
+                f"slurm.folder={self.slurm.folder}: training records its starts in run_dir; remove slurm.folder"
             )
         sharded = [job.name for job in known.values() if job.array is not None and job.array.shards]
         if self.slurm.shards > 1 and self.job not in sharded:

@@ -11,13 +11,16 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
@@ -40,6 +43,28 @@ _DRIVERS = {11: 450, 12: 525, 13: 580}
 (docs.nvidia.com/deploy/cuda-compatibility)."""
 _LATE = 30
 """Seconds; a job that ends less than this before its time limit counts as timed out."""
+
+
+def reserve_port_from(first: int, count: int, number: int) -> socket.socket:
+    """Bind a socket to the port that a job's number selects, or to the next one that no other process has.
+
+    Until the socket is closed, other jobs that select the port this way get the next one. The job's own process can
+    listen on it with SO_REUSEADDR, as torch.distributed does.
+    """
+    for offset in range(count):
+        place = ("", first + (number + offset) % count)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(place)  # fails, without SO_REUSEADDR, if another socket is bound to the port
+            probe.close()
+            held = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                held.bind(place)
+            except OSError:
+                held.close()
+                raise
+            return held
+    raise ValueError(f"no port from {first} to {first + count - 1} is free on {platform.node()}; use another node")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +198,7 @@ class Batch(ABC):
         if not before or before[-1].ended is not None or before[-1].job == self.name:
             return
         if before[-1].job in queued() and ends.is_own(record / attempts.FOLDER, before[-1].job):
-            raise ValueError(f"{record}: job {before[-1].job} is running in this folder: wait for it, or cancel it")
+            raise ValueError(f"{record}: job {before[-1].job} is running in this folder; wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:
         attempts.finish(record, step=self.saved(), words=self.words)
@@ -200,8 +225,13 @@ class Batch(ABC):
         names = self.hostnames()
         # A single node does not need a resolvable name.
         address = names[0] if len(names) > 1 else "127.0.0.1"
-        port = str(_FIRST_PORT + int(self.job) % _PORTS)
+        port = str(self._reserved.getsockname()[1])
         return {"MASTER_ADDR": address, "MASTER_PORT": port, **self.settings.cluster.variables()}
+
+    @cached_property
+    def _reserved(self) -> socket.socket:
+        """Socket bound to this job's port on the first node, which is this one, until the batch process ends."""
+        return reserve_port_from(_FIRST_PORT, _PORTS, int(self.job))
 
     def hostnames(self) -> list[str]:
         """Names of the job's nodes, with this one first."""
@@ -278,7 +308,7 @@ class Batch(ABC):
         done = call(["scontrol", "requeue", self.name])
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
-            say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command resumes")
+            say(f"the job could not be requeued ({done.stderr.strip()}); the same sbatch command resumes")
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED

@@ -229,7 +229,8 @@ def queued() -> dict[str, str]:
     """
     done = call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])
     if done.returncode:
-        raise ValueError((done.stderr.strip().splitlines() or ["squeue failed"])[-1])
+        lines = done.stderr.strip().splitlines() or [f"squeue ended with exit code {done.returncode}"]
+        raise ValueError(f"Slurm's queue cannot be read ({lines[-1]})")
     jobs = {}
     for line in done.stdout.splitlines():
         job, state, reason = line.split("|", 2)
@@ -252,7 +253,9 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
         if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
     }
     if not runs:
-        raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name other run directories")
+        raise ValueError(
+            f"no run was submitted to Slurm from {', '.join(map(str, places))}; name other run directories"
+        )
     return sorted(runs, key=_in_order)
 
 
@@ -297,7 +300,7 @@ def log_of(run_dir: Path) -> Path:
         return run_dir / LOG
     outputs = sorted((run_dir / attempts.FOLDER).glob("*.out"), key=lambda path: path.stat().st_mtime)
     if not outputs:
-        raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet: wait for its first start")
+        raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet; wait for its first start")
     return outputs[-1]
 
 
@@ -359,11 +362,11 @@ def cancel(run_dir: Path) -> list[str]:
     if not waiting:
         last = job_of(runs[-1])
         others = ", an id that another job has now" if last in queue else ""
-        raise ValueError(f"{run_dir}: no job in the queue; the last was {last}{others}")
+        raise ValueError(f"{run_dir}: no job in the queue that could be cancelled; the last was {last}{others}")
     # Dependent jobs first, so that they do not start in between.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:
-        raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")
+        raise ValueError(f"scancel {' '.join(waiting)} failed: {done.stderr.strip()}")
     for run, job in zip(runs, jobs, strict=True):
         if job in waiting:
             ends.note(run / attempts.FOLDER, job, by=getpass.getuser())

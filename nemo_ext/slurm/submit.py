@@ -191,7 +191,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
             notes.append(Finding("note", f"{OPERATION}, as the job uses several nodes; operation=none turns it off"))
     taken = {nodes_and_gpus(job, config, settings) for config in configs}
     if len(taken) > 1:
-        raise ValueError(f"{MULTIRUN}: the runs use different numbers of nodes or GPUs: submit them separately")
+        raise ValueError(f"{MULTIRUN}: the runs use different numbers of nodes or GPUs; submit them separately")
     base = record_of(job, configs[0], settings)
     if several:
         base = base.parent
@@ -267,18 +267,25 @@ def _checked_here(submission: Submission, collected: list[Finding]) -> list[Find
     script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
-        collected.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
+        collected.append(Finding("error", f"{script} has a syntax error (bash -n): {syntax.stderr.strip()}"))
     collected += unknown_to_slurm(settings)
     if not errors(collected):
         records = [record for round_ in submission.every_round for record in round_.records]
         queue = queued() if any(map(job_of, records)) else {}
         for record in records:
             if job := queued_job(record, queue):
-                collected.append(Finding("error", f"{record}: its job {job} is {queue[job]}"))
+                collected.append(
+                    Finding(
+                        "error",
+                        f"{record}: its job {job} is {queue[job]}; wait for it, or cancel it with `nemo-ext cancel`",
+                    )
+                )
     if not errors(collected):
         tested = call([*submission.command()[:1], "--test-only", *submission.command()[2:]])
         lines = [line for line in tested.stderr.splitlines() if line.strip()] or [f"exit code {tested.returncode}"]
-        collected.append(Finding("error", lines[0]) if tested.returncode else Finding("note", lines[-1]))
+        collected.append(
+            Finding("error", f"Slurm rejects the job: {lines[0]}") if tested.returncode else Finding("note", lines[-1])
+        )
     return collected
 
 
@@ -361,7 +368,9 @@ def hand_over(submission: Submission) -> str:
         except ValueError as error:
             if jobs:
                 call(["scancel", *reversed(jobs)])
-                raise ValueError(f"{error} (jobs {', '.join(jobs)} before it were cancelled)") from error
+                raise ValueError(
+                    f"{error} (the jobs submitted before it, {', '.join(jobs)}, were cancelled)"
+                ) from error
             raise
     return jobs[-1]
 
@@ -374,7 +383,8 @@ def _hand_over(submission: Submission) -> str:
     try:
         done = call(submission.command())
         if done.returncode:
-            raise ValueError(done.stderr.strip() or f"sbatch failed with exit code {done.returncode}")
+            reason = done.stderr.strip() or f"exit code {done.returncode}"
+            raise ValueError(f"Slurm rejects the job: {reason}")
         job = done.stdout.strip().partition(";")[0]
         records = submission.records
         for number, record in enumerate(records):

@@ -49,7 +49,10 @@ class Task(Batch):
         if job.ranks == "asked":
             self.ranks = nodes_and_gpus(name, config, self.settings)
             if (nodes := self.ranks[0]) != int(os.environ["SLURM_JOB_NUM_NODES"]):
-                raise ValueError(f"launcher.nodes={nodes}: pass --nodes={nodes} to sbatch, as `nemo-ext submit` does")
+                raise ValueError(
+                    f"launcher.nodes={nodes} differs from the allocation's {os.environ['SLURM_JOB_NUM_NODES']}: pass "
+                    f"--nodes={nodes} to sbatch, as `nemo-ext submit` does"
+                )
         self.on_ray = job.ray(config)
         self.record = record_of(name, config, self.settings)
         self.seconds = sampler.interval(config)

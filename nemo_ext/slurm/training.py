@@ -88,7 +88,9 @@ class Training(Batch):
         """Launcher overrides that replace the recipe's numbers of nodes and ranks with those of the allocation."""
         variables = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
         if missing := [name for name in variables.values() if name not in os.environ]:
-            raise ValueError(f"{', '.join(missing)} not set: pass --nodes and --ntasks-per-node to sbatch")
+            raise ValueError(
+                f"environment variables are not set: {', '.join(missing)}; pass --nodes and --ntasks-per-node to sbatch"
+            )
         return [f"{key}={os.environ[name]}" for key, name in variables.items()]
 
     def _step(self, *words: str) -> int:

@@ -60,7 +60,7 @@ def test_tokenising_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_curation_resumes_and_refuses_other_settings() -> None:
     before = [Path(f"curated/.job/0/{number:06d}.json").stat().st_mtime_ns for number in (0, 2, 4)]
     with pytest.raises(
-        ValueError, match=r"output=curated: was begun with other settings \(curate\.unit: 200 -> 300\): choose"
+        ValueError, match=r"output=curated was begun with other settings \(curate\.unit: 200 -> 300\); choose"
     ):
         run(compose("curate", [*WORDS, "curate.unit=300"]))
     run(compose("curate", WORDS))

@@ -85,7 +85,7 @@ def test_a_refused_key_ends_all_requests_and_is_never_shown(endpoint: Any, reply
     endpoint.reply = lambda payload: reply(status=401, body=f"bad key {KEY}".encode())
     client = Client(Address(url=endpoint.url, key=KEY))
 
-    with pytest.raises(ValueError, match="HTTP 401: the key is refused") as raised:
+    with pytest.raises(ValueError, match="HTTP 401: the API key was rejected") as raised:
         asyncio.run(collected(client, map(request, itertools.count())))
 
     assert KEY not in str(raised.value) + repr(client.address)
@@ -224,8 +224,8 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://host/v1?key=x", "must not contain a name, password or query"),
         ("ftp://host/v1", "must be like http://localhost:8000/v1"),
         ("nowhere", "there is no endpoint"),
-        ("bad.json", "cannot be read as the address of an endpoint"),
-        ("list.json", "cannot be read as the address of an endpoint"),
+        ("bad.json", "does not contain the address of an endpoint"),
+        ("list.json", "does not contain the address of an endpoint"),
     ],
 )
 def test_an_address_that_is_none(tmp_path: Path, place: str, said: str) -> None:
@@ -402,16 +402,16 @@ def test_a_refused_key_is_named_by_its_place(
     def said(*where: Any, **more: Any) -> str:
         texts = []
         for ask in (lambda client: client.check(), lambda client: collected(client, [request(0)])):
-            with pytest.raises(ValueError, match="the key is refused: ") as raised:
+            with pytest.raises(ValueError, match=" API key ") as raised:
                 asyncio.run(ask(Client(*where, **more)))
-            texts.append(str(raised.value).partition("the key is refused: ")[2])
+            texts.append(str(raised.value).partition(" API key ")[2])
             assert KEY not in str(raised.value) and "of-the-file" not in str(raised.value)
         assert texts[0] == texts[1]
         return texts[0]
 
     assert "variable MY_KEY" in said(endpoint.url, model="m", key_variable="MY_KEY")
     assert str(tmp_path) in said(tmp_path)
-    assert "none was sent: set key_variable=NAME" in said(endpoint.url, model="m")
+    assert "was sent; set key_variable" in said(endpoint.url, model="m")
 
 
 def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any) -> None:
@@ -426,5 +426,5 @@ def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any)
     assert "HTTP 422" in asyncio.run(answer(ClientSettings())).problem
     found = asyncio.run(answer(ClientSettings(omit=("seed",))))
     assert (found.answer, found.seed, endpoint.requests[-1]["temperature"]) == ("yes", None, 0.5)
-    with pytest.raises(ValueError, match="omit=messages: required in every request"):
+    with pytest.raises(ValueError, match="omit=messages: every request needs"):
         ClientSettings(omit=("messages", "seed"))

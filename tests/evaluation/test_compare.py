@@ -296,12 +296,12 @@ def test_the_job_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"runs": "{tmp}/none"}, "has no results.json: give finished runs of `nemo-ext evaluate`"),
-        ({"runs": "{tmp}/a", "baseline": "c"}, "baseline=c: not one of the runs"),
+        ({"runs": "{tmp}/none"}, "has no results.json; give finished runs of `nemo-ext evaluate`"),
+        ({"runs": "{tmp}/a", "baseline": "c"}, "baseline=c is not one of the runs"),
         ({"runs": "{tmp}/a", "benchmarks": ("xx",)}, "benchmarks: no run has 'xx'"),
-        ({"runs": ("{tmp}/a", "{tmp}/a")}, "runs: lists one run twice"),
-        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "give at least two runs"),
-        ({"runs": "{tmp}/a", "paper": "nobody"}, "published: unknown name 'nobody'"),
+        ({"runs": ("{tmp}/a", "{tmp}/a")}, "runs lists .*a twice: remove one"),
+        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "expected at least two runs"),
+        ({"runs": "{tmp}/a", "paper": "nobody"}, "paper: unknown name 'nobody'"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(tmp_path: Path, given: dict[str, Any], message: str) -> None:

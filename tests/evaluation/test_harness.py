@@ -243,17 +243,17 @@ def test_a_failing_task_does_not_affect_others(run: Run, folder: Path) -> None:
     assert list(found) == ["h_colours"]
     assert "colours" in ran.missing["h_colour"]
     assert "nothing is downloaded" in ran.missing["h_hub"] and "some/where" in ran.missing["h_hub"]
-    assert "max_gen_toks=300: leaves no room for a prompt in the model's 256 tokens" in ran.missing["h_long"]
+    assert "max_gen_toks=300 leaves no room for a prompt in the model's 256 tokens" in ran.missing["h_long"]
 
 
 @pytest.mark.parametrize(
     ("key", "why"),
     [
         ("process_docs: !function other.run", "names the function other.run"),
-        ("include: other.yaml", "bad.yaml: names the function other.run"),
+        ("include: other.yaml", "bad.yaml is rejected, as it names the function other.run"),
         ("class: !function other.Task", "its key class runs code"),
         ("metric_list: [{metric: someones/metric}]", "metric someones/metric is not part of lm-evaluation-harness"),
-        ("dataset_path: pandas", "pandas reads pickles"),
+        ("dataset_path: pandas", "is pandas, which reads pickles"),
         ("dataset_kwargs: {data_files: 'https://example.org/x.json'}", "would be downloaded"),
         ("unsafe_code: true", "its key unsafe_code runs code"),
     ],

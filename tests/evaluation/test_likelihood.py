@@ -130,7 +130,7 @@ def test_failures_are_problems(endpoint: Any, reply: type[Any], served_folder: P
     assert scored[0].problem == "'bbbbbbbbb' has 9 tokens, but the model accepts 7 with a context"
 
     endpoint.reply = lambda payload: reply(status=401)
-    with pytest.raises(ValueError, match="the key is refused"):
+    with pytest.raises(ValueError, match="no API key was sent"):
         continuations(endpoint.url, served_folder, [("a", ["b"])])
 
 

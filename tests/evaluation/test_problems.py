@@ -115,8 +115,8 @@ def test_missing_data_is_reported_with_its_source(tmp_path: Path) -> None:
         ({"gold": "question"}, "expected the index of a choice"),
         ({"prompt": "{{ row.get('nothing') }}"}, "a value is null"),
         ({"where": "id > 99"}, "no row of its data satisfies id > 99"),
-        ({"choices": "question"}, "expected a list of texts"),
-        ({"choices": "row.get('nothing')"}, "expected a list of texts"),
+        ({"choices": "question"}, "expected a list of strings"),
+        ({"choices": "row.get('nothing')"}, "expected a list of strings"),
         ({"prompt": "{{ [records] | lettered('{1.__globals__}. {}') }}"}, "prompt.default"),
     ],
 )
@@ -128,11 +128,11 @@ def test_an_invalid_expression_is_reported_and_runs_no_code(folder: Folder, keys
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"generator": "arithmetic", "shots": 3}, "shots: not used with generator=arithmetic"),
+        ({"generator": "arithmetic", "shots": 3}, "shots is not used with generator=arithmetic"),
         ({"generator": "arithmetic", "kind": "bits"}, "kind=bits"),
-        ({"generator": "needles", "prompt": "{{ question }}"}, "environment is required"),
-        ({"generator": "needles", "environment": "contains"}, "prompt is required"),
-        ({"data": "x", "kind": "bits", "messages": "m"}, "messages: requires kind=generate"),
+        ({"generator": "needles", "prompt": "{{ question }}"}, "environment is missing"),
+        ({"generator": "needles", "environment": "contains"}, "prompt is missing"),
+        ({"data": "x", "kind": "bits", "messages": "m"}, "messages requires kind=generate"),
         ({"data": "x", "kind": "choice", "prompt": "p"}, "kind=choice requires choices and gold"),
         (
             {"generator": "needles", "settings": {"seed": 3}, "prompt": "p", "environment": "contains"},

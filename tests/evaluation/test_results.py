@@ -165,6 +165,24 @@ def test_the_newest_score_of_a_verifier_counts(stored: Stored) -> None:
     assert entry(stored([*records, *again]), planned)["accuracy"] == 1
 
 
+def test_a_score_is_of_the_answer_that_counts(tmp_path: Path) -> None:
+    """Two workers answer the same request, and the second finishes first; a later one fails to score."""
+    planned = plan(replace(BENCHMARK, samples=1), problems=1)
+    right, wrong, unscored = (record(planned.questions[0], 0, score, answer=str(score)) for score in (1.0, 0.0, None))
+    with Store(tmp_path) as first, Store(tmp_path) as second, Store(tmp_path) as third:
+        second.add(wrong[0])
+        second.add_scores([wrong[1]])
+        assert [score.score for score in second.scores().values()] == [0]
+        first.add(right[0])
+        first.add_scores([right[1]])
+        third.add_scores([unscored[1]])
+
+        assert [sample.answer for sample in third.answers()] == ["1.0"]
+        assert entry(third, planned)["accuracy"] == 1
+        third.add_scores([replace(wrong[1], reference="mended")])
+        assert entry(third, planned)["accuracy"] == 0, "scored again by a worker that has not answered it"
+
+
 def test_majorities_and_pass_as_headlines(stored: Stored) -> None:
     rows = {"maj": 1.0, "pass": 1.0, "avg": 0.75}
     for metric, expected in rows.items():
@@ -235,7 +253,7 @@ def test_a_truncated_last_line_is_ignored_and_a_malformed_one_is_reported(stored
     file.write_bytes(whole[:-9])
     assert len(list(store.answers())) == 23
     file.write_bytes(b"{}]\n" + whole)
-    with pytest.raises(ValueError, match=r"answers-.*:1: invalid JSON"):
+    with pytest.raises(ValueError, match=r"answers-.*:1: the line is not valid JSON"):
         list(store.answers())
 
 

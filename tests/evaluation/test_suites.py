@@ -395,7 +395,7 @@ def test_packed_tests_execute_nothing() -> None:
     packed = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     with pytest.raises(ValueError, match="expected a pickle of one string"):
         packed_tests(packed)
-    with pytest.raises(ValueError, match="neither JSON"):
+    with pytest.raises(ValueError, match="expected JSON, or JSON in pickle"):
         packed_tests("not packed")
     assert code_tests(packed_tests(PRIVATE)) == [{"args": [[3], 1], "expected": 4}]
 

@@ -473,7 +473,7 @@ def test_a_key_that_is_refused_ends_the_job(generate: Generate, written: Written
 
     code, output = generate(f"input={written(QUESTIONS)}", TEMPLATE)
 
-    assert (code, output.count("\n"), "the key is refused" in output) == (2, 1, True), output
+    assert (code, output.count("\n"), "no API key was sent" in output) == (2, 1, True), output
 
 
 def test_a_job_whose_endpoint_disappears_can_be_resumed(

@@ -22,7 +22,7 @@ def test_the_nearest_number_of_iterations_is_chosen(tokens: float | None, expect
 
 
 def test_negative_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="zero or more"):
+    with pytest.raises(ValueError, match="must be at least 0"):
         iterations(-1, 8, 8)
 
 

@@ -72,5 +72,5 @@ def test_a_reserved_port_is_given_only_to_its_server() -> None:
 def test_a_folder_missing_in_the_container_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ON_NODES, str(tmp_path / "slurm"))
 
-    with pytest.raises(ValueError, match="slurm: not visible inside the container"):
+    with pytest.raises(ValueError, match="slurm is not visible inside the container"):
         run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)

@@ -171,7 +171,7 @@ def test_another_packages_recipes_pipelines_and_benchmarks_are_used(run: Run, tm
     assert benchmark.stdout == ("True rivers multiple_choice\nthe questions of `choice`, answered with a letter\n"), (
         benchmark.stderr
     )
-    assert "absent = mine.absent of nemo_ext.configs is ignored" in benchmark.stderr
+    assert "entry point absent = mine.absent in nemo_ext.configs (package mine) is ignored" in benchmark.stderr
 
 
 def test_it_is_used_in_a_pipeline_and_submitted(run: Run, tmp_path: Path) -> None:
@@ -203,15 +203,19 @@ def test_a_broken_package_does_not_affect_other_commands(run: Run, tmp_path: Pat
 
     assert "  train              train a model with Megatron's own trainer" in listed.stdout
     assert listed.stderr.splitlines() == [
-        "mine: train of nemo_ext.jobs is ignored: nemo_ext.megatron.commands:TRAIN has the same name",
-        "broken = mine.nowhere:BROKEN of nemo_ext.jobs cannot be imported: No module named 'mine.nowhere'",
-        "newer = mine.newer:NEWER of nemo_ext.jobs cannot be imported: "
-        "Job.__init__() got an unexpected keyword argument 'attribute'",
+        "entry point train = mine.commands:COUNT_WORDS in nemo_ext.jobs (package mine) is ignored, as "
+        "nemo_ext.megatron.commands:TRAIN has the same name; rename it",
+        "entry point broken = mine.nowhere:BROKEN in nemo_ext.jobs (package mine) cannot be imported (No module named "
+        "'mine.nowhere'); update or uninstall its package",
+        "entry point newer = mine.newer:NEWER in nemo_ext.jobs (package mine) cannot be imported (Job.__init__() got "
+        "an unexpected keyword argument 'attribute'); update or uninstall its package",
     ]
     assert ours.returncode == 0
     assert ours.stderr == (
-        "absent = mine.absent of nemo_ext.configs is ignored: not a package with an __init__.py\n"
-        "module = mine.counting of nemo_ext.configs is ignored: not a package with an __init__.py\n"
+        "entry point absent = mine.absent in nemo_ext.configs (package mine) is ignored: mine.absent is not a package "
+        "with an __init__.py\n"
+        "entry point module = mine.counting in nemo_ext.configs (package mine) is ignored: mine.counting is not a "
+        "package with an __init__.py\n"
     )
     assert (broken.returncode, broken.stderr.count("cannot be imported")) == (2, 1)
 

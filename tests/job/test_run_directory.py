@@ -26,7 +26,7 @@ def test_a_damaged_line_is_named_unless_it_is_the_last(tmp_path: Path) -> None:
     assert run_directory.read_metrics(path) == [{"step": 1}]
 
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a line of metrics"):
         run_directory.read_metrics(path)
 
 

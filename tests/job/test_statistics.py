@@ -159,7 +159,7 @@ def test_grand_means_weight_benchmarks_and_resample_within_each() -> None:
     assert by_problems == pytest.approx(np.concatenate([one, other]).mean())
     assert grand_mean([one, [1.0]], [1, 0])[0] == one.mean()
     assert grand_mean([one, [1.0]], [1, 1])[1] is None
-    with pytest.raises(ValueError, match="all weights are zero"):
+    with pytest.raises(ValueError, match="all weights of the grand mean are zero"):
         grand_mean([one], [0])
 
 

@@ -66,6 +66,6 @@ def test_other_settings_are_refused_with_the_ones_that_differ(tmp_path: Path) ->
     settings.check_same({"a": {"b": 1}})  # nothing was started
     note(settings.record, {"a": {"b": 1}, "c": None})
     settings.check_same({"a": {"b": 1}})
-    said = r'^output=.*: was begun with other settings \(a\.b: 1 -> 2; d: null -> "x"\): choose another folder$'
+    said = r'^output=.* was begun with other settings \(a\.b: 1 -> 2; d: null -> "x"\); choose another folder$'
     with pytest.raises(ValueError, match=said):
         settings.check_same({"a": {"b": 2}, "d": "x"})

@@ -61,10 +61,10 @@ def test_a_round_raises_the_reward_and_resumes_after_interrupts(
         with pytest.raises(KeyboardInterrupt):
             run(compose("online", words))
     assert (folder / "rounds/1/train/model/model.safetensors").is_file(), "the last step of a round ends with its model"
-    assert "serving it on this machine" not in capsys.readouterr().err
+    assert "on this machine during the job" not in capsys.readouterr().err
     run(compose("online", words))
 
-    assert "serving it on this machine" in capsys.readouterr().err, "only for the validation at the end"
+    assert "on this machine during the job" in capsys.readouterr().err, "only for the validation at the end"
     assert (folder / "rounds/1/answers/generations.jsonl").read_bytes() == answers
     before, after = lines(folder / "metrics.jsonl")
     assert (before["rounds"], after["rounds"]) == (0, 1)

@@ -132,4 +132,4 @@ def test_the_command_reports_what_ran_on_slurm(pipeline: Pipeline, tmp_path: Pat
     assert command("pipeline", *words, f"run_dir={tmp_path}/r").returncode == 0
     assert "| finished |" in (tmp_path / "r" / "report.md").read_text()
     code, _, err = command("pipeline", *words, f"run_dir={tmp_path}/nothing")
-    assert code == 2 and "no stage of this pipeline has begun there" in err
+    assert code == 2 and "no stage of this pipeline has started there" in err

@@ -1,5 +1,8 @@
 """A pipeline on this machine: finished stages are not run again, and a killed pipeline resumes."""
 
+import errno
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +17,7 @@ import yaml
 
 from nemo_ext import install
 from nemo_ext.job.run_directory import read_metrics
+from nemo_ext.pipeline import run as pipeline_run
 from nemo_ext.pipeline.run import Work, planned, run, runs_here
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
@@ -62,7 +66,7 @@ def test_a_finished_stage_is_not_run_again(plan: Plan) -> None:
 def test_a_finished_stage_with_other_arguments_is_refused(plan: Plan) -> None:
     done(plan()["tasks"])
 
-    with pytest.raises(ValueError, match=r"tasks: finished with other arguments \(count=5\)"):
+    with pytest.raises(ValueError, match=r"tasks was finished with other arguments \(count=5\)"):
         plan("tasks.count=5")
     assert plan("more.count=5")["more"].state == "waiting"
 
@@ -73,10 +77,10 @@ def test_a_stage_whose_input_was_made_again_is_refused(plan: Plan, tmp_path: Pat
     done(works["more"])
     done(works["tasks"])
 
-    with pytest.raises(ValueError, match=f"more: began before tasks was run again: remove {tmp_path}/more.jsonl and"):
+    with pytest.raises(ValueError, match=f"more began before tasks was run again; remove {tmp_path}/more.jsonl and"):
         plan()
     (works["tasks"].record / attempts.FOLDER / attempts.FINISHED).unlink()
-    with pytest.raises(ValueError, match="more: began before tasks was finished"):
+    with pytest.raises(ValueError, match="more began before tasks was finished"):
         plan()
     assert plan("from=more")["more"].state == "finished before", "stages outside are assumed to be finished"
 
@@ -93,10 +97,31 @@ def test_a_stage_that_is_queued_on_slurm_is_not_run_here(
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
 
-    with pytest.raises(ValueError, match="more: its job 101 on Slurm is running: wait for it, or"):
+    with pytest.raises(ValueError, match="more: its Slurm job 101 is running; wait for it, or"):
         run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
     assert not (tmp_path / "tasks.jsonl").exists()
     assert not runs_here(tmp_path / "r"), "the lock is released"
+
+
+def test_a_folder_without_file_locks_is_held_by_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(pipeline_run, "PATIENCE", 0.0)
+    with pipeline_run._alone(tmp_path):
+        assert runs_here(tmp_path)
+        with (
+            pytest.raises(ValueError, match="another command is running in this folder"),
+            pipeline_run._alone(tmp_path),
+        ):
+            pass
+        holder = (tmp_path / pipeline_run.LEASE).read_text()
+    assert not runs_here(tmp_path)
+
+    killed = json.loads(holder) | {"pid": 2**22 + 1, "id": "killed"}
+    (tmp_path / pipeline_run.LEASE).write_text(json.dumps(killed))
+    assert not runs_here(tmp_path), "its command was killed on this machine"
 
 
 def test_an_array_is_finished_when_all_its_tasks_are(plan: Plan) -> None:
@@ -127,9 +152,9 @@ def test_time_is_the_total_of_all_starts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is an argument of `nemo-ext submit`"),
+        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo is an argument of `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
-        (["scale=laptop"], "pipeline=NAME is missing"),
+        (["scale=laptop"], "pipeline is missing: set it"),
         (["pipeline=quickstart", "run_dir=it's"], "run_dir=it's: choose a path without '"),
         (["pipeline=quickstart", "skp=[export]"], "pipeline has no such key; `nemo-ext pipeline --help`"),
     ],
@@ -284,7 +309,7 @@ def test_a_model_is_served_while_a_stage_uses_it(tmp_path: Path, standins: Any) 
     assert "ask: finished before" in again and "judge: running" not in again, "no stage uses it"
     (model / "broken").touch()
     others = ("ask.output=other", f"run_dir={tmp_path}/s")
-    assert "error: judge, the server of ask: the server ended with " in end(
+    assert "error: judge, the server of ask: the server ended with exit code " in end(
         start(tmp_path, *words, *others, PATH=path), tmp_path, 1
     )
 

@@ -57,21 +57,24 @@ def test_a_stage_starts_from_the_model_that_its_parent_makes(tmp_path: Path) -> 
         ({"a": {"job": "train"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl needs a Hugging Face folder"),
         ({"a": {"job": "rl_tasks"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl_tasks does not write a model"),
         ({"a": {"job": "train"}, "b": {"job": "rl_tasks", "parent": "a"}}, "rl_tasks does not start from a model"),
-        ({"a": {"job": "train"}, "b": {"job": "train", "parent": "aa"}}, "b.parent=aa: did you mean 'a'"),
+        (
+            {"a": {"job": "train"}, "b": {"job": "train", "parent": "aa"}},
+            "b.parent=aa: no such stage: did you mean 'a'",
+        ),
         ({"a": {"job": "train", "after": ["b"]}, "b": {"job": "train"}}, "a, b wait for each other"),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "parent": "a"}},
-            "b.parent=a: is a server, which does not end: name it",
+            "b.parent=a: a server does not end; name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "after": ["a"]}},
-            "b.after=a: is a server, which does not end: name it",
+            "b.after=a: a server does not end; name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "beside": ["c"]}},
-            "b.beside=c: is not a stage with job: serve: known: a",
+            "b.beside=c: no such stage with `job: serve`: known: a",
         ),
-        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: is not a stage with job: serve"),
+        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: no such stage with `job: serve`"),
     ],
 )
 def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dict[str, Any], said: str) -> None:
@@ -129,7 +132,7 @@ def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:
     assert names("to=sft", "skip=[evaluate_pretrain]") == ["pretrain", "sft", "evaluate_sft"]
     assert names("to=sft", "skip=[pretrain]") == ["sft", "evaluate_sft"], "no model to evaluate"
     for word, said in (
-        ("from=sfd", "from=sfd: did you mean 'sft'"),
+        ("from=sfd", "from=sfd: no such stage: did you mean 'sft'"),
         ("to=sft", "from=grpo, to=sft and skip select no stage"),
     ):
         with pytest.raises(ValueError, match=said):

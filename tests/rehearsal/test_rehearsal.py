@@ -23,7 +23,9 @@ def rehearsed_ranks(*words: str, stages: Any = "all", folder: Path) -> list[dict
 
 
 def test_unknown_pipeline_ranks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rehearse.stages=\[0, 3\]: the layout has pipeline ranks 0 to 0"):
+    with pytest.raises(
+        ValueError, match=r"rehearse.stages=\[0, 3\]: expected pipeline ranks of the layout, from 0 to 0"
+    ):
         rehearsed_ranks(stages=[0, 3], folder=tmp_path)
 
 

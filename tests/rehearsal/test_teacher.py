@@ -45,7 +45,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such directory"):
         model_of(str(tmp_path / "none"), "distillation.teacher")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         model_of(str(tmp_path), "distillation.teacher")
 
 

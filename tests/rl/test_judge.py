@@ -253,8 +253,11 @@ def test_a_key_that_is_invalid_in_a_header(endpoint: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint: the URL must be like"),
-        ({"endpoint": "http://me:secret@host/v1"}, "judge: endpoint: the URL must not contain a name, password"),
+        ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint: the endpoint's URL must be like"),
+        (
+            {"endpoint": "http://me:secret@host/v1"},
+            "judge: endpoint: the endpoint's URL must not contain a name, password",
+        ),
         ({"endpoint": 3}, "judge: endpoint=3"),
         ({"model": ""}, "judge: model=''"),
         ({"attempts": 0}, "judge: attempts=0"),

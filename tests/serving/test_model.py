@@ -47,7 +47,7 @@ def test_replicas_that_come_at_once_export_a_run_once(served_folder: Path, of_me
 
     assert [each.returncode for each in both] == [0, 0], said
     assert len({folder for folder, _ in said}) == 1
-    assert sum("exporting it to" in errors for _, errors in said) == 1
+    assert sum("exporting " in errors for _, errors in said) == 1
     folder = Path(said[0][0].strip())
     exported, original = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (folder, served_folder))
     assert all(torch.equal(exported[name], original[name]) for name in original)
@@ -64,7 +64,7 @@ def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder:
     ("words", "said"),
     [
         (("port=70000",), "port=70000: expected a number from 0"),
-        (("serving.replicas=2", "serving.least=3"), "least=3: there are only 2 replicas"),
+        (("serving.replicas=2", "serving.least=3"), "least=3 exceeds replicas=2"),
         (("serving.open=true", "serving.host=0.0.0.0"), "so a key is required"),
         (("serving.engine=vlm",), "serving: engine=.vlm."),
         (("serving.nodes=2",), "requires engine=vllm"),
@@ -81,10 +81,10 @@ def test_settings_that_cannot_be(
 
 def test_models_that_cannot_be(settings_of: Callable[..., Any], of_megatron: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(of_megatron, tmp_path / "bare", ignore=shutil.ignore_patterns(EXTRAS))
-    with pytest.raises(ValueError, match="is a Megatron checkpoint without a tokenizer: set files_from=FOLDER"):
+    with pytest.raises(ValueError, match="is a Megatron checkpoint without a tokenizer; set files_from"):
         settings_of(f"served={bare}")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "modelopt"}}))
-    with pytest.raises(ValueError, match="has no tokenizer: add one with `nemo-ext convert files_from=FOLDER`"):
+    with pytest.raises(ValueError, match="has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`"):
         settings_of(f"served={tmp_path}", "serving.engine=vllm")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is quantised by ModelOpt, which transformers does not read"):

@@ -97,7 +97,7 @@ def test_several_nodes_without_slurm(folder: Callable[..., Path], monkeypatch: p
 
 @pytest.mark.parametrize("key", ["api_key", "port", "tensor_parallel_size"])
 def test_what_other_keys_say(folder: Callable[..., Path], key: str) -> None:
-    with pytest.raises(ValueError, match=f"vllm: {key}: set by"):
+    with pytest.raises(ValueError, match=f"vllm must not contain {key}; set "):
         words(folder(), vllm={key: 1})
 
 

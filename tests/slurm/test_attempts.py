@@ -67,5 +67,5 @@ def test_ranks_are_tasks_of_slurm() -> None:
         "WORLD_SIZE": "8",
         "LOCAL_WORLD_SIZE": "4",
     }
-    with pytest.raises(ValueError, match="MASTER_ADDR, MASTER_PORT not set: start this with srun"):
+    with pytest.raises(ValueError, match="not set: MASTER_ADDR, MASTER_PORT; start this with srun"):
         variables(slurm)

@@ -183,7 +183,7 @@ def test_submit_checks_then_runs(
     assert "to start at" in here(*words, "--dry-run"), "what sbatch --test-only says"
     assert not run_dir.exists()
     crowded = here(*words, "cluster.partition=nowhere", code=2)
-    assert "error: cluster.partition=nowhere: not known to Slurm: " in crowded
+    assert "error: cluster.partition=nowhere: unknown to Slurm: " in crowded
 
     here(*words, "slurm.options=['--cpus-per-task=1']")
     job = (run_dir / "slurm" / "job").read_text().strip()

@@ -172,14 +172,14 @@ def test_only_outputs_of_stages_may_be_missing(tmp_path: Path) -> None:
             ["pipeline=quickstart", "pretrian.megatron.lr=1"],
             "no stage or job is called pretrian: did you mean 'pretrain'",
         ),
-        (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
-        (["pipeline=mine"], "stages.b.after=c: known: a, b"),
+        (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: no such stage: did you mean 'tokenize'"),
+        (["pipeline=mine"], "stages.b.after=c: no such stage: known: a, b"),
         (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
-        (["pipeline=third"], "job=trian: did you mean 'train'"),
+        (["pipeline=third"], "job=trian cannot be submitted: did you mean 'train'"),
         (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job is called rl"),
         (
             ["pipeline=quickstart", "slurm.shards=2"],
-            "slurm.shards=2: can only be set for one stage: write STAGE.slurm.shards=2",
+            "slurm.shards=2 can only be set for a single stage: write STAGE.slurm.shards=2",
         ),
         (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
     ],
@@ -227,7 +227,7 @@ def test_findings_are_printed_once_with_their_stages(
 
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 'squeue: fatal: no controller' >&2\nexit 1\n")
     assert submit(given, dry_run=True) == 2
-    assert "error: squeue: fatal: no controller (the queue)" in capsys.readouterr().out
+    assert "error: Slurm's queue cannot be read (squeue: fatal: no controller) (the queue)" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no controller"):
         submit(given, dry_run=False)
 

@@ -78,7 +78,7 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     finally:
         folder.unlink()
-    assert (done.returncode, done.stderr) == (1, f"{folder} is a link or another user's: remove it\n")
+    assert (done.returncode, done.stderr) == (1, f"{folder} is a symbolic link or belongs to another user; remove it\n")
 
 
 JOINS = "echo Ray runtime started.; cat"
@@ -157,7 +157,7 @@ def test_a_node_whose_step_ends_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, []):
         pass
     assert str(error.value) == (
-        "Ray: 127.0.0.1 did not join before one ended\n"
+        "Ray: 127.0.0.1 did not join before a node was lost\n"
         f"127.0.0.1 ended with exit code 3; the end of {tmp_path}/ray-127.0.0.1.log:\nno such image"
     )
 
@@ -174,7 +174,9 @@ def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
 
 def test_a_head_that_does_not_start_is_named_and_no_other_node_is_started(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"), head="echo No module named ray >&2; exit 1")
-    with pytest.raises(ClusterError, match=r"^Ray: localhost did not join before one ended\n.*:\nNo module named ray$"):
+    with pytest.raises(
+        ClusterError, match=r"^Ray: localhost did not join before a node was lost\n.*:\nNo module named ray$"
+    ):
         start(steps, tmp_path, []).__enter__()
     assert len(steps.asked) == 1
 

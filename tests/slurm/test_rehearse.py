@@ -77,7 +77,11 @@ def test_a_rehearsal_overrides_other_findings_on_memory(
 @pytest.mark.parametrize(
     ("why", "kind", "said"),
     [
-        ("stage 0 cannot be built or stepped: AssertionError: no (log)", "error", "; slurm.rehearse=false submits it"),
+        (
+            "stage 0 cannot be built or stepped: AssertionError: no (log)",
+            "error",
+            "; slurm.rehearse=false submits the run",
+        ),
         ("stage 0 cannot be built or stepped: code -9 (log)", "warning", "not rehearsed: stage 0"),
     ],
 )
@@ -167,7 +171,7 @@ def test_a_slow_rehearsal_is_given_up_and_its_processes_end(
     guess, found = with_rehearsals([GUESS], [config], SETTINGS, tmp_path)
 
     assert guess == GUESS, "the cost model's figure stays"
-    assert found.text.startswith("not rehearsed within 0 s: slurm.rehearse=true waits for it")
+    assert found.text.startswith("not rehearsed within 0 s; slurm.rehearse=true waits for it")
     assert before.issuperset(psutil.Process().children())
 
 

@@ -212,4 +212,4 @@ def test_averages_are_evaluated(
     assert {one["name"] for one in json.loads((run_dir / "front.json").read_text())} == {"t0", "t0.5"}
     assert (run_dir / "chosen" / "model.safetensors").is_file()
     output = (run_dir / "slurm" / f"{job}.out").read_text()
-    assert output.count("a: serving it on this machine meanwhile") == 1, "only what was not evaluated is served again"
+    assert output.count("/a on this machine during the job") == 1, "only what was not evaluated is served again"

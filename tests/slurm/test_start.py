@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nemo_ext.job.config import FAILED, USER_ERROR
+from nemo_ext.job.ranks import reserve_port
 from nemo_ext.slurm import attempts, start
 from nemo_ext.slurm.settings import Settings, settings_of
 from nemo_ext.slurm.start import Batch, Prepared
@@ -54,6 +56,22 @@ def test_a_job_that_ends_well_before_its_limit_was_cancelled(
     monkeypatch.setenv("SLURM_JOB_ID", "65")
 
     assert Work(cast(Settings, None), [])._is_cancelled() == cancelled
+
+
+def test_jobs_on_one_node_get_different_ports() -> None:
+    """Of three jobs that select the same port, whose own processes listen on it."""
+    with reserve_port() as free:
+        first = free.getsockname()[1]
+    with start.reserve_port_from(first, 1000, 7000) as one, start.reserve_port_from(first, 1000, 8000) as two:
+        ports = [held.getsockname()[1] for held in (one, two)]
+        with socket.create_server(("127.0.0.1", ports[0])) as listening:
+            with start.reserve_port_from(first, 1000, 0) as three:
+                ports.append(three.getsockname()[1])
+            with pytest.raises(ValueError, match=f"no port from {ports[0]} to {ports[0]} is free on"):
+                start.reserve_port_from(ports[0], 1, 0)
+            assert listening.getsockname()[1] == ports[0]
+
+    assert len(set(ports)) == 3 and min(ports) >= first
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,12 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
     assert found["cluster.container.binds"].kind == "warning"
     (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
-    assert "cluster.qos=boost_qos_lprod: not known to Slurm" in known.text, "only the site's file has it"
+    assert "cluster.qos=boost_qos_lprod: unknown to Slurm" in known.text, "only the site's file has it"
 
 
 @pytest.mark.parametrize(
     ("free", "said"),
-    [(1e9, ["error", "has 1.0 GB free; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
+    [(1e9, ["error", "has 1.0 GB free, but a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
 )
 def test_too_little_disk_space_for_checkpoints_is_reported(
     free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,7 +263,7 @@ def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for said in (
         "data/domyn_cpt/sft_style_train.idx and 61 others not found; `nemo-ext tokenize` writes it",
         "megatron.pretrained_checkpoint=runs/domyn_small/foundation-domyn_small_10b/checkpoints: not found",
-        "cluster.container.runtime=singularity: not on PATH",
+        "cluster.container.runtime=singularity is not on PATH",
         "cluster.container.image=/no.sif: no such file",
         "data/domyn_cpt/tokenizer: no such folder",
     ):
@@ -320,7 +320,7 @@ def test_a_site_of_the_user(tmp_path: Path) -> None:
     assert submission.command().count(f"--config-dir={tmp_path}") == 1
     with pytest.raises(ValueError, match="cluster=mine: no such cluster"):
         settings_of(["cluster=mine"])
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="no such folder; name a folder"):
         planned(["--config-dir=nowhere", "recipe=olmo1/1b"])
 
 
@@ -329,7 +329,7 @@ def test_a_site_of_the_user(tmp_path: Path) -> None:
     [
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b'"),
-        (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
+        (["job=trian", "cluster=leonardo"], "job=trian cannot be submitted: did you mean 'train'"),
         (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: job=train cannot be sharded"),
         (["job=curate", "slurm.shards=4", "input=a.jsonl", "output=o"], "curate.stages is empty: choose a preset"),
     ],

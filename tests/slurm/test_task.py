@@ -79,7 +79,9 @@ def test_puzzle_uses_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setattr(Task, "seconds_left", lambda self: None)
 
-    with pytest.raises(ValueError, match=r"launcher\.nodes=1: pass --nodes=1 to sbatch"):
+    with pytest.raises(
+        ValueError, match=r"launcher\.nodes=1 differs from the allocation's 2: pass --nodes=1 to sbatch"
+    ):
         Task(settings_of(["job=puzzle"]), ["run_dir=unused"]).prepare()
 
 

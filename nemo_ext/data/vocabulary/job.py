@@ -57,7 +57,7 @@ def run(config: Mapping[str, Any]) -> None:
                 f"output={folder} has a tokenizer that `nemo-ext train_tokenizer` did not write: choose another folder"
             )
         recorded = before.get("made_of", {}) if trained else None
-        check_same(recorded, made_of, f"output={folder}: already has a tokenizer", "choose another folder")
+        check_same(recorded, made_of, f"output={folder} already has a tokenizer", "choose another folder")
         if trained and before.get("reported") == reported:
             notice(f"{folder} is already complete: see {(folder / REPORT).with_suffix('.html')}")
             return

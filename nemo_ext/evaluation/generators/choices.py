@@ -48,7 +48,7 @@ def choices(count: int, *, seed: int, kinds: Sequence[str] | None = None) -> Ite
     """
     wanted = list(KINDS) if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
     if unknown := [kind for kind in wanted if kind not in KINDS]:
-        raise ValueError(f"settings.kinds: unknown {unknown[0]!r}: {nearest(str(unknown[0]), KINDS)}")
+        raise ValueError(f"settings.kinds: unknown kind {unknown[0]!r}: {nearest(str(unknown[0]), KINDS)}")
     if not wanted:
         raise ValueError(f"settings.kinds is empty: expected one or more of {', '.join(KINDS)}")
     for index in range(count):

@@ -34,7 +34,7 @@ def python_sources(
         ValueError: a setting is invalid, or too few modules have that much text.
     """
     if part not in ("sources", "docstrings"):
-        raise ValueError(f"settings.part: unknown {part!r}: {nearest(str(part), ('sources', 'docstrings'))}")
+        raise ValueError(f"settings.part: unknown part {part!r}: {nearest(str(part), ('sources', 'docstrings'))}")
     checked_whole("settings.characters", characters, least=100)
     folder = Path(sysconfig.get_paths()["stdlib"])
     yielded = 0
@@ -54,7 +54,7 @@ def python_sources(
         }
     if yielded < count:
         raise ValueError(
-            f"count={count}: only {yielded} modules in {folder} have {characters} characters of {part}: lower count"
+            f"count={count}: only {yielded} modules in {folder} have {characters} characters of {part}; lower count"
         )
 
 

@@ -61,8 +61,8 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
         named = named_tokenizer(name)
     if named is None:
         raise ValueError(
-            "evaluate.tokenizer=null: evaluations require a tokenizer, and the data config names none: set it to a "
-            "Hugging Face folder, or byte"
+            "evaluate.tokenizer=null: evaluations require a tokenizer, and the data config names none; set "
+            "evaluate.tokenizer to a Hugging Face folder, or to byte"
         )
     tokenizer = load_tokenizer(named)
     try:
@@ -85,12 +85,15 @@ def check(config: Mapping[str, Any]) -> None:
     if int(flags.get("context_parallel_size") or 1) > 1:
         raise ValueError(
             f"evaluate.every={live.every}: evaluation during training does not support "
-            f"megatron.context_parallel_size={flags['context_parallel_size']}: set evaluate.every=null, and evaluate "
+            f"megatron.context_parallel_size={flags['context_parallel_size']}; set evaluate.every=null, and evaluate "
             "checkpoints instead"
         )
     for flag, why in _UNFIT.items():
         if flags.get(flag) not in (None, "none"):
-            raise ValueError(f"evaluate.every={live.every}: megatron.{flag}={flags[flag]}: {why}: set either to null")
+            raise ValueError(
+                f"evaluate.every={live.every} cannot be combined with megatron.{flag}={flags[flag]}, as {why}; set "
+                "either to null"
+            )
     tokenizer_of(config)
     from nemo_ext.evaluation.job import chosen
 
@@ -106,7 +109,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     check(config)
     every = settings_of(config).every
     if every is not None and (missing := [name for name in _NEEDED if find_spec(name) is None]):
-        raise ValueError(f"evaluate.every={every}: requires {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
+        raise ValueError(f"evaluate.every={every} requires {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
 
 
 def train(config: Mapping[str, Any]) -> None:

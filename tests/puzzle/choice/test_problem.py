@@ -119,7 +119,7 @@ GOOD = '{"name": "a", "score": 0.5, "costs": {"bytes": 1}}'
         (GOOD.join(['{"blocks": [[', ']], "limits": {"bytes": {"max": 1}}}']), r"unknown key 'limits\.bytes\.max'"),
         (GOOD.join(['{"blocks": [[', ']], "limits": {"bytes": {"upper": "1"}}}']), r"limits\.bytes\.upper='1'"),
         ('{"blocks": [[{"name": "a", "costs": {}}]]}', r"the key 'blocks\.0\.0\.score' is missing"),
-        ('{"blocks": [[{"name": "a", "score": NaN, "costs": {}}]]}', "NaN is not JSON"),
+        ('{"blocks": [[{"name": "a", "score": NaN, "costs": {}}]]}', "NaN is not valid JSON"),
         ('{"blocks": [[{"name": "a", "score": 1e999, "costs": {}}]]}', "1e999 is too large"),
         ('{"blocks": [[{"name": "a", "score": 1, "score": 2, "costs": {}}]]}', "duplicate key"),
         ('{"blocks": [[{"name": "a", "score": "1", "costs": {}}]]}', r"blocks\.0\.0\.score='1'"),
