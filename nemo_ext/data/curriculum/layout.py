@@ -46,8 +46,8 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
             return tuple(stored[name] for name in names)
     except (KeyError, TypeError, AttributeError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is not a file of a curriculum, or is damaged: {', '.join(names)} cannot be read from it: give the "
-            "directory that `nemo-ext curriculum` wrote, or make the curriculum again"
+            f"{path} is damaged, or does not belong to a curriculum ({', '.join(names)} cannot be read from it): give "
+            "the directory that `nemo-ext curriculum` wrote, or make the curriculum again"
         ) from error
 
 
@@ -60,14 +60,15 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
     files: dict[int, Path] = {}
     for number in np.unique(drawn).tolist():
         path = output / DOMAINS / f"{re.sub(r'[^A-Za-z0-9_-]', '_', domains[number])}.jsonl"
-        if path in files.values():
+        if others := [other for other, file in files.items() if file == path]:
             raise ValueError(
-                f"split_domains: domain {domains[number]!r} would have the same file as another one: rename it"
+                f"split_domains=true would write domains {domains[others[0]]!r} and {domains[number]!r} to the same "
+                f"file, {path.name}: rename one of them"
             )
         files[number] = path
     if not any((drawn == number).any(axis=1).all() for number in files):
         raise ValueError(
-            "split_domains: no domain has a prompt in every step, from which dataloaders count the steps: raise batch"
+            "split_domains=true requires a domain with a prompt in every step, by which dataloaders count: raise batch"
         )
     (output / DOMAINS).mkdir(parents=True, exist_ok=True)
     for old in (output / DOMAINS).glob("*.jsonl"):

@@ -29,7 +29,7 @@ def test_the_first_reason_is_counted_with_its_place(chat: Callable[..., Sample])
 
 
 def test_a_typo_suggests_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="filters: unknown filter 'lenght': did you mean 'length'"):
+    with pytest.raises(ValueError, match="filters: unknown filter 'lenght'; did you mean 'length'"):
         load_filters({"lenght": {}})
     with pytest.raises(ValueError, match=r"filters.length: unknown key 'max_token': did you mean 'max_tokens'"):
         load_filters({"length": {"max_token": 1}})
