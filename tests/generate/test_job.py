@@ -424,7 +424,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
         ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint yet"),
         ([TEMPLATE, "endpoint=null"], "set endpoint to a run directory"),
-        ([TEMPLATE, "input=/no/rows.jsonl"], "no such file"),
+        ([TEMPLATE, "input=/no/rows.jsonl"], "/no/rows.jsonl does not exist"),
         ([TEMPLATE, "key_variable=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
         ([TEMPLATE, "generate.extra={n: 3}"], "extra.n is not allowed"),
     ],

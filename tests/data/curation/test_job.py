@@ -70,7 +70,7 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
         ({"language": "{languages: [english]}"}, (), "curate.blocks.language: language: unknown code 'english'"),
         ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
         ({"classifier": "{model: /nowhere}"}, (), "/nowhere: no such file"),
-        ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
+        ({"listed": "{domains: /nowhere}"}, (), "file /nowhere does not exist"),
         ({"buckets": "{key: quality}"}, (), "is None, not a score: add a stage before this one"),
         (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),

@@ -232,7 +232,7 @@ def test_a_profile_can_be_made_first(problems: Path) -> None:
         (["first_step=4"], "requires steps: set it to the length"),
         (["previous=/nowhere"], "has no curriculum.npz"),
         (["profile=a.parquet"], "rollouts and profile are both set"),
-        (["prompts=none.jsonl"], "prompts: no such file: none.jsonl"),
+        (["prompts=none.jsonl"], "prompts: file none.jsonl does not exist"),
         (["thinking={off_share: 0.2, system_on: a}"], "require lists of messages as prompts"),
     ],
 )
