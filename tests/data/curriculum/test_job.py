@@ -186,6 +186,18 @@ def test_domain_files_of_an_earlier_curriculum_are_removed(problems: Path) -> No
         read_order(made)
 
 
+def test_only_domain_files_of_the_job_are_removed(problems: Path) -> None:
+    made = curriculum(problems, "split_domains=true")
+    (made / "domains/order.npz").unlink()  # as if the job had been killed before its end
+    curriculum(problems, "split_domains=true", "domains={math: 1}")
+    assert sorted(path.name for path in (made / "domains").glob("*.jsonl")) == ["math.jsonl"]
+    (made / "domains/mine.jsonl").write_text("mine")
+
+    with pytest.raises(ValueError, match=r"domains/mine\.jsonl is not a file of this job: move it, or choose another"):
+        curriculum(problems, "split_domains=true")
+    assert (made / "domains/mine.jsonl").read_text() == "mine"
+
+
 def test_empty_files_are_ignored(problems: Path) -> None:
     whole = curriculum(problems)
     (problems / "empty.jsonl").touch()
