@@ -86,7 +86,7 @@ def test_invalid_records_are_skipped_and_counted_with_their_place(tmp_path: Path
     assert [example.split(": ", 1)[1] for example in report.examples["schema"][1:]] == [
         "messages[0].content: expected a string, not nothing",
         "id: expected a string, not a list",
-        "task: expected a string, not a int",
+        "task: expected a string, not an int",
     ]
 
 
