@@ -283,12 +283,14 @@ class Template:
         Texts are replaced by unique words before rendering, because a short text could occur anywhere.
 
         Raises:
-            ValueError: the template omits a part other than the reasoning of earlier turns.
+            ValueError: the template rejects the sample, or omits a part other than the reasoning of earlier turns.
         """
         probe, words = _probe(sample, all_reasoning=not self.drops_reasoning)
         try:
             text = self.render(probe, thinking=thinking).text
-        except ValueError:  # the template parses texts, and cannot parse the replaced ones
+        except ValueError:
+            # A template that parses texts cannot parse the replaced ones; any other error also concerns the sample.
+            self.render(sample, thinking=thinking, add_generation_prompt=sample.messages[-1].role != "assistant")
             return
         if missing := [name for word, name in words.items() if word not in text]:
             raise ValueError(f"sample {sample.id}: chat template {self.name} omits {missing[0]}: use another template")

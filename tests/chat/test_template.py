@@ -562,6 +562,16 @@ def test_a_template_with_a_huge_range_is_refused_at_once(source: str, said: str)
         Template("mine", source).render(sample)
 
 
+def test_the_check_for_omitted_parts_passes_on_only_the_errors_of_replaced_texts() -> None:
+    parser = Template("parser", "{% if messages[0].content != '2+2?' %}{{ raise_exception('no sum') }}{% endif %}")
+
+    parser.check_complete(ask(), thinking=False)
+    with pytest.raises(ValueError, match=r"sample ask: .*no sum"):
+        parser.check_complete(ask(system="Be brief."), thinking=False)
+    with pytest.raises(ValueError, match="its last turn must have no reasoning, as thinking is off"):
+        Template.load("domyn").check_complete(ask(reasoning="Add."), thinking=False)
+
+
 def test_the_last_turn_starts_after_the_last_user_message() -> None:
     messages = [Message(role=role, content=f"{role} {turn}") for turn in (1, 2) for role in ("user", "assistant")]
 
