@@ -381,7 +381,9 @@ def checked_text(value: object, where: str, key: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise FormatError(f"{_at(where, key)}: not UTF-8 ({error.reason} at character {error.start})") from None
+            raise FormatError(
+                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start})"
+            ) from None
     return value
 
 

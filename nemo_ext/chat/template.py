@@ -119,8 +119,9 @@ class Template:
             self._template.globals = dict(self._template.globals)
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
-            where = f"chat template {name}, line {error.lineno}"
-            raise ValueError(f"{where}: the template is not valid Jinja ({error.message})") from error
+            raise ValueError(
+                f"chat template {name} is not valid Jinja in line {error.lineno}: {error.message}"
+            ) from error
         texts = [node.data for node in parsed.find_all(TemplateData)]
         texts += [node.value for node in parsed.find_all(Const) if isinstance(node.value, str)]
         self.literals = "\0".join(texts)
@@ -197,8 +198,9 @@ class Template:
             text = self._written(messages, tools, enable_thinking=mode, add_generation_prompt=add_generation_prompt)
         except (ArithmeticError, RecursionError, ValueError) as error:
             # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE.
-            why = f"chat template {self.name} fails ({error})"
-            raise ValueError(f"sample {sample.id}: {why}; fix the template") from error
+            raise ValueError(
+                f"sample {sample.id}: chat template {self.name} fails ({error}); fix the template"
+            ) from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name} cannot render it ({error})") from error
         return _read(text, thinking=mode)

@@ -109,7 +109,9 @@ class Prompts:
         prompt = self._text(row) if self.source is not None else self._column(row)
         if self.settings.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"row {key}: column {self.column} must be a string, as generate.complete=true")
+                raise ValueError(
+                    f"row {key}: column {self.column} must be a string for generate.complete=true, not messages"
+                )
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.settings.system is not None:
@@ -126,7 +128,9 @@ class Prompts:
         except jinja2.UndefinedError as error:
             raise ValueError(f"generate.template: {error}; the columns are {', '.join(map(str, row))}") from None
         except Exception as error:  # templates may raise anything
-            raise ValueError(f"generate.template cannot be rendered ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"generate.template cannot be rendered ({type(error).__name__}: {error}); correct it"
+            ) from None
 
     def _column(self, row: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]]:
         value = row.get(str(self.column))

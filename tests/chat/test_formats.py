@@ -144,7 +144,7 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
         ({"role": "user"}, r"messages\[1\].content: expected a string, not nothing"),
         ({"role": "assistant"}, r"messages\[1\].content: expected a string, not nothing"),
         ({"role": "user", "content": 3}, r"messages\[1\].content: expected a string, not an int"),
-        ({"role": "user", "content": "\ud800"}, r"messages\[1\].content: not UTF-8 \(surrogates not allowed"),
+        ({"role": "user", "content": "\ud800"}, r"messages\[1\].content: cannot be encoded as UTF-8 \(surr"),
         (
             {"role": "user", "content": [{"type": "image_url"}]},
             r"messages\[1\].content\[0\]: a part of type 'image_url'",

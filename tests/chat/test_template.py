@@ -538,7 +538,7 @@ def test_invalid_templates_and_samples_are_refused(tmp_path: Path) -> None:
         Template.load("olmo_3")
     with pytest.raises(ValueError, match=r"neither chat_template\.jinja nor a chat_template"):
         Template.load(tmp_path)
-    with pytest.raises(ValueError, match="chat template bad, line 2"):
+    with pytest.raises(ValueError, match="chat template bad is not valid Jinja in line 2"):
         Template("bad", "a\n{% if %}")
     with pytest.raises(ValueError, match="sample ask: its last turn must have no reasoning, as thinking is off"):
         Template.load("domyn").render(replace(ask(reasoning="Add."), thinking=False))

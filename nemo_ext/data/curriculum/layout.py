@@ -76,7 +76,7 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
         )
     (output / DOMAINS).mkdir(parents=True, exist_ok=True)
     if foreign := sorted((output / DOMAINS).glob("[!.]*.jsonl")):
-        raise ValueError(f"{foreign[0]} is not a file of this job: move it, or choose another output")
+        raise ValueError(f"{foreign[0]} was not written by this job: move it, or choose another output")
     # Written before the files, in case the job is killed.
     note(output / DOMAINS / WRITTEN, {"names": [path.stem for path in files.values()]})
     return files

@@ -147,7 +147,7 @@ def read_profile(path: Path) -> Profile:
     for name in ("id", "pass_rate"):
         if name not in table.column_names:
             known = ", ".join(table.column_names)
-            raise ValueError(f"profile {path} has no column {name!r}, which is required, only {known}: rename one")
+            raise ValueError(f"profile {path} has no column {name!r}, only {known}: rename or add it")
     try:
         rates = table["pass_rate"].to_numpy().astype(np.float64)
         counts = np.ones(len(rates), dtype=np.int64)
@@ -259,7 +259,7 @@ def _table_of_lines(path: Path) -> Any:
         try:
             identity = checked_id(required(record, "id"), "id")
         except Malformed as problem:
-            raise ValueError(f"{place}: {problem}") from None
+            raise ValueError(f"profile {place}: {problem}") from None
         records.append({**record, "id": identity})
     if not records:
         raise ValueError(f"profile {path} has no records: set profile to a file with pass rates, or set rollouts")

@@ -78,7 +78,9 @@ class InstalledSource(Source):
                 advice = nearest(package, {name for name in present if not name.startswith("__")})
             raise ValueError(f"{self.kind} source: package {package!r} of `packages` is not installed; {advice}")
         if not files:
-            raise ValueError(f"{self.kind} source: packages={list(self.packages)} have no such files: name others")
+            raise ValueError(
+                f"{self.kind} source: packages={list(self.packages)} have no files that it reads: name other packages"
+            )
         return sorted(files.items())
 
     def _takes(self, name: str) -> bool:

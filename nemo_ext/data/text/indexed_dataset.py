@@ -79,8 +79,9 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
         lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=struct.calcsize(_HEADER))
         starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=struct.calcsize(_HEADER) + lengths.nbytes)
     except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-        raise ValueError(f"{path} {why}: give the prefix of existing .bin and .idx files") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give the prefix of existing .bin and .idx files"
+        ) from None
     except (struct.error, ValueError) as error:
         raise ValueError(f"{path} is truncated, or not a Megatron index ({error}): create the files again") from None
     dtype = types.get(code)

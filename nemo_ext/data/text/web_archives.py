@@ -115,5 +115,7 @@ def _archives() -> tuple[Any, type[Exception]]:
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:
-        raise ValueError(f"web archives require packages: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(
+            f"web archives require warcio and trafilatura: pip install 'nemo_ext[curate]' ({error})"
+        ) from error
     return ArchiveIterator, ArchiveLoadFailed

@@ -193,7 +193,9 @@ def test_only_domain_files_of_the_job_are_removed(problems: Path) -> None:
     assert sorted(path.name for path in (made / "domains").glob("*.jsonl")) == ["math.jsonl"]
     (made / "domains/mine.jsonl").write_text("mine")
 
-    with pytest.raises(ValueError, match=r"domains/mine\.jsonl is not a file of this job: move it, or choose another"):
+    with pytest.raises(
+        ValueError, match=r"domains/mine\.jsonl was not written by this job: move it, or choose another"
+    ):
         curriculum(problems, "split_domains=true")
     assert (made / "domains/mine.jsonl").read_text() == "mine"
 

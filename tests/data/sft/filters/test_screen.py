@@ -35,7 +35,7 @@ def test_a_typo_suggests_the_nearest_name() -> None:
         load_filters({"length": {"max_token": 1}})
     with pytest.raises(ValueError, match=r"filters.repetition: window_times=1: input should be greater"):
         load_filters({"repetition": {"window_times": 1}})
-    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires tokenizer"):
+    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires a tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
 
 
