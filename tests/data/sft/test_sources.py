@@ -82,7 +82,7 @@ def test_invalid_records_are_skipped_and_counted_with_their_place(tmp_path: Path
     assert report.records == 12
     assert report.skipped == {"malformed": 3, "schema": 4, "empty file": 1}
     assert report.examples["empty file"] == [str(tmp_path / "b.jsonl")]
-    assert report.examples["schema"][0].startswith(f"{path}:5: messages[0].role='boss': known: ")
+    assert report.examples["schema"][0].startswith(f"{path}:5: messages[0].role='boss' is not a role; known: ")
     assert [example.split(": ", 1)[1] for example in report.examples["schema"][1:]] == [
         "messages[0].content: expected a string, not nothing",
         "id: expected a string, not a list",
