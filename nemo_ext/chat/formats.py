@@ -113,7 +113,7 @@ def to_sample(
         read = _sharegpt_messages(record, turns, ignored, changed)
     messages = [message for _, message in normal_messages(read, key, changed)]
     if not messages:
-        raise FormatError(f"{key} has only tools' answers without a call")
+        raise FormatError(f"{key} has only tools' answers without a call: expected another message, too")
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
             raise FormatError(f"{key}[{index}]: a system message must be the first message")
@@ -194,7 +194,7 @@ def without_mode_line(sample: Sample) -> Sample:
     modes = {_THINKING_VALUES[line.lower()] for line in lines} | ({sample.thinking} - {None})
     if len(modes) > 1:
         raise FormatError(
-            f"the system message says {lines[0]!r}, but another line or the record sets the other mode: keep one"
+            f"the system message says {lines[0]!r}, but another line or the record sets the other mode; keep only one"
         )
     text = _MODE_LINE.sub("", first.content).strip("\n")
     rest = (replace(first, content=text),) if text.strip() else ()
@@ -297,7 +297,7 @@ def _openai_message(
     role = _role(turn.get("role"), f"{where}.role", _OPENAI_ROLES)
     if turn.get("weight") == 0:
         raise FormatError(
-            f"{where}.weight=0: not supported, as the chat template selects the trained messages: remove the key"
+            f"{where}.weight=0 is not supported, as the chat template selects the trained messages: remove the key"
         )
     if ignored is not None and not turn.keys() <= _MESSAGE_KEYS:
         _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
@@ -314,7 +314,7 @@ def _openai_message(
     traces = {name: _text(turn[name], where, name) for name in _REASONING if turn.get(name) is not None}
     filled = {key: trace for key, trace in traces.items() if trace.strip()}
     if len(set(filled.values())) > 1:
-        raise FormatError(f"{where}: {' and '.join(filled)} differ: keep one")
+        raise FormatError(f"{where}: {' and '.join(filled)} differ; keep only one of them")
     content = turn.get("content")
     if content is None and ("content" in turn or calls or traces):
         content = ""  # OpenAI writes null if there are only calls
@@ -365,7 +365,7 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
     if isinstance(value, str):
         if (role := known.get(value) or known.get(value.lower())) is not None:
             return role
-        raise FormatError(f"{where}={value!r}: {nearest(value.lower(), known)}")
+        raise FormatError(f"{where}={value!r} is not a role; {nearest(value.lower(), known)}")
     raise FormatError(f"{where}: expected a role, not {_kind(value)}")
 
 
@@ -381,7 +381,9 @@ def checked_text(value: object, where: str, key: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise FormatError(f"{_at(where, key)}: {error.reason} at character {error.start}") from None
+            raise FormatError(
+                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start})"
+            ) from None
     return value
 
 
@@ -398,7 +400,7 @@ def _text(value: Any, where: str, key: str) -> str:
     for index, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
-            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r} is not supported: only text is")
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r} is not supported, only text")
         texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
     return "".join(texts)
 
@@ -413,7 +415,7 @@ def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple
         return text, None
     trace, closed, answer = (text.lstrip()[len(OPEN) :] if opened else text).partition(CLOSE)
     if not closed:
-        raise UnfinishedTrace(f"{where}: the trace does not end: there is no {CLOSE} after {OPEN}")
+        raise UnfinishedTrace(f"{where}: the trace does not end, as {CLOSE} is missing after {OPEN}")
     if not opened:
         if OPEN in trace:
             return text, None
@@ -462,12 +464,12 @@ def _decoded(value: Any, where: str) -> Any:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where}: expected JSON, got other text ({error})") from None
+            raise FormatError(f"{where}: expected JSON, not other text ({error})") from None
     if value:
         try:  # fails for lone surrogates, NaN, and Parquet types without a JSON equivalent, such as dates
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            raise FormatError(f"{where}: {error}") from None
+            raise FormatError(f"{where}: the value cannot be written as JSON ({error})") from None
     return value
 
 
@@ -482,7 +484,7 @@ def _identifier(value: Any, where: str) -> str | None:
         return value or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise FormatError(f"{where}: expected a string, not {_kind(value)}")
+    raise FormatError(f"{where}: expected a string or a whole number, not {_kind(value)}")
 
 
 def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str]) -> None:
@@ -496,4 +498,7 @@ def _at(where: str, key: str) -> str:
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "nothing"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

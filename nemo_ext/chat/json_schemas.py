@@ -100,7 +100,7 @@ def pythons_pattern(pattern: str) -> str:
         elif match["again"]:
             part = f"(?P={match['again']})"
         elif match["other"] or (part[0] == "\\" and part[1:].isalpha() and part[1] not in "bBdDfnrsStuvwWx"):
-            raise ValueError(f"{pattern!r}: {part} is not valid in ECMA 262 or not supported")
+            raise ValueError(f"{pattern!r} contains {part}, which is not valid in ECMA 262 or not supported")
         elif inside:
             inside, part = part != "]", _INSIDE.get(part, part)
         else:
@@ -110,7 +110,8 @@ def pythons_pattern(pattern: str) -> str:
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern!r}: not a regular expression of ECMA 262: {getattr(error, 'msg', error)}") from None
+        problem = getattr(error, "msg", error)
+        raise ValueError(f"{pattern!r} is not a regular expression of ECMA 262: {problem}") from None
     return text
 
 

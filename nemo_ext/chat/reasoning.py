@@ -30,7 +30,7 @@ class ReasoningSettings:
     """Settings of `Control`; the shares are Nemotron 3 Nano's (section 3.1.5), which does not state budgets (choice).
 
     Attributes:
-        strip: share of the samples with reasoning whose traces are removed, to train the mode without reasoning.
+        strip: share of the unpaired samples with reasoning whose traces are removed, to train the mode without it.
         truncate: share of the traces that are truncated to a budget; the answer is unchanged.
         budgets: budgets in tokens; a trace is only truncated to a budget shorter than itself.
         pair: share of the samples with reasoning used twice, with and without it (Llama-Nemotron, section 3.2).

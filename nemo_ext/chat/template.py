@@ -119,7 +119,9 @@ class Template:
             self._template.globals = dict(self._template.globals)
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from error
+            raise ValueError(
+                f"chat template {name} is not valid Jinja in line {error.lineno}: {error.message}"
+            ) from error
         texts = [node.data for node in parsed.find_all(TemplateData)]
         texts += [node.value for node in parsed.find_all(Const) if isinstance(node.value, str)]
         self.literals = "\0".join(texts)
@@ -146,7 +148,7 @@ class Template:
         if path.is_file():
             config = path.parent / TOKENIZER_CONFIG
             return cls(name, path.read_text(), _tokens(_config(config)) if config.is_file() else None)
-        raise ValueError(f"{name!r} is neither a chat template nor a file or directory: {nearest(name, names())}")
+        raise ValueError(f"{name!r} is neither a chat template nor a file or directory; {nearest(name, names())}")
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "Template":
@@ -157,7 +159,7 @@ class Template:
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
-            raise ValueError("the tokenizer has no chat template: give one with template=")
+            raise ValueError("the tokenizer has no chat template: set template to one")
         special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         return cls("of the tokenizer", source, special)
 
@@ -184,7 +186,7 @@ class Template:
         """
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
-            raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
+            raise ValueError(f"sample {sample.id}: its last turn must have no reasoning, as thinking is off: remove it")
         as_text = any(message.tool_calls for message in sample.messages) and self.takes_argument_text
         values = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
         messages, tools = ((control or _NO_TOKENS).quoted(value) for value in values)
@@ -196,9 +198,11 @@ class Template:
             text = self._written(messages, tools, enable_thinking=mode, add_generation_prompt=add_generation_prompt)
         except (ArithmeticError, RecursionError, ValueError) as error:
             # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE.
-            raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: fix the template") from error
+            raise ValueError(
+                f"sample {sample.id}: chat template {self.name} fails ({error}); fix the template"
+            ) from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
-            raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
+            raise ValueError(f"sample {sample.id}: chat template {self.name} cannot render it ({error})") from error
         return _read(text, thinking=mode)
 
     def _written(self, messages: Any, tools: Any, **more: Any) -> str:
@@ -281,12 +285,14 @@ class Template:
         Texts are replaced by unique words before rendering, because a short text could occur anywhere.
 
         Raises:
-            ValueError: the template omits a part other than the reasoning of earlier turns.
+            ValueError: the template rejects the sample, or omits a part other than the reasoning of earlier turns.
         """
         probe, words = _probe(sample, all_reasoning=not self.drops_reasoning)
         try:
             text = self.render(probe, thinking=thinking).text
-        except ValueError:  # the template parses texts, and cannot parse the replaced ones
+        except ValueError:
+            # A template that parses texts cannot parse the replaced ones; any other error also concerns the sample.
+            self.render(sample, thinking=thinking, add_generation_prompt=sample.messages[-1].role != "assistant")
             return
         if missing := [name for word, name in words.items() if word not in text]:
             raise ValueError(f"sample {sample.id}: chat template {self.name} omits {missing[0]}: use another template")
@@ -499,7 +505,8 @@ def _load_folder(folder: Path) -> Template:
     source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
     if not isinstance(source, str):
         raise ValueError(
-            f"{folder}: there is neither a chat_template.jinja nor a chat_template in tokenizer_config.json"
+            f"{folder} has neither chat_template.jinja nor a chat_template in tokenizer_config.json: name another "
+            "folder, a file, or a chat template of nemo_ext"
         )
     return Template(str(folder), source, _tokens(config))
 
@@ -508,7 +515,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file}: invalid JSON ({error}): fix or remove the file") from error
+        raise ValueError(f"{file} is not valid JSON ({error}): fix or remove it") from error
     return config
 
 

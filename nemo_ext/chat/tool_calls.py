@@ -151,7 +151,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
             validator(_as_text(function.get("parameters") or {}), quick=True)
         except (SchemaError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{where}[{index}].function.parameters: not a JSON schema: {reason}") from None
+            raise ValueError(f"{where}[{index}].function.parameters must be a JSON schema ({reason})") from None
         checked.append({"type": "function", "function": function})
     return tuple(checked)
 

@@ -119,7 +119,7 @@ async def answer_all(
         summary = report.make(output, index, samples, client.address, this_start)
     notice(summary)
     if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
-        raise TooManyDead("over all starts")
+        raise TooManyDead("counted over all starts")
     return output, index
 
 
@@ -168,9 +168,9 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
     if "input" in changed:
         changed["input"] = "other rows"
     if changed:
-        raise ValueError(f"output={folder}: was started with different settings ({describe(changed)}): {otherwise}")
+        raise ValueError(f"output={folder} was started with different settings ({describe(changed)}): {otherwise}")
     if version is not None:
-        notice(f"{folder}: was started by another version of nemo_ext ({version})")
+        notice(f"{folder} was started by another version of nemo_ext ({version}); this one resumes it")
 
 
 def _done(output: Output, index: Index) -> tuple[int, int]:

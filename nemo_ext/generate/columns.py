@@ -32,7 +32,7 @@ def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if name.startswith(PREFIX) and name in names)
         raise ValueError(
-            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which exists too: rename one"
+            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which exists, too; rename one"
         )
     return names
 

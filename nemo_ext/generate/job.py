@@ -54,9 +54,8 @@ def run(config: Mapping[str, Any]) -> None:
             asyncio.run(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
         fail(
-            f"{folder}: more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}); "
-            f"{folder / 'dead'} has the reasons: fix the cause and set generate.retry_dead=true, or raise "
-            "generate.max_dead"
+            f"more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}): see "
+            f"{folder / 'dead'}, fix the cause and set generate.retry_dead=true, or raise generate.max_dead"
         )
     except EndpointGone as error:
         fail(f"{error}; the same command resumes")

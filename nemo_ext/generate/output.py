@@ -192,7 +192,7 @@ class Output:
                 try:
                     yield read_json(line)
                 except ValueError:  # such as after a power failure
-                    notice(f"{file}: a line cannot be read: its answer is requested again")
+                    notice(f"{file}: a line cannot be read, so that its answer is requested again")
         if opened is not None:
             opened.read[file] = start
 
@@ -344,7 +344,7 @@ class Output:
             lines = [read_json(line) for line in part.read_bytes().splitlines()]
             return [(line["custom_id" if self.format == "openai_batch" else "key"], line["sample"]) for line in lines]
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{part}: cannot be read: {error}") from None
+            raise ValueError(f"{part} cannot be read ({error}): its rows must be requested again") from None
 
     def measured(self, part: Path) -> dict[str, list[Any]]:
         """Return the columns of a part that the report needs.
@@ -367,7 +367,7 @@ class Output:
                 part, columns=None if names is None else list(names), page_checksum_verification=True, partitioning=None
             )
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{part}: cannot be read: {error}") from None
+            raise ValueError(f"{part} cannot be read ({error}): its rows must be requested again") from None
 
     def set_aside_damaged(self, ranges: Sequence[Range]) -> int:
         """Move unreadable parts to `.job/damaged`, so that their ranges are redone; return the number of ranges."""
@@ -377,7 +377,8 @@ class Output:
                 self.answered(range_)
                 later = [name for name in parts if name.startswith(f"part-{range_.name}-")]
                 if later and self.part(range_).name not in parts:
-                    raise ValueError(f"{self.folder / later[0]}: exists without {self.part(range_).name}")
+                    first = self.part(range_).name
+                    raise ValueError(f"{self.folder / later[0]} exists without {first}: its rows are requested again")
             except ValueError as error:
                 damaged += 1
                 aside = self.folder / OWN / "damaged"
@@ -385,7 +386,7 @@ class Output:
                 # The first part last, because it marks the range as finished.
                 for part in sorted(self.folder.glob(f"part-{range_.name}[-.]*"), key=lambda part: -len(part.name)):
                     part.replace(aside / f"{part.name}.{uuid.uuid4().hex[:8]}")
-                notice(f"{error}: moved to {aside}; its rows are requested again")
+                notice(f"{error}; moved to {aside}")
         return damaged
 
 

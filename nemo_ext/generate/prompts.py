@@ -47,12 +47,12 @@ class Prompts:
             unused = [name for name in ("key", "messages", "template", "system", "tools") if getattr(settings, name)]
             if unused:
                 raise ValueError(
-                    f"generate.{unused[0]}: not used with OpenAI batch files, whose lines are whole requests: remove it"
+                    f"generate.{unused[0]} is not used with OpenAI batch files, whose lines are requests: remove it"
                 )
             return cls(settings=settings, seed=seed, source=None, column=None)
         for key in ("messages", "tools"):
             if (named := getattr(settings, key)) is not None and named not in columns:
-                raise ValueError(f"generate.{key}: unknown column {named!r}: {nearest(named, columns)}")
+                raise ValueError(f"generate.{key}: unknown column {named!r}; {nearest(named, columns)}")
         if settings.template is not None:
             if settings.messages is not None:
                 raise ValueError("generate.messages and generate.template exclude each other: set one of them")
@@ -61,14 +61,14 @@ class Prompts:
                 try:
                     source = Path(source).expanduser().read_text()
                 except (OSError, UnicodeDecodeError) as error:
-                    raise ValueError(f"generate.template={source}: cannot be read ({error})") from None
+                    raise ValueError(f"generate.template={source} cannot be read ({error}): correct its path") from None
             return cls(settings=settings, seed=seed, source=source, column=None)
         column = settings.messages or next((name for name in (MESSAGES, PROMPT) if name in columns), None)
         if not columns:
-            raise ValueError("input: the first rows have no columns")
+            raise ValueError("input: the first rows are empty; each row needs at least one column")
         if column is None:
             raise ValueError(
-                f"input: has no column {MESSAGES} or {PROMPT}, only {', '.join(columns)}: set "
+                f"input has no column {MESSAGES} or {PROMPT}, only {', '.join(columns)}: set "
                 "generate.template='{{ "
                 + columns[0]
                 + " }}', a Jinja template over the columns, or generate.messages=COLUMN"
@@ -97,19 +97,21 @@ class Prompts:
             url, body = str(row.get("url") or "/v1/chat/completions"), row["body"]
             body = json.loads(body) if isinstance(body, str) else body
             if url not in _PATHS:
-                raise ValueError(f"{key}: url={url}: {nearest(url, _PATHS)}")
+                raise ValueError(f"row {key}: url={url!r} is not supported; {nearest(url, _PATHS)}")
             if not isinstance(body, Mapping):
-                raise ValueError(f"{key}: body is not a JSON object")
+                raise ValueError(f"row {key}: body must be a JSON object, not {str(body)[:60]!r}")
             body = {name: value for name, value in body.items() if name not in ("model", "stream")}
             if body.get("n") not in (None, 1):
-                raise ValueError(f"{key}: n={body['n']} is not supported: set samples={body['n']} instead")
+                raise ValueError(f"row {key}: n={body['n']} is not supported; set samples={body['n']} instead")
             sampling = self.settings.sampling.body()
             return Request(key=key, sample=sample, path=_PATHS[url], body={**seed, **body, **sampling})
         body = self.settings.sampling.body() | seed
         prompt = self._text(row) if self.source is not None else self._column(row)
         if self.settings.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"{key}: {self.column} is not a text, which generate.complete=true requires")
+                raise ValueError(
+                    f"row {key}: column {self.column} must be a string for generate.complete=true, not messages"
+                )
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.settings.system is not None:
@@ -122,11 +124,13 @@ class Prompts:
         try:
             return _compiled(self.source or "").render(row)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"generate.template, line {error.lineno}: {error.message}") from None
+            raise ValueError(f"generate.template is not valid Jinja in line {error.lineno}: {error.message}") from None
         except jinja2.UndefinedError as error:
-            raise ValueError(f"generate.template: {error}: the columns are {', '.join(map(str, row))}") from None
+            raise ValueError(f"generate.template: {error}; the columns are {', '.join(map(str, row))}") from None
         except Exception as error:  # templates may raise anything
-            raise ValueError(f"generate.template: {type(error).__name__}: {error}") from None
+            raise ValueError(
+                f"generate.template cannot be rendered ({type(error).__name__}: {error}); correct it"
+            ) from None
 
     def _column(self, row: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]]:
         value = row.get(str(self.column))
@@ -135,7 +139,7 @@ class Prompts:
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
-            raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a string or a list of messages")
+            raise ValueError(f"column {self.column}: expected a string or a list of messages, not {str(value)[:60]!r}")
         return without_nulls(value)
 
 

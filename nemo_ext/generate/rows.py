@@ -99,7 +99,7 @@ def row_key(row: Mapping[str, Any], column: str | None) -> str:
         ValueError: the row has no value in the column, or a string in it cannot be encoded.
     """
     if column is not None and row.get(column) is None:
-        raise ValueError(f"no value in the key column {column}: {nearest(column, list(row))}")
+        raise ValueError(f"the row has no value in its key column {column!r}; {nearest(column, list(row))}")
     if column is None and is_batch(row):
         column = "custom_id"
     return _digest(row).hex() if column is None else str(row[column])
@@ -111,7 +111,7 @@ def _digest(row: Mapping[str, Any]) -> bytes:
         try:
             json.dumps(row, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
-            raise ValueError("a text has a lone surrogate (\\ud800 to \\udfff): remove it") from None
+            raise ValueError("the row has a string with a lone surrogate (\\ud800 to \\udfff): remove it") from None
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
@@ -156,7 +156,7 @@ class Rows:
         rows = [row for _, (_, row) in zip(range(range_.rows), records, strict=False)]
         self._open = range_.part, range_.skip + range_.rows, records
         if len(rows) != range_.rows:
-            raise ValueError(f"{range_.part.path}: has changed since the job started: restore the original file")
+            raise ValueError(f"{range_.part.path} has changed since the job started: restore the original file")
         return rows
 
     def index(self, part_rows: int) -> Index:
@@ -181,7 +181,7 @@ class Rows:
                     batch = is_batch(row) if batch is None else batch
                     if is_batch(row) != batch:
                         raise ValueError(
-                            f"{place}: the input mixes lines of OpenAI batch files with others: separate them"
+                            f"{place}: the input mixes lines of OpenAI batch files with others; use one job for each"
                         )
                     if infer:
                         pending.append(row)
@@ -197,7 +197,7 @@ class Rows:
                         now, rows=now.rows + 1, repeated=(*now.repeated, now.rows) if again else now.repeated
                     )
         if not ranges:
-            raise ValueError("input: has no rows")
+            raise ValueError("input has no rows: give files with at least one row")
         schema = widened(schema, pending) if infer else schema
         return Index(
             digest=self.digest(),
@@ -221,7 +221,8 @@ class Rows:
             return False
         before, first = database.execute("SELECT row, place FROM seen WHERE key = ?", (key,)).fetchone()
         if before != whole:
-            raise ValueError(f"{place}: has the same key {row_key(row, self.key)!r} as {first}, but differs from it")
+            name = row_key(row, self.key)
+            raise ValueError(f"{place} has the same key {name!r} as {first}, but differs from it: make keys unique")
         return True
 
     def digest(self) -> str:
@@ -242,4 +243,4 @@ def _parquet_schema(source: RecordSource) -> Any:
     try:
         return pyarrow.unify_schemas(schemas, promote_options="permissive")
     except pyarrow.ArrowException as error:
-        raise ValueError(f"input: columns have incompatible types in different files ({error})") from None
+        raise ValueError(f"input: columns must have the same types in all files ({error})") from None

@@ -32,7 +32,7 @@ class Sampling:
     def __post_init__(self) -> None:
         taken = {"model", "messages", "prompt", "stream", "n", "seed"} & set(self.extra)
         if taken:
-            raise ValueError(f"extra.{min(taken)} is not allowed: requests set it themselves")
+            raise ValueError(f"extra.{min(taken)} is not allowed, as requests set it themselves: remove it")
 
     def body(self) -> dict[str, Any]:
         """Return the parameters that are set, as request fields."""
@@ -111,6 +111,8 @@ class Settings(AskingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None and self.served is None:
-            raise ValueError("set endpoint to a run directory of `nemo-ext serve` or a URL, or model to a folder")
+            raise ValueError(
+                "no model is named: set endpoint to a run directory of `nemo-ext serve` or a URL, or model to a folder"
+            )
         if Path(self.output).expanduser().is_file():
             raise ValueError(f"output={self.output} is a file: choose a folder")

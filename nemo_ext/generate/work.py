@@ -77,7 +77,7 @@ class Work:
             EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if self.dead > self.most_dead:
-            raise TooManyDead("in earlier starts")
+            raise TooManyDead("counted over earlier starts")
         asking, beating = asyncio.create_task(self._ask(client)), asyncio.create_task(self._beat())
         try:
             # Heartbeats end when all ranges are finished; requests still open then were answered by other workers.
@@ -122,7 +122,7 @@ class Work:
         if answer.problem:
             self.dead += 1
             if self.dead > self.most_dead:
-                raise TooManyDead(f"last: {answer.problem}")
+                raise TooManyDead(f"the last failure: {answer.problem}")
         self._finish(opened)
 
     async def _requests(self) -> AsyncIterator[Request]:

@@ -536,30 +536,40 @@ def test_a_file_uses_the_tokens_of_the_tokenizer_config_next_to_it(tmp_path: Pat
 def test_invalid_templates_and_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'olmo3'"):
         Template.load("olmo_3")
-    with pytest.raises(ValueError, match="neither a chat_template"):
+    with pytest.raises(ValueError, match=r"neither chat_template\.jinja nor a chat_template"):
         Template.load(tmp_path)
-    with pytest.raises(ValueError, match="chat template bad, line 2"):
+    with pytest.raises(ValueError, match="chat template bad is not valid Jinja in line 2"):
         Template("bad", "a\n{% if %}")
-    with pytest.raises(ValueError, match="sample ask: thinking is off, but its last turn has reasoning"):
+    with pytest.raises(ValueError, match="sample ask: its last turn must have no reasoning, as thinking is off"):
         Template.load("domyn").render(replace(ask(reasoning="Add."), thinking=False))
     late = replace(ask(), messages=(*ask().messages, Message(role="system", content="x")))
-    with pytest.raises(ValueError, match="sample ask: chat template domyn: message 2 has the role system"):
+    with pytest.raises(ValueError, match=r"sample ask: chat template domyn cannot render it .message 2 has the role"):
         Template.load("domyn").render(late)
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big.*: fix the template"),
-        ("{{ range(10**9) | list }}", "Range too big.*: fix the template"),
-        ("{{ 1 % (messages | length - messages | length) }}", "zero: fix the template"),
+        ("{% for i in range(10**9) %}a{% endfor %}", r"Range too big.*\); fix the template"),
+        ("{{ range(10**9) | list }}", r"Range too big.*\); fix the template"),
+        ("{{ 1 % (messages | length - messages | length) }}", r"zero\); fix the template"),
     ],
 )
 def test_a_template_with_a_huge_range_is_refused_at_once(source: str, said: str) -> None:
     sample = Sample(source="made", id="a", messages=(Message(role="user", content="question"),))
 
-    with pytest.raises(ValueError, match=f"sample a: chat template mine: .*{said}"):
+    with pytest.raises(ValueError, match=f"sample a: chat template mine .*{said}"):
         Template("mine", source).render(sample)
+
+
+def test_the_check_for_omitted_parts_passes_on_only_the_errors_of_replaced_texts() -> None:
+    parser = Template("parser", "{% if messages[0].content != '2+2?' %}{{ raise_exception('no sum') }}{% endif %}")
+
+    parser.check_complete(ask(), thinking=False)
+    with pytest.raises(ValueError, match=r"sample ask: .*no sum"):
+        parser.check_complete(ask(system="Be brief."), thinking=False)
+    with pytest.raises(ValueError, match="its last turn must have no reasoning, as thinking is off"):
+        Template.load("domyn").check_complete(ask(reasoning="Add."), thinking=False)
 
 
 def test_the_last_turn_starts_after_the_last_user_message() -> None:

@@ -40,7 +40,10 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c.pop("directory"), "data: the key 'directory' is missing"),
         (lambda c: c.update(streams=[]), "streams must be a list of at least one stream"),
         (lambda c: c.update(tokenizer="byte"), "tokenizer must be a mapping such as {kind: byte}, not 'byte'"),
-        (lambda c: c.update(tokenizer={"kind": "huggingface", "path": "nowhere"}), "tokenizer nowhere: No such file"),
+        (
+            lambda c: c.update(tokenizer={"kind": "huggingface", "path": "nowhere"}),
+            "tokenizer nowhere cannot be read",
+        ),
         (lambda c: c.update(validation_share="5%"), "validation_share must be a share from 0"),
         (
             lambda c: c["streams"][1].update(name="web"),
@@ -57,11 +60,11 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c["streams"][1]["source"].update(kind="jsonnl"), "stream 'code': unknown source kind 'jsonnl'"),
         (
             lambda c: c["streams"][1]["source"].update(path="nowhere.jsonl"),
-            r"stream 'code': jsonl source: no such file: nowhere\.jsonl",
+            r"stream 'code': jsonl source: file nowhere\.jsonl does not exist",
         ),
         (
             lambda c: c["streams"][1]["source"].update(text_key="x"),
-            r"stream 'code': no line has a text: .*code\.jsonl",
+            r"stream 'code': .*code\.jsonl: none of the first lines has a text",
         ),
     ],
 )

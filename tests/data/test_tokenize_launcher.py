@@ -97,8 +97,8 @@ def test_a_data_file_with_megatron_keys_composes(tmp_path: Path, refused: Callab
     ("words", "message"),
     [
         ([], "error: no text is given: set input=FILE and output=PREFIX"),
-        (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: no such file: nowhere.jsonl"),
-        (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl: not a tokenizer.json"),
+        (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: file nowhere.jsonl does not exist"),
+        (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl is not a tokenizer.json"),
         (["input=a.jsonl", "output=a.jsonl/x"], "error: tokenising a.jsonl/x failed ([Errno 20] Not a directory"),
     ],
 )

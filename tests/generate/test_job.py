@@ -151,7 +151,7 @@ def test_failures_of_earlier_starts_count_too(
 
     code, output = generate(*words)
 
-    assert (code, "(in earlier starts)" in output, len(answering.requests)) == (1, True, asked), output
+    assert (code, "(counted over earlier starts)" in output, len(answering.requests)) == (1, True, asked), output
     code, output = generate(*words[:2], "generate.retry_dead=true", "generate.max_dead=0.5")
     assert (code, len(answers())) == (0, 25), output
 
@@ -406,8 +406,8 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate.template={{ nothing }}"], "'nothing' is undefined: the columns are question, id"),
-        (["generate.template={{ question"], "generate.template, line 1"),
+        (["generate.template={{ nothing }}"], "'nothing' is undefined; the columns are question, id"),
+        (["generate.template={{ question"], "generate.template is not valid Jinja in line 1"),
         (["generate.template=/no/such.jinja"], "cannot be read"),
         ([], "has no column messages or prompt, only question, id"),
         ([TEMPLATE, "generate.key=idd"], "did you mean 'id'"),
@@ -424,7 +424,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
         ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint yet"),
         ([TEMPLATE, "endpoint=null"], "set endpoint to a run directory"),
-        ([TEMPLATE, "input=/no/rows.jsonl"], "no such file"),
+        ([TEMPLATE, "input=/no/rows.jsonl"], "/no/rows.jsonl does not exist"),
         ([TEMPLATE, "key_variable=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
         ([TEMPLATE, "generate.extra={n: 3}"], "extra.n is not allowed"),
     ],
@@ -444,8 +444,8 @@ def test_a_mistake_is_reported_in_one_line(
     ("rows", "message"),
     [
         ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "has the same key '1' as"),
-        ([{"id": 1, "question": "a"}, {"question": "b"}], "no value in the key column id"),
-        ([{"question": "a"}], "no value in the key column id"),
+        ([{"id": 1, "question": "a"}, {"question": "b"}], "the row has no value in its key column 'id'"),
+        ([{"question": "a"}], "the row has no value in its key column 'id'"),
         ([], "no rows"),
         ([{"id": 1, "question": "a"}, {"id": 2, "custom_id": "x", "body": {}}], "mixes lines of OpenAI batch files"),
     ],
@@ -526,4 +526,8 @@ def test_a_lone_surrogate_is_named(generate: Generate, written: Written) -> None
 
     code, output = generate(f"input={file}", TEMPLATE)
 
-    assert (code, output.count("\n"), "rows.jsonl:2: a text has a lone surrogate" in output) == (2, 1, True), output
+    assert (code, output.count("\n"), "rows.jsonl:2: the row has a string with" in output) == (
+        2,
+        1,
+        True,
+    ), output

@@ -334,7 +334,7 @@ def test_the_offline_corpus_of_engines_names_the_extra(without: Path, tmp_path: 
     ended = command(without, "tokenize data=local_text data_root=d", tmp_path)
 
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "package 'megatron' is not installed: pip install 'nemo_ext[engine]'" in ended.stderr
+    assert "package 'megatron' of `packages` is not installed; run pip install 'nemo_ext[engine]'" in ended.stderr
 
 
 def rename_torch(python: Path, label: str) -> str:

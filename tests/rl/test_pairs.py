@@ -102,7 +102,7 @@ def test_parquet_holds_the_same(jsonl: Callable[..., Path], tmp_path: Path) -> N
 
     assert read_pairs(tmp_path / "pairs.parquet", prompts) == read_pairs(jsonl("pairs.jsonl", records), prompts)
     (tmp_path / "no.parquet").write_text("no")
-    with pytest.raises(ValueError, match="not a readable Parquet file"):
+    with pytest.raises(ValueError, match="is not a readable Parquet file"):
         read_pairs(tmp_path / "no.parquet", prompts)
 
 
@@ -135,7 +135,7 @@ def test_a_malformed_pair_is_reported(jsonl: Callable[..., Path], record: Any, m
                 *(said("assistant", "4", reasoning_content="hm") for _ in "ab"),
                 chat_template_kwargs={"enable_thinking": False},
             ),
-            "thinking is off, but its last turn has reasoning",
+            "last turn must have no reasoning, as thinking is off",
         ),
     ],
 )

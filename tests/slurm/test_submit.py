@@ -344,7 +344,7 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     [
         (["job=tokenize"], "no text is given: set input=FILE and output=PREFIX"),
         (["job=tokenize", "data=domyn_cpt"], "no stream of this blend has a source"),
-        (["job=sft_data", "preset=domyn", "output=x"], "sources is empty: name at least one"),
+        (["job=sft_data", "preset=domyn", "output=x"], "sources is empty: set sources="),
         (["job=preference_data", "output=x"], "sources is empty"),
         (["job=curriculum", "output=x"], "set rollouts"),
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),

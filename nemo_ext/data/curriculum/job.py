@@ -51,7 +51,7 @@ def run(config: Mapping[str, Any]) -> None:
     settings = read_settings(config)
     output = Path(settings.output).expanduser()
     if settings.previous and Path(settings.previous).expanduser().resolve() == output.resolve():
-        raise ValueError(f"output={settings.output} is the previous curriculum's directory: choose another")
+        raise ValueError(f"output={settings.output} is the directory of the previous curriculum: choose another output")
     # Fail now if it is missing, not after hours of reading rollouts.
     pyarrow_module("pass rates are written to profile.parquet, whatever the format of the rollouts, which requires")
     with only_run_in(output, "output"):
@@ -73,7 +73,7 @@ def _run(settings: Settings, output: Path) -> None:
         )
         _report_malformed("rollouts", report)
     profile = read_profile(profile_path)
-    notice(f"profile: {len(profile):,} prompts, {int(profile.rollouts.sum()):,} rollouts: {profile_path}")
+    notice(f"profile of {len(profile):,} prompts and {int(profile.rollouts.sum()):,} rollouts: {profile_path}")
     if not settings.prompts:
         return
     scratch = output / ".unpacked"
@@ -151,12 +151,12 @@ def _used(settings: Settings) -> tuple[Keys, Numbers]:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     path = Path(settings.previous).expanduser() / ARRAYS
     if not path.is_file():
-        raise ValueError(f"previous={settings.previous} has no {ARRAYS}: give the directory of a curriculum")
+        raise ValueError(f"previous={settings.previous} has no {ARRAYS}: set it to the directory of a curriculum")
     key, used_key, used = stored_arrays(path, "key", "used_key", "used")
     steps = len(key)
     trained = steps if settings.previous_steps is None else settings.previous_steps
     if trained > steps:
-        raise ValueError(f"previous_steps={trained}: {path} has only {steps} steps")
+        raise ValueError(f"previous_steps={trained} must be at most {steps}, the number of steps in {path}")
     keys, counts = np.unique(key[:trained], return_counts=True)
     all_keys, at = np.unique(np.concatenate([used_key, keys]), return_inverse=True)
     return all_keys, np.bincount(at, weights=np.concatenate([used, counts])).astype(np.int64)
@@ -236,10 +236,10 @@ def _domain_rows(
 def _warn(plan: Plan, candidates: Candidates, steps: Steps) -> None:
     """Warn about an early stop, repeated prompts, and steps whose mean pass rate misses the target."""
     if plan.stopped:
-        notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; exhausted=repeat would reuse prompts")
+        notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; set exhausted=repeat to reuse prompts")
     for name, repeats in zip(candidates.domains, plan.epochs, strict=True):
         if repeats:
-            notice(f"{name}: all prompts were drawn, and drawing started over {repeats} times")
+            notice(f"domain {name}: all prompts were drawn, so that drawing started over {repeats} times")
     missed = np.abs(steps.mean - steps.target) > LATE
     if missed.any():
         first = plan.first_step + int(np.argmax(missed))

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.job.files import complete_file
+from nemo_ext.job.made_of import note, noted
 
 CURRICULUM, STATS, ARRAYS = "curriculum.jsonl", "curriculum.json", "curriculum.npz"
 PROFILE, REPORT = "profile.parquet", "report.md"
-DOMAINS, ORDER = "domains", "order.npz"
+DOMAINS, ORDER, WRITTEN = "domains", "order.npz", "written.json"
 
 
 @dataclass(frozen=True)
@@ -46,47 +47,53 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
             return tuple(stored[name] for name in names)
     except (KeyError, TypeError, AttributeError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is not a file of a curriculum, or is damaged: {', '.join(names)} cannot be read from it: give the "
-            "directory that `nemo-ext curriculum` wrote, or make the curriculum again"
+            f"{path} is damaged, or does not belong to a curriculum ({', '.join(names)} cannot be read from it): give "
+            "the directory that `nemo-ext curriculum` wrote, or make the curriculum again"
         ) from error
 
 
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
     """Return the file path of each domain that has drawn prompts, keyed by domain number, and create their folder.
 
+    An earlier curriculum's files must have been removed with `remove_order`.
+
     Raises:
-        ValueError: two domains would have the same file name, or no domain is in every step.
+        ValueError: two domains would have the same file name, no domain is in every step, or the folder has .jsonl
+            files that this job did not write.
     """
     files: dict[int, Path] = {}
     for number in np.unique(drawn).tolist():
         path = output / DOMAINS / f"{re.sub(r'[^A-Za-z0-9_-]', '_', domains[number])}.jsonl"
-        if path in files.values():
+        if others := [other for other, file in files.items() if file == path]:
             raise ValueError(
-                f"split_domains: domain {domains[number]!r} would have the same file as another one: rename it"
+                f"split_domains=true would write domains {domains[others[0]]!r} and {domains[number]!r} to the same "
+                f"file, {path.name}: rename one of them"
             )
         files[number] = path
     if not any((drawn == number).any(axis=1).all() for number in files):
         raise ValueError(
-            "split_domains: no domain has a prompt in every step, from which dataloaders count the steps: raise batch"
+            "split_domains=true requires a domain with a prompt in every step, by which dataloaders count: raise batch"
         )
     (output / DOMAINS).mkdir(parents=True, exist_ok=True)
-    for old in (output / DOMAINS).glob("*.jsonl"):
-        if old not in files.values():
-            old.unlink()
+    if foreign := sorted((output / DOMAINS).glob("[!.]*.jsonl")):
+        raise ValueError(f"{foreign[0]} was not written by this job: move it, or choose another output")
+    # Written before the files, in case the job is killed.
+    note(output / DOMAINS / WRITTEN, {"names": [path.stem for path in files.values()]})
     return files
 
 
 def remove_order(output: Path) -> None:
-    """Remove an earlier curriculum's order file, and the domain files that it lists."""
-    path = output / DOMAINS / ORDER
-    if not path.is_file():
-        return
-    (names,) = stored_arrays(path, "names")
-    path.unlink()
-    for name in names.tolist():
+    """Remove an earlier curriculum's order file, and the domain files that were written, even by a killed job."""
+    order, written = output / DOMAINS / ORDER, output / DOMAINS / WRITTEN
+    names = set((noted(written) or {"names": ()})["names"])
+    if order.is_file():
+        names |= set(stored_arrays(order, "names")[0].tolist())
+        order.unlink()
+    for name in names:
         file = output / DOMAINS / f"{name}.jsonl"
         if file.parent == output / DOMAINS:  # the names in the file are not trusted
             file.unlink(missing_ok=True)
+    written.unlink(missing_ok=True)
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:

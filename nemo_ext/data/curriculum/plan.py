@@ -100,7 +100,8 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
     ]
     steps = first_step + len(candidates) // batch + 1 if requested is None else requested
     if len(candidates) < batch:
-        raise NoOrder(f"there are too few prompts for a step of {batch}: {_sizes(candidates, domains)}")
+        why = _sizes(candidates, domains)
+        raise NoOrder(f"too few prompts are left for a step of batch={batch} ({why}): lower batch or add prompts")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
     repeated = _repeated(candidates.text)
     _check_domains(candidates, domains, needed, repeated)
@@ -112,10 +113,13 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
             last = int(np.argmax(short.any(axis=1)))
             name = candidates.domains[int(np.argmax(short[last]))]
             needed = needed[:last]
-            stopped = f"{name} has too few prompts left for step {first_step + last}" if requested is not None else ""
+            stopped = (
+                f"domain {name} has too few prompts left for step {first_step + last}" if requested is not None else ""
+            )
             steps = first_step + last
     if not len(needed):
-        raise NoOrder(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
+        why = stopped or _sizes(candidates, domains)
+        raise NoOrder(f"too few prompts are left for a step of batch={batch} ({why}): lower batch or add prompts")
     targets = means(first=settings.mean_first, last=settings.mean_last, steps=steps)
     off_target = []
     for missed in _draw(candidates, pools, needed, targets, repeated, settings):
@@ -124,7 +128,7 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
             break
         off_target.append(missed)
     if not off_target:
-        raise NoOrder(f"no step can be made: {stopped}")
+        raise NoOrder(f"the first step cannot be filled, as {stopped}: lower batch or add prompts")
     count = len(off_target)
     return Plan(
         order=_order(pools, count, batch, candidates.key, first_step=first_step, seed=settings.seed),
@@ -179,8 +183,8 @@ def _draw(
                 )
                 if missing is None:
                     yield (
-                        f"{candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too many of them "
-                        f"have a text that is already in step {first_step + begin + row}"
+                        f"domain {candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too many of "
+                        f"them have a text that is already in step {first_step + begin + row}"
                     )
                     return
                 off_target += missing
@@ -228,7 +232,7 @@ def _check_domains(
         if different < most:
             raise NoOrder(
                 f"domain {candidates.domains[number]} has {different} distinct prompts to train on, but its share "
-                f"requires {most} per step: lower its share, or reduce batch"
+                f"requires {most} per step: lower batch or its share in domains, or add prompts"
             )
 
 

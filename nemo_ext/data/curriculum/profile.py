@@ -136,34 +136,36 @@ def read_profile(path: Path) -> Profile:
     """
     arrow = pyarrow_module()
     if not path.is_file():
-        raise ValueError(f"profile={path} does not exist: give the file of an earlier profile, or rollouts")
+        raise ValueError(f"profile={path} does not exist: set it to an earlier profile, or set rollouts instead")
     if path.suffix == ".parquet":
         try:
             table = arrow.parquet.read_table(path)
         except (OSError, arrow.ArrowInvalid) as error:
-            raise ValueError(f"{path} is not a readable Parquet file ({error}): make the profile again") from None
+            raise ValueError(f"profile {path} is not a readable Parquet file ({error}): make it again") from None
     else:
         table = _table_of_lines(path)
     for name in ("id", "pass_rate"):
         if name not in table.column_names:
-            raise ValueError(f"{path} has no column {name!r}; its columns are {table.column_names}")
+            known = ", ".join(table.column_names)
+            raise ValueError(f"profile {path} has no column {name!r}, only {known}: rename or add it")
     try:
         rates = table["pass_rate"].to_numpy().astype(np.float64)
         counts = np.ones(len(rates), dtype=np.int64)
         if "rollouts" in table.column_names:
             counts = table["rollouts"].to_numpy().astype(np.int64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: pass_rate and rollouts must be numbers in every row ({error})") from None
+        raise ValueError(f"profile {path}: pass_rate and rollouts must be numbers in every row ({error})") from None
     invalid = ~((rates >= 0) & (rates <= 1))
     if invalid.any():
         row = int(np.argmax(invalid))
-        raise ValueError(f"{path}: row {row + 1}: pass_rate is {rates[row]}, expected a number from 0 to 1")
+        raise ValueError(f"profile {path}, row {row + 1}: pass_rate must be a number from 0 to 1, not {rates[row]}")
     keys = table["key"].to_numpy() if "key" in table.column_names else _keys_of(table["id"].cast("string"))
     order = np.argsort(keys)
     keys = keys[order].astype(np.uint64)
     same = keys[1:] == keys[:-1]
     if same.any():
-        raise ValueError(f"{path}: id {table['id'][int(order[np.argmax(same)])]} is repeated: remove one of its rows")
+        repeated = table["id"][int(order[np.argmax(same)])]
+        raise ValueError(f"profile {path} has more than one row with id {repeated}: keep only one of them")
     return Profile(
         key=keys,
         rollouts=counts[order],
@@ -223,13 +225,13 @@ def _reward(value: Any, path: str) -> float:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise Malformed(f"{path!r} is {value!r}, expected a number")
+        raise Malformed(f"{path!r}: expected a finite number, not {value!r}")
     return float(value)
 
 
 def _tokens(value: Any, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-        raise Malformed(f"{path!r} is {value!r}, expected a number of tokens")
+        raise Malformed(f"{path!r}: expected a number of tokens, not {value!r}")
     return int(value)
 
 
@@ -257,8 +259,8 @@ def _table_of_lines(path: Path) -> Any:
         try:
             identity = checked_id(required(record, "id"), "id")
         except Malformed as problem:
-            raise ValueError(f"{place}: {problem}") from None
+            raise ValueError(f"profile {place}: {problem}") from None
         records.append({**record, "id": identity})
     if not records:
-        raise ValueError(f"{path} has no records")
+        raise ValueError(f"profile {path} has no records: set profile to a file with pass rates, or set rollouts")
     return pyarrow_module().Table.from_pylist(records)

@@ -204,7 +204,7 @@ def _domain(record: dict[str, object], key: str | None) -> str:
         return NO_DOMAIN
     if isinstance(value, str) and value:
         return value
-    raise Malformed(f"{key!r} is {value!r}, expected the name of a domain")
+    raise Malformed(f"{key!r}: expected the name of a domain, not {value!r}")
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
@@ -212,7 +212,7 @@ def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
             f"keys.domain={keys.domain} has more than {MOST_DOMAINS:,} values, such as {next(iter(names))!r} and "
-            f"{domain!r}: give the key of the domain, or null to put all prompts into one domain"
+            f"{domain!r}: set it to the key of the domain's name, or to null to put all prompts into one domain"
         )
     return names.setdefault(domain, len(names))
 

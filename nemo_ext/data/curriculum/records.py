@@ -91,7 +91,7 @@ def parse(line: bytes) -> dict[str, Any]:
 def required(record: Mapping[str, Any], key: str) -> Any:
     """Return the value in a record under a key or a path of nested keys; raises Malformed if it is missing."""
     if (value := value_at(record, key)) is None:
-        raise Malformed(f"no key {key!r}; the keys are {sorted(record)[:12]}")
+        raise Malformed(f"there is no value under key {key!r}; the record's keys are {', '.join(sorted(record)[:12])}")
     return value
 
 
@@ -101,7 +101,7 @@ def checked_id(value: Any, path: str) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise Malformed(f"{path!r} is {value!r}, expected a string or a whole number")
+    raise Malformed(f"{path!r}: expected a non-empty string or a whole number, not {value!r}")
 
 
 def prompt_bytes(prompt: Any) -> bytes:
@@ -130,7 +130,7 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 def check_share(report: ReadReport, what: str, most: float) -> None:
     """Raise ValueError if the files have no records, or if more than a fraction `most` of them are malformed."""
     if not report.records:
-        raise ValueError(f"{what}: the files have no records")
+        raise ValueError(f"{what}: the files have no records; give at least one file with records")
     report.check_bad_share(what, most)
 
 

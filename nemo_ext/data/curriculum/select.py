@@ -55,7 +55,7 @@ def select(
     if not len(profile) or not has.any():
         raise ValueError(
             f"none of the {len(prompts):,} prompts has an id that is in the profile of {len(profile):,} prompts: "
-            f"check that keys.id={settings.keys.id} and rollout_keys.id are the same ids"
+            f"set keys.id ({settings.keys.id}) and rollout_keys.id ({settings.rollout_keys.id}) to keys of the same ids"
         )
     rate = np.where(has, profile.pass_rate[at], np.nan)
     count = np.where(has, profile.rollouts[at], 0)
@@ -66,7 +66,7 @@ def select(
     if settings.domains is not None:
         for name in settings.domains:
             if name not in prompts.domains:
-                raise NoOrder(f"domains.{name}: no prompt has this domain: {nearest(name, prompts.domains)}")
+                raise NoOrder(f"domains.{name} is not the domain of any prompt; {nearest(name, prompts.domains)}")
         wanted = np.array([settings.domains.get(name, 0) > 0 for name in prompts.domains])
         reasons.append(("of a domain without a share", ~wanted[prompts.domain]))
     if filters.drop_from is not None:
@@ -81,7 +81,8 @@ def select(
             left[reason] = new
         keep &= ~excluded
     if not keep.any():
-        raise NoOrder(f"no prompt is left to train on: {', '.join(f'{n:,} {why}' for why, n in left.items())}")
+        why = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
+        raise NoOrder(f"no prompt is left to train on (excluded: {why}): relax filters, or add prompts or rollouts")
     row = np.flatnonzero(keep)
     mode = np.full(len(row), ON if settings.thinking.off_share else AS_IT_IS, dtype=np.int8)
     copies = _copied(row, prompts, settings.thinking.off_share, settings.seed)

@@ -142,23 +142,28 @@ def settings(config: Mapping[str, Any]) -> Settings:
     """
     parsed = checked(Settings, {key: value for key, value in config.items() if key != "hydra"}, strict=True)
     if parsed.rollouts and parsed.profile:
-        raise ValueError("rollouts and profile are both set: set only one, the source of the pass rates")
+        raise ValueError("rollouts and profile are both set: set only one of them, as the source of the pass rates")
     if not parsed.rollouts and not parsed.profile:
-        raise ValueError("set rollouts (files of rollouts) or profile (pass rates from an earlier run)")
+        raise ValueError("pass rates are required: set rollouts to files of rollouts, or profile to an earlier profile")
     if not parsed.prompts and parsed.profile:
-        raise ValueError("prompts is not set: without prompts only a profile is written, and profile has one already")
+        raise ValueError(f"prompts is required with profile={parsed.profile}: set it to the files of prompts to order")
     if parsed.first_step and parsed.steps is None:
-        raise ValueError(f"first_step={parsed.first_step} requires the length of the schedule: set steps")
+        raise ValueError(f"first_step={parsed.first_step} requires steps: set it to the length of the schedule")
     if parsed.steps is not None and parsed.first_step >= parsed.steps:
         raise ValueError(f"first_step={parsed.first_step} must be below steps={parsed.steps}; steps are counted from 0")
     if parsed.previous_steps is not None and parsed.previous is None:
-        raise ValueError(f"previous_steps={parsed.previous_steps} requires previous, a curriculum's directory")
+        raise ValueError(
+            f"previous_steps={parsed.previous_steps} requires previous: set it to the previous curriculum's directory"
+        )
     if parsed.domains is not None and not sum(parsed.domains.values()) > 0:
         raise ValueError(f"domains={parsed.domains}: the shares sum to zero; give at least one domain a positive share")
     if (parsed.thinking.system_on or parsed.thinking.system_off) and not parsed.thinking.off_share:
         raise ValueError(
-            "thinking.system_on and system_off require thinking.off_share, the share of copies with thinking off"
+            "thinking.system_on and thinking.system_off require copies with thinking off: set thinking.off_share to "
+            "their share of all prompts"
         )
     if (parsed.rollout_keys.id == PROMPT) != (parsed.keys.id == PROMPT) and parsed.prompts and parsed.rollouts:
-        raise ValueError("keys.id and rollout_keys.id must both be `prompt`, or neither")
+        raise ValueError(
+            f"keys.id={parsed.keys.id} and rollout_keys.id={parsed.rollout_keys.id}: set both to `prompt`, or neither"
+        )
     return parsed

@@ -110,8 +110,8 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
     messages = owner[steps[-1]]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(
-            f"thinking.system_on and system_off require prompts that are lists of messages, but {key!r} is "
-            f"{str(messages)[:60]!r}: set them to null, and let the chat template use thinking.key"
+            f"thinking.system_on and thinking.system_off require lists of messages as prompts, but {key!r} is "
+            f"{str(messages)[:60]!r}: set both to null, and let the chat template use thinking.key"
         )
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{system}\n{messages[0].get('content') or ''}".rstrip("\n")}
@@ -183,5 +183,5 @@ def _slices(prompts: Prompts, rows: Rows, maps: Maps) -> list[bytes]:
     lines = [maps(file)[start:end] for file, start, end in places]
     for line, row in zip(lines, rows, strict=True) if b"" in lines else ():
         if not line:
-            raise ValueError(f"{prompts.files[prompts.file[row]]} was changed while it was read: run again")
+            raise ValueError(f"{prompts.files[prompts.file[row]]} changed while it was read: rerun the same command")
     return lines

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_ext.chat.formats import FormatError
 from nemo_ext.chat.sample import Message, openai_messages
 from nemo_ext.data.preference.group import Group, Pair
-from nemo_ext.data.preference.records import RecordKeys, completion, number, to_group
+from nemo_ext.data.preference.records import PROMPT_KEYS, RecordKeys, completion, key_names, number, to_group
 
 LEAST_HELPFUL, MOST_HELPFUL = 1, 5
 FIRST_SUPERIOR, SECOND_SUPERIOR = 1, 6
@@ -41,10 +41,10 @@ class GenrmSample:
 
     def __post_init__(self) -> None:
         if not FIRST_SUPERIOR <= self.ranking <= SECOND_SUPERIOR:
-            raise FormatError(f"ranking={self.ranking}: expected {FIRST_SUPERIOR} to {SECOND_SUPERIOR}")
+            raise FormatError(f"ranking must be from {FIRST_SUPERIOR} to {SECOND_SUPERIOR}, not {self.ranking}")
         for score in self.helpfulness:
             if score is not None and not LEAST_HELPFUL <= score <= MOST_HELPFUL:
-                raise FormatError(f"helpfulness={score}: expected {LEAST_HELPFUL} to {MOST_HELPFUL}")
+                raise FormatError(f"helpfulness must be from {LEAST_HELPFUL} to {MOST_HELPFUL}, not {score}")
 
 
 def swapped(sample: GenrmSample) -> GenrmSample:
@@ -72,13 +72,17 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
     for names in _ANSWERS:
         name = next((name for name in names if record.get(name) is not None), None)
         if name is None:
-            raise FormatError(f"no key {names[0]} or {names[1]}; the keys are {sorted(map(str, record))}")
+            raise FormatError(
+                f"expected an answer under {names[0]} or {names[1]}, but the record's keys are {key_names(record)}"
+            )
         answers.append(completion(record[name], name))
     first, second = answers
     question = {key: value for key, value in record.items() if key not in ("generations", "response")}
     group = to_group({**question, keys.generations: [{"text": "-"}]}, replace(keys, answer=None))
     if not group.prompt:
-        raise FormatError("no prompt")
+        raise FormatError(
+            f"expected a prompt under {keys.prompt or ' or '.join(PROMPT_KEYS)}; the keys are {key_names(record)}"
+        )
     scores = []
     for names in _SCORES:
         value = next((record[name] for name in names if record.get(name) is not None), None)
@@ -87,9 +91,9 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
     if ranking is None:
         preference = _whole(record.get("overall_preference"), "overall_preference")
         if preference is None:
-            raise FormatError("no key ranking or overall_preference")
+            raise FormatError(f"expected ranking or overall_preference, but the record's keys are {key_names(record)}")
         if not -3 <= preference <= 3:
-            raise FormatError(f"overall_preference={preference}: expected -3 to 3")
+            raise FormatError(f"overall_preference must be from -3 to 3, not {preference}")
         if preference == 0:
             return None
         # The ranking has no tie: -1 becomes 3, and 1 becomes 4.
@@ -127,5 +131,5 @@ def genrm_record(sample: GenrmSample) -> dict[str, Any]:
 def _whole(value: Any, where: str) -> int | None:
     parsed = number(value, where)
     if parsed is not None and parsed != int(parsed):
-        raise FormatError(f"{where}={value}: expected a whole number")
+        raise FormatError(f"{where}: expected a whole number, not {value}")
     return None if parsed is None else int(parsed)

@@ -85,12 +85,12 @@ class HallucinationRules:
     def __post_init__(self) -> None:
         for name in self.per_prompt:
             if name not in GROUPS:
-                raise ValueError(f"per_prompt: unknown group {name!r}: {nearest(name, GROUPS)}")
+                raise ValueError(f"per_prompt.{name}: unknown group of pairs; {nearest(name, GROUPS)}")
         for pattern in self.call_patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"call_patterns: {pattern!r} is not a regular expression ({error})") from None
+                raise ValueError(f"call_patterns: {pattern!r} is not a valid regular expression ({error})") from None
 
     @cached_property
     def _calls(self) -> re.Pattern[str]:

@@ -92,18 +92,18 @@ def _built(
         counts.add(part_counts)
         built.append((path, rows))
     if not counts.records.records:
-        raise ValueError(f"sources.{source.name}: the files have no records")
+        raise ValueError(f"sources.{source.name}: the files have no records; give at least one file with records")
     counts.records.check_bad_share(f"sources.{source.name}", settings.max_bad_share)
     kept = sum(len(rows) for _, rows in built)
     reports = (counts.records, counts.groups, counts.pairs)
     skipped = ", ".join(report.summary(examples=0) for report in reports if report.skipped)
     notice(
-        f"{source.name}: {counts.records.records:,} records, {counts.groups.records:,} prompts, {kept:,} kept; "
+        f"source {source.name}: {counts.records.records:,} records, {counts.groups.records:,} prompts, {kept:,} kept; "
         f"skipped: {skipped or 'nothing'}"
     )
     if not kept:
         reasons = "; ".join(report.summary(examples=1) for report in reports)
-        notice(f"warning: no pair of {source.name} is kept; skipped: {reasons}")
+        notice(f"warning: source {source.name} gives no pair; skipped: {reasons}")
     return built, counts
 
 
@@ -145,7 +145,7 @@ def _report(settings: Settings, counts: Mapping[str, Counts], written: Written, 
     if settings.template is None and "nemo_rl" in settings.outputs and (written.tools or written.thinking):
         notice(
             f"warning: NeMo-RL passes neither tools ({written.tools:,} pairs) nor the thinking mode "
-            f"({written.thinking:,} pairs with reasoning) to the chat template: set template= to render the pairs here"
+            f"({written.thinking:,} pairs with reasoning) to the chat template: set template to render the pairs here"
         )
     unit = "characters" if settings.tokenizer is None else "tokens"
     facts = {"pairs": f"{written.total(genrm=False):,}"}

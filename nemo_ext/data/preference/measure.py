@@ -34,7 +34,7 @@ def rendered_pair(
         whole = template.render(answered, thinking=thinking).text
         if not whole.startswith(prompt):
             raise ValueError(
-                f"chat template {template.name} does not start answers with its generation prompt: use another template"
+                f"chat template {template.name} does not start answers with its generation prompt: set another template"
             )
         answers.append(whole[len(prompt) :].rstrip("\n"))  # a line break after an answer belongs to the next message
     return prompt, answers[0], answers[1]

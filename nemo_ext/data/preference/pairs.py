@@ -45,7 +45,10 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
     weak = [answer for answer in group.generations if _is(answer, "weak", rules.weak_models)]
     both = [answer for answer in strong if answer in weak]
     if both:
-        raise ValueError(f"{group.source}: model {both[0].model!r} is both strong and weak: make the patterns disjoint")
+        raise ValueError(
+            f"sources.{group.source}: model {both[0].model!r} matches both strong_models and weak_models: make their "
+            "patterns disjoint"
+        )
     if not strong or not weak:
         report.skip("no strong answer" if not strong else "no weak answer", group.id)
         return []

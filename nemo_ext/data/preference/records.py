@@ -72,8 +72,13 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
         return f"id {identifier}"
     prompt = _prompt(record, keys)
     if prompt is None:
-        raise FormatError(f"neither {keys.id} nor a prompt; the keys are {sorted(map(str, record))}")
+        raise FormatError(f"the record has neither {keys.id} nor a prompt; its keys are {key_names(record)}")
     return f"prompt {json_digest(message_records(prompt.messages))}"
+
+
+def key_names(record: Mapping[str, Any]) -> str:
+    """Return the keys of a record for an error message."""
+    return ", ".join(sorted(map(str, record))) or "none"
 
 
 def to_group(
@@ -195,11 +200,11 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
     prompt = to_sample({kind: turns, "tools": value_at(record, keys.tools)}, id=name)
     if (history := value_at(record, keys.history)) is not None:
         if any(message.role == "assistant" for message in prompt.messages):
-            raise FormatError(f"{keys.history}: {name} already has earlier turns")
+            raise FormatError(f"{keys.history}: {name} already has earlier turns; remove them or {keys.history}")
         system = [message for message in prompt.messages if message.role == "system"]
         earlier = to_sample({"messages": history}, id=keys.history, format="openai").messages
         if system and earlier[0].role == "system":
-            raise FormatError(f"{keys.history} and {name} both begin with a system message")
+            raise FormatError(f"{keys.history} and {name} both begin with a system message: keep only one of them")
         prompt = replace(prompt, messages=(*system, *earlier, *prompt.messages[len(system) :]))
     if prompt.messages[-1].role not in ("user", "tool"):
         raise FormatError(f"{name}: the last message must be the user's or a tool's, not {prompt.messages[-1].role}")
@@ -220,7 +225,7 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
     for key in (keys.chosen, keys.rejected):
         value = value_at(record, key)
         if value is None:
-            raise FormatError(f"no key {key!r}; the keys are {sorted(map(str, record))}")
+            raise FormatError(f"expected an answer under {key!r}, but the record's keys are {key_names(record)}")
         whole = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
         first = value[0] if whole else None
         if isinstance(first, Mapping) and first.get("role", first.get("from")) not in ("assistant", "gpt"):
@@ -234,12 +239,14 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
         while common < limit and chosen[common] == rejected[common]:
             common += 1
         if common == 0:
-            raise FormatError(f"no prompt: {keys.chosen} and {keys.rejected} have no common beginning")
+            raise FormatError(
+                f"the pair has no prompt, and {keys.chosen} and {keys.rejected} do not start with the same messages"
+            )
     prompt = sample.messages if sample is not None and not common else chosen[:common]
     generations = []
     for label, messages in zip(("chosen", "rejected"), (chosen[common:], rejected[common:]), strict=True):
         if any(message.role == "user" for message in messages) or messages[-1].role != "assistant":
-            raise FormatError(f"{label}: the two conversations differ before the last user message")
+            raise FormatError(f"{label}: expected chosen and rejected to be equal up to the last user message")
         score = number(value_at(record, f"{label}_score"), f"{label}_score")
         model = optional_text(value_at(record, f"{label}_model"), f"{label}_model")
         generations.append(Generation(messages=messages, model=model, score=score, label=label))
@@ -255,7 +262,7 @@ def _listed(many: Any, keys: RecordKeys, side: Side, report: ReadReport | None) 
         if isinstance(entry, str):
             entry = {"text": entry}
         if not isinstance(entry, Mapping):
-            raise FormatError(f"{where}: expected an object or a string")
+            raise FormatError(f"{where}: expected an object or a string, not {str(entry)[:_SHOWN]!r}")
         try:
             generations.append(_generation(entry, keys, where, side))
         except UnfinishedTrace as error:
@@ -273,12 +280,12 @@ def _generation(entry: Mapping[str, Any], keys: RecordKeys, where: str, side: Si
         answer = next((key for key in known if entry.get(key) is not None), None)
     value = None if answer is None else value_at(entry, answer)
     if value is None:
-        raise FormatError(f"{prefix}{answer or 'text'}: no answer; the keys are {sorted(map(str, entry))}")
+        raise FormatError(f"{prefix}{answer or 'text'}: there is no answer; the record's keys are {key_names(entry)}")
     if isinstance(value, str) and (more := {key: entry[key] for key in _NEXT_TO_TEXT if entry.get(key)}):
         value = {"content": value, **more}
     correct = value_at(entry, keys.correct)
     if correct is not None and correct not in (0, 1):
-        raise FormatError(f"{prefix}{keys.correct}={str(correct)[:_SHOWN]!r}: expected true or false")
+        raise FormatError(f"{prefix}{keys.correct}: expected true or false, not {str(correct)[:_SHOWN]!r}")
     return Generation(
         messages=completion(value, f"{prefix}{answer}"),
         model=optional_text(value_at(entry, keys.model), f"{prefix}{keys.model}"),

@@ -65,20 +65,20 @@ class SourceSettings(Rules, HallucinationRules):
         HallucinationRules.__post_init__(self)
         if self.kind == "delta":
             if bool(self.strong) != bool(self.weak):
-                raise ValueError("give both strong and weak, or path with strong_models and weak_models")
+                raise ValueError("set both strong and weak for kind=delta, or path with strong_models and weak_models")
             if not self.strong and not (self.strong_models and self.weak_models):
                 raise ValueError(
-                    "kind=delta requires strong and weak answers: give files strong and weak, or strong_models and "
-                    "weak_models"
+                    "kind=delta requires strong and weak answers: set strong and weak to files, or strong_models and "
+                    "weak_models to patterns of models"
                 )
         elif self.strong or self.weak:
-            raise ValueError(f"strong and weak are for kind=delta, not {self.kind}")
+            raise ValueError(f"strong and weak are only for kind=delta, not kind={self.kind}: use path instead")
         if not self.path and not self.strong:
-            raise ValueError("path is empty: give the files of the source")
+            raise ValueError("path is empty: set it to the files of the source")
         if self.require_weak and not self.weak_models:
-            raise ValueError("require_weak requires weak_models, patterns of the deliberately weak models")
+            raise ValueError("require_weak=true requires weak_models: set it to patterns of deliberately weak models")
         if self.as_genrm is not None and self.kind == "genrm":
-            raise ValueError("as_genrm is for pairs, not for kind=genrm")
+            raise ValueError("as_genrm is only for pairs, which kind=genrm does not make: remove as_genrm")
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
@@ -108,13 +108,13 @@ class Settings:
     def __post_init__(self) -> None:
         for name in self.outputs:
             if name not in OUTPUTS:
-                raise ValueError(f"outputs: unknown format {name!r}: {nearest(name, OUTPUTS)}")
+                raise ValueError(f"outputs: unknown format {name!r}; {nearest(name, OUTPUTS)}")
         for source in self.sources:
             filters = source.filters
             limits = (filters.max_length_difference, filters.max_prompt_tokens, filters.max_tokens)
             if self.tokenizer is None and limits != (None, None, None):
                 raise ValueError(
-                    f"sources.{source.name}: the filters count tokens: set tokenizer={{kind: huggingface, path: ...}}, "
+                    f"sources.{source.name}: the filters count tokens; set tokenizer={{kind: huggingface, path: ...}}, "
                     "or set filters.max_length_difference, max_prompt_tokens and max_tokens to null"
                 )
 
@@ -135,7 +135,7 @@ def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
         values["outputs"] = OUTPUTS
     named, defaults = values.get("sources"), _section(config.get("filters"), "filters")
     if not isinstance(named, Mapping) or not named:
-        raise ValueError("sources is empty: set sources={mine: {kind: delta, path: ...}} or preset=NAME")
+        raise ValueError("sources is empty: set sources={NAME: {kind: KIND, path: FILES}} or preset=NAME")
     sources = []
     for name, section in named.items():
         if section is not None:  # null removes a preset's source

@@ -146,7 +146,8 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
     for counts in (skipped, *table.reports.values()):
         all_skipped.add(counts)
     if not len(train):
-        raise ValueError(f"no sample is left to train on; skipped: {all_skipped.summary(examples=1)}")
+        why = all_skipped.summary(examples=1)
+        raise ValueError(f"no sample is left to train on (skipped: {why}); relax the filters, or add data")
     return Chosen(train, valid, passes, skipped, all_skipped, changed, shares)
 
 
@@ -221,7 +222,7 @@ def _balanced(
             continue
         of_task = {kind: samples[task_of[samples] == task] for kind, samples in available.items()}
         if share > 0 and len(of_task["off"]) and not len(of_task["on"]) + len(of_task["fixed"]):
-            notice(f"thinking_shares.{name}: no remaining sample of this task has reasoning: the task is unchanged")
+            notice(f"thinking_shares.{name}: the task is unchanged, as none of its remaining samples has reasoning")
         counts = moves_to_share(len(of_task["on"]), len(of_task["fixed"]), len(of_task["off"]), share)
         for kind, count in zip(_UNITS, counts, strict=True):
             # The kind is part of the draw, since the two samples of a pair have the same id.
@@ -249,7 +250,7 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
     for name in settings.thinking_shares:
         if name != ANY_TASK and name not in table.task_names:
             known = nearest(name, filter(None, table.task_names))
-            message = f"thinking_shares.{name}: no sample has this task: {known}"
+            message = f"thinking_shares.{name} is not the task of any sample; {known}"
             if settings.preset is None:
                 raise ValueError(message)
             notice(message)  # the tasks of a preset need not be in the user's data

@@ -48,7 +48,8 @@ def run(config: Mapping[str, Any]) -> Path:
         try:
             return _run(config, settings)
         except OSError as error:  # a full disk or missing permissions, which the user can fix
-            raise ValueError(f"{settings.output}: {error}: fix this, then run the same command to resume") from error
+            advice = "fix this, then run the same command to resume"
+            raise ValueError(f"output={settings.output} cannot be written ({error}): {advice}") from error
 
 
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
@@ -103,10 +104,10 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
     }
     record = folder / "made_of.json"
     if (before := noted(record)) not in (None, made_of):
-        notice(f"{folder}: {_difference(before, made_of)}: starting over")
+        notice(f"{folder} was {_difference(before, made_of)}, so that its shards are removed: starting over")
         shutil.rmtree(folder)
     elif before is None and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: holds files that this job did not write: move them, or choose another output")
+        raise ValueError(f"{folder} holds files that this job did not write: move them, or choose another output")
     note(record, made_of)
 
 

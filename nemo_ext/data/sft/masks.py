@@ -137,7 +137,7 @@ class ChatEncoder:
         if missing and not allow_missing:
             raise ValueError(
                 f"tokenizer {tokenizer.path} has no token {missing[0]!r}, which the chat template {self.template.name} "
-                f"writes: use the chat template of this tokenizer, or add the token; {nearest(missing[0], names)}"
+                f"writes: set template to this tokenizer's own, or add the token to it; {nearest(missing[0], names)}"
             )
         nonce = secrets.token_hex(8)
         self._secrets = {name: f"<|{nonce}:{number}|>" for number, name in enumerate(names)}
@@ -229,7 +229,7 @@ def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: Huggin
     after = renamed.get_vocab(with_added_tokens=True)
     if after != {names.get(token, token): number for token, number in before.items()}:
         raise ValueError(
-            f"tokenizer {tokenizer.path}: its control tokens cannot be renamed, which is required to distinguish them "
-            "from the same words in the data: use another tokenizer"
+            f"the control tokens of tokenizer {tokenizer.path} cannot be renamed, which is required to distinguish "
+            "them from the same words in the data: use another tokenizer"
         )
     return renamed

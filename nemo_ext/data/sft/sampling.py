@@ -24,8 +24,8 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
     most = sampling.max_epochs * sum(tokens)
     if sampling.tokens > most:
         raise ValueError(
-            f"sampling.tokens={sampling.tokens:,.0f}: the sources have {sum(tokens):,} tokens, at most {most:,.0f} "
-            f"with sampling.max_epochs={sampling.max_epochs:g}: lower the tokens, raise max_epochs, or add data"
+            f"sampling.tokens={sampling.tokens:,.0f} must be at most {most:,.0f}, as the sources have {sum(tokens):,} "
+            f"tokens and sampling.max_epochs={sampling.max_epochs:g}: lower tokens, raise max_epochs, or add data"
         )
     present = [number for number, size in enumerate(tokens) if size]
     weights = [Fraction(float(tokens[number]) ** sampling.alpha) for number in present]

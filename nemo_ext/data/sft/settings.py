@@ -76,11 +76,11 @@ class SftSettings:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("sources is empty: name at least one, '{name: ..., path: ...}'")
+            raise ValueError("sources is empty: set sources=[{name: NAME, path: FILES}]")
         names = [source.name for source in self.sources]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"sources: two are named {name!r}: rename one")
+                raise ValueError(f"sources has two sources named {name!r}: rename one of them")
         _ = self.screen
 
     @cached_property
@@ -102,7 +102,7 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
     values = {key: value for key, value in config.items() if key != "data_root"}
     for name, meaning in (("output", "the output folder"), ("template", "a chat template")):
         if not values.get(name):
-            raise ValueError(f"{name}=null: give {meaning}")
+            raise ValueError(f"{name}=null: set it to {meaning}")
     for name in ("filters", "thinking_shares", "sampling"):
         values[name] = values.get(name) or {}
     for name in ("reasoning", "packing"):

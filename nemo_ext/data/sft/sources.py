@@ -107,8 +107,8 @@ class ConversationSource:
             for part in islice(alone.parts(max_documents=_CHECKED_RECORDS, max_size=_CHECKED_BYTES), 1):
                 if next(self.read(part, report), None) is None and report.records:
                     raise ValueError(
-                        f"source {self.name}: none of the first {report.records} records is a conversation: "
-                        + report.summary(examples=1)
+                        f"source {self.name}: none of the first {report.records} records of {path} is a conversation "
+                        f"({report.summary(examples=1)}); set path to files of conversations, or correct format or keys"
                     )
         return inputs
 
@@ -178,5 +178,5 @@ def _digest(record: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:
-        raise FormatError(str(error)) from None
+        raise FormatError(f"the record is nested too deeply to derive an id from it: {error}") from None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

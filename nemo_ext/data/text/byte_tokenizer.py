@@ -38,7 +38,7 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: output is not set, or the template does not exist.
     """
     if not isinstance(config["output"], str) or not config["output"]:
-        raise ValueError(f"output={config['output']}: set it to a folder")
+        raise ValueError(f"output must be the folder to write the tokenizer to, not {config['output']!r}")
     folder = Path(config["output"]).expanduser()
     if config["template"] is None:
         write(folder)

@@ -73,12 +73,14 @@ class InstalledSource(Source):
                 elif self._takes(entry):
                     files.setdefault(f"site-packages/{entry}", Path(root, entry))
         for package in sorted(included - present):
-            advice = "pip install 'nemo_ext[engine]', or remove it from `packages`"
+            advice = "run pip install 'nemo_ext[engine]', or remove it from `packages`"
             if package not in ("torch", "megatron"):
                 advice = nearest(package, {name for name in present if not name.startswith("__")})
-            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {advice}")
+            raise ValueError(f"{self.kind} source: package {package!r} of `packages` is not installed; {advice}")
         if not files:
-            raise ValueError(f"{self.kind} source: packages={list(self.packages)} have no files of this kind")
+            raise ValueError(
+                f"{self.kind} source: packages={list(self.packages)} have no files that it reads: name other packages"
+            )
         return sorted(files.items())
 
     def _takes(self, name: str) -> bool:

@@ -101,9 +101,12 @@ class ReadReport:
         bad = sum(self.skipped.get(reason, 0) for reason in BAD)
         if bad > most * self.records or bad == self.records > 0:
             places = [place for reason in BAD for place in self.examples.get(reason, [])]
+            excess, remedy = f", more than max_bad_share={most}", ", or raise max_bad_share"
+            if bad == self.records:
+                excess = remedy = ""
             raise ValueError(
-                f"{where}: {bad:,} of {self.records:,} records are malformed, more than max_bad_share={most}: "
-                f"{'; '.join(places[:3])}. Correct the files or the keys, or raise max_bad_share"
+                f"{where}: {bad:,} of {self.records:,} records are malformed{excess} ({'; '.join(places[:3])}); "
+                f"correct the files or the keys in the config{remedy}"
             )
 
 

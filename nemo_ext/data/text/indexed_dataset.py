@@ -47,7 +47,7 @@ def write_index(
     """
     if len(lengths) and lengths.max() >= 1 << 31:
         raise ValueError(
-            f"{path}: a document has {lengths.max():,} tokens, but Megatron's format allows fewer than 2**31: split it"
+            f"{path}: a document has {lengths.max():,} tokens; split it, as Megatron's format allows fewer than 2**31"
         )
     starts = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], out=starts[1:])
@@ -79,12 +79,14 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
         lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=struct.calcsize(_HEADER))
         starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=struct.calcsize(_HEADER) + lengths.nbytes)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: give the prefix of existing .bin and .idx files") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give the prefix of existing .bin and .idx files"
+        ) from None
     except (struct.error, ValueError) as error:
-        raise ValueError(f"{path}: truncated, or not a Megatron index ({error}): create the files again") from None
+        raise ValueError(f"{path} is truncated, or not a Megatron index ({error}): create the files again") from None
     dtype = types.get(code)
     if magic != _MAGIC or dtype is None:
-        raise ValueError(f"{path}: not an index of token ids: give the prefix of files written by `nemo-ext sft_data`")
+        raise ValueError(f"{path} is not an index of token ids: give the prefix of files by `nemo-ext sft_data`")
     return lengths.astype(np.int64), starts.astype(np.int64), dtype
 
 

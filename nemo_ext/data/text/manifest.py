@@ -84,9 +84,9 @@ def read_manifest(prefix: str | Path) -> Manifest:
     path = Path(f"{prefix}.json")
     values = stored(path, _KEYS)
     if values is None:
-        raise ValueError(f"{path}: no such manifest: tokenise the stream first")
+        raise ValueError(f"the manifest {path} does not exist: tokenise the stream first")
     if values.pop("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{path}: made by another version: tokenise the stream again")
+        raise ValueError(f"the manifest {path} was made by another version of nemo_ext: tokenise the stream again")
     try:
         values["splits"] = {split: SplitCounts(**values["splits"][split]) for split in SPLITS}
         values["report"] = ReadReport(**values["report"])
@@ -108,11 +108,11 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
         return None
     if values.get("tokenizer_identity", tokenizer) != tokenizer:
         raise ValueError(
-            f"{prefix}.json: its files were written with another tokenizer, {values.get('tokenizer')}: choose another "
-            "location (output, or data_root or data.directory of a blend), or remove them"
+            f"the files of {prefix}.json were written with another tokenizer, {values.get('tokenizer')}: choose "
+            "another location (output, or data_root or data.directory of a blend), or remove them"
         )
     if values["config_hash"] != config_hash:
-        notice(f"{prefix}: made from other settings or input files, or by another version: starting over")
+        notice(f"{prefix} was made from other settings or input files, or by another version: starting over")
         return None
     manifest = read_manifest(prefix)
     width = np.dtype(manifest.dtype).itemsize
@@ -120,7 +120,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
         data, index = (Path(f"{manifest.split_prefix(split)}.{end}") for end in ("bin", "idx"))
         whole = data.exists() and index.exists() and data.stat().st_size == counts.tokens * width
         if counts.documents and not whole:
-            notice(f"{manifest.split_prefix(split)}: .bin or .idx is missing or truncated: starting over")
+            notice(f"{manifest.split_prefix(split)}.bin or .idx is missing or truncated: starting over")
             return None
     return manifest
 
@@ -147,5 +147,5 @@ def stored(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
     except ValueError:
         values = None
     if not isinstance(values, dict) or not values.keys() >= set(keys):
-        raise ValueError(f"{path}: not a manifest of tokenised data: choose another prefix, or remove the file")
+        raise ValueError(f"{path} is not a manifest of tokenised data: choose another prefix, or remove the file")
     return values

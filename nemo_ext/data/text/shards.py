@@ -68,7 +68,7 @@ def open_shards(directory: Path, plan_hash: str) -> None:
     """Create the shard directory; if it holds shards of a different plan, empty it first."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
-        notice(f"{directory}: begun with other settings or input files: starting over")
+        notice(f"{directory} was begun with other settings or input files: starting over")
         shutil.rmtree(directory)
     if not directory.exists():
         write_text(plan, plan_hash)
@@ -82,7 +82,7 @@ def tokenize_shard(work: ShardWork, shard: Unit) -> None:
     """
     source, tokenizer = _loaded(work.source, work.tokenizer)
     if tokenizer.identity != work.tokenizer_identity:
-        raise ValueError(f"tokenizer {work.tokenizer} changed during the run: run again")
+        raise ValueError(f"tokenizer {work.tokenizer} changed during the run: rerun the same command")
     end = np.array([tokenizer.eod], dtype=ids_type(tokenizer.vocab_size)).tobytes()
     report = ReadReport()
     lengths, sizes, positions = list[int](), list[int](), list[int]()
@@ -119,7 +119,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
             arrays = {name: stored[name] for name in ("lengths", "sizes", "positions", "digests")}
             return ShardRows(report=ReadReport(**json.loads(stored["report"].tobytes())), **arrays)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove {directory} and run again") from error
+        raise ValueError(f"{path} is damaged ({error}): remove {directory} and rerun the same command") from error
 
 
 def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
@@ -130,7 +130,7 @@ def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], 
     """
     path = shards_in(directory).file(shard, _TOKENS)
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path} is damaged: remove {directory} and run again")
+        raise ValueError(f"{path} is damaged: remove {directory} and rerun the same command")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 

@@ -62,8 +62,11 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
     if documents == 0:
         if not report.records and not report.skipped:
             paths = ", ".join(str(path) for _, path in source.inputs()[:3])
-            raise ValueError(f"{source.kind} source: no documents: {paths} is empty or has only blank lines")
-        raise ValueError(f"{source.kind} source: no documents in {report.records} records: {report.summary()}")
+            raise ValueError(f"{source.kind} source: {paths} is empty or has only blank lines; give a file with text")
+        raise ValueError(
+            f"{source.kind} source: none of its {report.records} records can be used ({report.summary()}); correct its "
+            "settings, or give other files"
+        )
     if documents >= 2 and held_out == 0 and validation_share > 0:
         validation[lowest[1]][lowest[2]] = True
     if held_out == documents:

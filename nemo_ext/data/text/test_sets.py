@@ -65,7 +65,7 @@ class TestSets:
 
     def __post_init__(self) -> None:
         if self.min_words > self.ngram:
-            raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
+            raise ValueError(f"min_words={self.min_words} must be at most ngram={self.ngram}")
 
     def check(self) -> None:
         """Reread and index the files; raises ValueError if a file cannot be used."""
@@ -191,7 +191,8 @@ def index_of(settings: TestSets) -> Index:
             grams.append(np.unique(np.concatenate(item_grams)))
             owners.append(np.full(len(grams[-1]), item, dtype=np.int32))
     if not items:
-        raise ValueError(f"decontamination: the test sets have no items (skipped: {report.summary()}): check test_sets")
+        skipped = report.summary()
+        raise ValueError(f"decontamination.test_sets have no items (skipped: {skipped}); correct their path or keys")
     all_grams, all_owners = np.concatenate(grams), np.concatenate(owners)
     order = np.argsort(all_grams, kind="stable")
     all_grams, all_owners = all_grams[order], all_owners[order]
@@ -238,9 +239,8 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
             elif test_set.keys or any(key in record for key in USUAL_KEYS):
                 report.skip("no text", files.place(part, number))
             else:
-                raise ValueError(
-                    f"{where}: {files.place(part, number)}: has none of the usual keys, only {sorted(record)}: set keys"
-                )
+                place, known = files.place(part, number), ", ".join(sorted(record)) or "none"
+                raise ValueError(f"{where}: {place} has none of the usual keys; set keys to some of its own: {known}")
 
 
 def _texts(record: dict[str, Any], keys: tuple[str, ...]) -> list[str]:

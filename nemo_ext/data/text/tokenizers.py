@@ -137,7 +137,7 @@ def load_tokenizer(config: object) -> Tokenizer:
         return ByteTokenizer()
     path, eod, parse = config.get("path"), config.get("eod"), config.get("parse_special_tokens", False)
     if not isinstance(path, str | Path) or not str(path):
-        raise ValueError(f"a 'huggingface' tokenizer needs path, the path of its tokenizer.json, not {path!r}")
+        raise ValueError(f"path of a 'huggingface' tokenizer must be the path of its tokenizer.json, not {path!r}")
     if eod is not None and not isinstance(eod, str):
         raise ValueError(f"tokenizer eod must be the name of a token, not {eod!r}")
     if not isinstance(parse, bool):
@@ -164,17 +164,17 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
     # build_tokenizer passes the path to AutoTokenizer, which requires a directory with both files, and uses eos_token
     # as eod (megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py).
     if tokenizer.path.name != "tokenizer.json":
-        raise ValueError(f"{tokenizer.path}: Megatron finds it only as tokenizer.json: rename it, or use ids_only")
+        raise ValueError(f"Megatron reads only tokenizer.json: rename {tokenizer.path}, or pass ids_only=True")
     eos = _configured_eos(tokenizer.path)
     if eos != tokenizer.eod_token:
         raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: Megatron uses its eos_token as eod, which is {eos!r}, "
-            f"but the data ends documents with {tokenizer.eod_token!r}: correct eos_token, or use ids_only"
+            f"{directory / 'tokenizer_config.json'} has eos_token={eos!r}, which Megatron uses as eod, but the data "
+            f"ends documents with {tokenizer.eod_token!r}: correct eos_token, or pass ids_only=True"
         )
     if tokenizer.token_count != tokenizer.vocab_size:
         raise ValueError(
-            f"{tokenizer.path}: {tokenizer.token_count} tokens but ids up to {tokenizer.vocab_size - 1}: "
-            "Megatron would size the embedding by the number of tokens: use ids_only"
+            f"{tokenizer.path} has {tokenizer.token_count} tokens, but ids up to {tokenizer.vocab_size - 1}; pass "
+            "ids_only=True, as Megatron would size the embedding by the number of tokens"
         )
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
 
@@ -212,18 +212,18 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
     try:
         from tokenizers import Tokenizer as RustTokenizer
     except ImportError as error:
-        raise ValueError(f"a 'huggingface' tokenizer needs: pip install tokenizers ({error})") from error
+        raise ValueError(f"a 'huggingface' tokenizer requires tokenizers: pip install tokenizers ({error})") from error
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"tokenizer {path}: {os.strerror(error.errno or 0)}: give the path of a tokenizer.json"
+            f"tokenizer {path} cannot be read ({os.strerror(error.errno or 0)}): give the path of a tokenizer.json"
         ) from error
     try:
         return RustTokenizer.from_str(content.decode()), content
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer {path}: not a tokenizer.json that the tokenizers library can read ({error}). Convert a "
+            f"tokenizer {path} is not a tokenizer.json that the tokenizers library can read ({error}); convert a "
             "SentencePiece or tiktoken model first: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         ) from error
 
@@ -288,7 +288,7 @@ def _configured_eos(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{config_path}: cannot be read ({error}): correct or remove it") from error
+        raise ValueError(f"{config_path} cannot be read ({error}): correct or remove it") from error
     token = config.get("eos_token") if isinstance(config, dict) else None
     # Older files store an AddedToken as a mapping.
     name = token.get("content") if isinstance(token, dict) else token

@@ -102,11 +102,10 @@ class RecordSource(Source):
         text = record.get(self.text_key)
         if isinstance(text, str):
             return text
-        problem = f"no key {self.text_key!r}, only {sorted(record)}: set text_key"
+        problem = f"there is no key {self.text_key!r}; set text_key to one of {', '.join(sorted(record)) or 'its keys'}"
         if self.text_key in record:
-            problem = f"{self.text_key!r} is " + (
-                "null" if text is None else f"not a string but a {type(text).__name__}"
-            )
+            kind = "null" if text is None else type(text).__name__
+            problem = f"{self.text_key!r}: expected a string, not {kind}"
         report.skip("malformed", f"{self.place(part, number)}: {problem}")
         return None
 
@@ -129,7 +128,7 @@ class JsonlSource(RecordSource):
             report = ReadReport()
             sample = Part(name=name, path=str(path), size=0, stop=_SAMPLE_BYTES)
             if next(self.read(sample, report), None) is None and report.records:
-                raise ValueError(f"no line has a text: {report.examples['malformed'][0]}")
+                raise ValueError(f"{path}: none of the first lines has a text ({report.examples['malformed'][0]})")
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
@@ -189,7 +188,7 @@ class ParquetSource(RecordSource):
                     texts.append(item.name)
             if self.text_key not in texts:
                 raise ValueError(
-                    f"{path}: no string column {self.text_key!r} (set text_key): {nearest(self.text_key, texts)}"
+                    f"{path} has no string column {self.text_key!r}: set text_key; {nearest(self.text_key, texts)}"
                 )
         return inputs
 
@@ -215,7 +214,7 @@ class ParquetSource(RecordSource):
                         yield number, row if isinstance(row, str) else table_row(row)
                         number += 1
         except (OSError, OverflowError, pyarrow.ArrowInvalid) as error:
-            raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or create it again") from error
+            raise ValueError(f"{part.path} cannot be read to its end ({error}): copy or create it again") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +231,8 @@ class TextSource(Source):
         text = file_text(part, report)
         if text is None:
             raise ValueError(
-                f"text source: {report.summary()}: convert it to UTF-8 or use a 'tree' source, which skips it"
+                f"text source: a file is not text ({report.summary()}); convert it to UTF-8, or skip it with a "
+                "'tree' source"
             )
         yield Document(part.name, text)
 
@@ -253,7 +253,7 @@ class TreeSource(Source):
     def inputs(self) -> list[tuple[str, Path]]:
         root = Path(self.path).expanduser()
         if not root.is_dir():
-            raise ValueError(f"tree source: {root} is not a directory")
+            raise ValueError(f"tree source: path={root} is not a directory: set it to an existing one")
         files = walk(
             root,
             lambda name: matches(name, self.include) and not matches(name, self.exclude),
@@ -261,8 +261,8 @@ class TreeSource(Source):
         )
         if not files:
             raise ValueError(
-                f"tree source: no file below {root} matches include={list(self.include)} and is not excluded by "
-                f"exclude={list(self.exclude)}"
+                f"tree source: include={list(self.include)} and exclude={list(self.exclude)} select no file below "
+                f"{root}: change them, or set path to another directory"
             )
         return files
 
@@ -276,7 +276,7 @@ def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> Recor
     if kind is None:
         kinds = {"parquet" if path.endswith(".parquet") else "jsonl" for path in paths}
         if len(kinds) != 1:
-            raise ValueError(f"{where}: path is empty or mixes .parquet with other files: use one source for each")
+            raise ValueError(f"{where}: path is empty or mixes .parquet with other files; use one source for each")
         kind = kinds.pop()
     return (ParquetSource if kind == "parquet" else JsonlSource)(path=paths)
 
@@ -320,18 +320,18 @@ def find_files(patterns: Collection[str], where: str) -> list[Path]:
             `where`.
     """
     if not patterns:
-        raise ValueError(f"{where}: path is empty: name at least one file")
+        raise ValueError(f"{where}: no file is named; name at least one")
     files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            raise ValueError(f"{where}: {path} is a directory: name its files, e.g. {path / '*'}")
+            raise ValueError(f"{where}: {path} is a directory; name its files, such as {path / '*'}")
         there = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if missing := [match for match in there if not match.exists()] or ([] if there else [path]):
-            raise ValueError(f"{where}: no such file: {missing[0]}")
+            raise ValueError(f"{where}: file {missing[0]} does not exist; correct its path")
         files |= dict.fromkeys(match.absolute() for match in there if match.is_file())
     if not files:
-        raise ValueError(f"{where}: {list(patterns)} matches only directories: name their files")
+        raise ValueError(f"{where}: {list(patterns)} matches only directories; name their files")
     return list(files)
 
 
@@ -374,7 +374,7 @@ def json_object(line: bytes, *, strict: bool = False) -> Row | str:
 def well_formed(row: Row | str, place: str) -> Row:
     """Return a row of `RecordSource.placed`; raises ValueError if it is a reason (string) instead of a row."""
     if isinstance(row, str):
-        raise ValueError(f"{place}: {row}: correct or remove this row")
+        raise ValueError(f"{place}: {row}; correct or remove this record")
     return row
 
 
@@ -388,13 +388,13 @@ def _readable_rows(batch: Any) -> list[Row | str]:
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
-def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
+def pyarrow_module(what: str = "Parquet files require") -> ModuleType:
     """Import and return pyarrow with `pyarrow.parquet`; raises ValueError, beginning with `what`, if missing."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise ValueError(f"{what}: pip install 'nemo_ext[data]' ({error})") from error
+        raise ValueError(f"{what} pyarrow: pip install 'nemo_ext[data]' ({error})") from error
 
 
 def parquet_file(path: Path) -> Any:
@@ -403,7 +403,7 @@ def parquet_file(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error}): create it again") from None
+        raise ValueError(f"{path} is not a readable Parquet file ({error}): create it again") from None
 
 
 def open_lines(path: str) -> IO[bytes]:
@@ -422,7 +422,7 @@ def open_lines(path: str) -> IO[bytes]:
     if encoding:
         file.close()
         raise ValueError(
-            f"{path}: not UTF-8{encoding}: convert it, for example with iconv -f {encoding[-7:-1]} -t UTF-8"
+            f"{path} is not UTF-8{encoding}: convert it, for example with iconv -f {encoding[-7:-1]} -t UTF-8"
         )
     return cast(IO[bytes], file)
 
@@ -437,9 +437,9 @@ def utf8_text(path: Path) -> str:
         with open_lines(str(path)) as file:
             return file.read().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}: convert it to UTF-8") from None
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from None
     except DAMAGED as error:
-        raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
+        raise ValueError(f"{path} cannot be read ({error}): copy it again") from None
 
 
 class _Zstandard(io.RawIOBase):
@@ -481,4 +481,4 @@ def whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
     try:
         yield from file
     except DAMAGED as error:
-        raise ValueError(f"{path}: cannot be read to its end ({error}): copy or compress it again") from error
+        raise ValueError(f"{path} cannot be read to its end ({error}): copy or compress it again") from error

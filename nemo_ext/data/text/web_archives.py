@@ -51,7 +51,7 @@ class WarcSource(Source):
                     if record.raw_stream.limit:
                         raise EOFError(f"{record.raw_stream.limit:,} bytes of the last record are missing")
         except (error, EOFError, OSError) as problem:
-            raise ValueError(f"{part.path}: cannot be read to its end ({problem}): copy it again") from problem
+            raise ValueError(f"{part.path} cannot be read to its end ({problem}): copy it again") from problem
 
     def _document(self, record: Any, part: Part, report: ReadReport) -> Document | None:
         report.records += 1
@@ -115,5 +115,7 @@ def _archives() -> tuple[Any, type[Exception]]:
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:
-        raise ValueError(f"web archives require: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(
+            f"web archives require warcio and trafilatura: pip install 'nemo_ext[curate]' ({error})"
+        ) from error
     return ArchiveIterator, ArchiveLoadFailed

@@ -74,7 +74,7 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
         ),
         ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
         ({"classifier": "{model: /nowhere}"}, (), "fastText model /nowhere does not exist"),
-        ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
+        ({"listed": "{domains: /nowhere}"}, (), "file /nowhere does not exist"),
         ({"buckets": "{key: quality}"}, (), "has quality=None, but a score is required; before this stage, add one"),
         (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),

@@ -186,6 +186,20 @@ def test_domain_files_of_an_earlier_curriculum_are_removed(problems: Path) -> No
         read_order(made)
 
 
+def test_only_domain_files_of_the_job_are_removed(problems: Path) -> None:
+    made = curriculum(problems, "split_domains=true")
+    (made / "domains/order.npz").unlink()  # as if the job had been killed before its end
+    curriculum(problems, "split_domains=true", "domains={math: 1}")
+    assert sorted(path.name for path in (made / "domains").glob("*.jsonl")) == ["math.jsonl"]
+    (made / "domains/mine.jsonl").write_text("mine")
+
+    with pytest.raises(
+        ValueError, match=r"domains/mine\.jsonl was not written by this job: move it, or choose another"
+    ):
+        curriculum(problems, "split_domains=true")
+    assert (made / "domains/mine.jsonl").read_text() == "mine"
+
+
 def test_empty_files_are_ignored(problems: Path) -> None:
     whole = curriculum(problems)
     (problems / "empty.jsonl").touch()
@@ -220,20 +234,20 @@ def test_a_profile_can_be_made_first(problems: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["domains={maths: 1}"], "domains.maths: no prompt has this domain: did you mean 'math'"),
+        (["domains={maths: 1}"], "domains.maths is not the domain of any prompt; did you mean 'math'"),
         (["domains={math: 0}"], "the shares sum to zero"),
-        (["filters.drop_from=0"], "no prompt is left to train on: 300 pass rate 0 or more"),
+        (["filters.drop_from=0"], "no prompt is left to train on (excluded: 300 pass rate 0 or more): relax filters"),
         (["rollout_keys.id=tokens"], "none of the 300 prompts has an id that is in the profile of 8 prompts"),
-        (["rollout_keys.reward=score"], "no key 'score'; the keys are"),
-        (["batch=400"], "too few prompts for a step of 400"),
+        (["rollout_keys.reward=score"], "there is no value under key 'score'; the record's keys are"),
+        (["batch=400"], "too few prompts are left for a step of batch=400"),
         (["sigma=0"], "sigma=0"),
         (["+keys.tezt=a"], "unknown key 'keys.tezt'"),
         (["+filters.drop_form=1"], "unknown key 'filters.drop_form': did you mean 'drop_from'"),
-        (["first_step=4"], "set steps"),
+        (["first_step=4"], "requires steps: set it to the length"),
         (["previous=/nowhere"], "has no curriculum.npz"),
         (["profile=a.parquet"], "rollouts and profile are both set"),
-        (["prompts=none.jsonl"], "prompts: no such file: none.jsonl"),
-        (["thinking={off_share: 0.2, system_on: a}"], "require prompts that are lists of messages"),
+        (["prompts=none.jsonl"], "prompts: file none.jsonl does not exist"),
+        (["thinking={off_share: 0.2, system_on: a}"], "require lists of messages as prompts"),
     ],
 )
 def test_invalid_settings_are_refused(problems: Path, words: list[str], message: str) -> None:
@@ -270,4 +284,7 @@ def test_the_command_imports_no_torch(problems: Path) -> None:
     assert (full.returncode, full.stderr.splitlines()[-1]) == (1, "error: File too large"), full.stderr
     assert "Traceback" not in full.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "error: set rollouts (files of rollouts) or profile (pass rates from an earlier run)\n"
+    assert (
+        refused.stderr
+        == "error: pass rates are required: set rollouts to files of rollouts, or profile to an earlier profile\n"
+    )

@@ -156,7 +156,7 @@ def test_the_schedule_ends_when_a_domain_is_exhausted() -> None:
     plan = plan_of(candidates, batch=10, steps=50, shares={"code": 1, "math": 1})
 
     assert plan.order.shape == (6, 10)
-    assert plan.stopped == "code has too few prompts left for step 6"
+    assert plan.stopped == "domain code has too few prompts left for step 6"
     assert plan.targets[-1] == pytest.approx(0.2), "the mean falls over the actual number of steps"
 
 
@@ -172,7 +172,11 @@ def test_more_copies_of_a_text_than_steps_end_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("domains", "shares", "message"),
     [
-        ([1] * 5, {"math": 1}, "too few prompts for a step of 8: code has 0, math has 5, stem has 0"),
+        (
+            [1] * 5,
+            {"math": 1},
+            r"left for a step of batch=8 \(code has 0, math has 5, stem has 0\)",
+        ),
         ([1] * 6 + [0] * 9, {"math": 1}, "domain math has 6 distinct prompts"),
         ([1] * 20, {"math": 1, "code": 1}, "domain code has 0 distinct prompts"),
     ],

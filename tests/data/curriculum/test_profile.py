@@ -107,16 +107,18 @@ def test_malformed_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None
 
     assert report.skipped == {"malformed": 6} and report.records == 8
     assert report.examples["malformed"][0].startswith(f"{path}:3: not JSON")
-    assert report.examples["malformed"][3] == f"{path}:6: no key 'reward'; the keys are ['id']"
+    assert (
+        report.examples["malformed"][3] == f"{path}:6: there is no value under key 'reward'; the record's keys are id"
+    )
     assert rate_of(read_profile(tmp_path / "p.parquet"), "a") == (2, 1.0)
-    with pytest.raises(ValueError, match=r"6 of 8 records are malformed, more than max_bad_share=0.01: .*r.jsonl:3"):
+    with pytest.raises(ValueError, match=r"6 of 8 records are malformed, more than max_bad_share=0.01 \(.*r.jsonl:3"):
         write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
 
 
 def test_damaged_and_empty_files_are_refused(tmp_path: Path) -> None:
     packed = tmp_path / "r.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"id": "a", "reward": 1}\n' * 5000)[:-20])
-    with pytest.raises(ValueError, match=r"r\.jsonl\.gz: cannot be read to its end"):
+    with pytest.raises(ValueError, match=r"r\.jsonl\.gz cannot be read to its end"):
         write_profile([packed], tmp_path / "p.parquet", keys=RolloutKeys())
     empty = tmp_path / "empty.jsonl"
     empty.touch()
@@ -132,7 +134,7 @@ def test_a_damaged_parquet_page_is_reported(tmp_path: Path) -> None:
     data[100:400] = bytes(300)
     path.write_bytes(data)
 
-    with pytest.raises(ValueError, match=r"r\.parquet: cannot be read to its end"):
+    with pytest.raises(ValueError, match=r"r\.parquet cannot be read to its end"):
         write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
 
 
@@ -154,9 +156,9 @@ def test_levels_of_pass_rates_without_rollout_counts(
     ("rows", "message"),
     [
         ([{"id": "a"}], "no column 'pass_rate'"),
-        ([{"id": "a", "pass_rate": 1.5}], r"row 1: pass_rate is 1.5"),
+        ([{"id": "a", "pass_rate": 1.5}], r"row 1: pass_rate must be a number from 0 to 1, not 1.5"),
         ([{"id": "a", "pass_rate": None}], r"pass_rate"),
-        ([{"id": "a", "pass_rate": 1}, {"id": "a", "pass_rate": 1}], "id a is repeated"),
+        ([{"id": "a", "pass_rate": 1}, {"id": "a", "pass_rate": 1}], "more than one row with id a"),
         ([], "no records"),
     ],
 )

@@ -61,14 +61,14 @@ def test_the_judge_sees_no_reasoning() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ranking": 0}, "ranking=0: expected 1 to 6"),
-        ({"ranking": 7}, "ranking=7"),
-        ({"ranking": 2.5}, "ranking=2.5: expected a whole number"),
-        ({"ranking": 1, "score_1": 6}, "helpfulness=6: expected 1 to 5"),
-        ({"overall_preference": 4}, "overall_preference=4: expected -3 to 3"),
-        ({}, "no key ranking or overall_preference"),
-        ({"ranking": 1, "response2": None}, "no key response_2 or response2"),
-        ({"ranking": 1, "context": None}, "no prompt"),
+        ({"ranking": 0}, "ranking must be from 1 to 6, not 0"),
+        ({"ranking": 7}, "from 1 to 6, not 7"),
+        ({"ranking": 2.5}, "ranking: expected a whole number, not 2.5"),
+        ({"ranking": 1, "score_1": 6}, "helpfulness must be from 1 to 5, not 6"),
+        ({"overall_preference": 4}, "overall_preference must be from -3 to 3, not 4"),
+        ({}, "expected ranking or overall_preference, but the record's keys are"),
+        ({"ranking": 1, "response2": None}, "expected an answer under response_2 or response2"),
+        ({"ranking": 1, "context": None}, "expected a prompt under messages or prompt"),
     ],
 )
 def test_values_out_of_range_or_missing_are_refused(given: dict[str, Any], message: str) -> None:

@@ -263,7 +263,7 @@ def test_invalid_records_are_reported_and_too_many_are_an_error(
     given["sources"] = {"a": {"kind": "pairs", "path": str(jsonl_of(tmp_path / "a.jsonl", records))}}
 
     with pytest.raises(
-        ValueError, match=r"sources\.a: 2 of 102 records are malformed, more than max_bad_share=0\.01: .*rej"
+        ValueError, match=r"sources\.a: 2 of 102 records are malformed, more than max_bad_share=0\.01 \(.*rej"
     ):
         job.run(given)
     job.run(given | {"max_bad_share": 0.1})
@@ -378,7 +378,7 @@ def test_the_command_without_torch(data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("sources={a: {kind: delta, strong: strong.jsonl}}",), "sources.a: give both strong and weak"),
+        (("sources={a: {kind: delta, strong: strong.jsonl}}",), "sources.a: set both strong and weak"),
         (("sources={a: {kind: detla, path: x}}",), "sources.a: kind='detla'"),
         (("sources={a: {kind: judged, pth: x}}",), "sources.a: unknown key 'pth': did you mean 'path'?"),
         (("sources={a: {kind: judged, path: no.jsonl}}",), "no.jsonl"),
@@ -388,7 +388,7 @@ def test_the_command_without_torch(data: Path) -> None:
         ),
         (("sources={a: {kind: judged, path: x, filters: {max_token: 5}}}",), "did you mean 'max_tokens'?"),
         (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
-        (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr': did you mean 'trl'?"),
+        (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr'; did you mean 'trl'?"),
         (("preset=olmo3_think",), "not set: sources.qwen3.strong, sources.qwen3.weak"),
         ((), "sources is empty"),
     ],

@@ -91,7 +91,7 @@ def test_the_side_of_a_file_overrides_model_patterns() -> None:
 
 
 def test_a_model_that_is_strong_and_weak_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'Qwen3-32B' is both strong and weak"):
+    with pytest.raises(ValueError, match="'Qwen3-32B' matches both strong_models and weak_models"):
         delta(
             asked(answer("a", model="Qwen3-32B")), Rules(strong_models=("*",), weak_models=("*32B",)), 1, ReadReport()
         )

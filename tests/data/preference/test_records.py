@@ -108,13 +108,13 @@ def test_existing_pairs(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a"}, "no answer; the keys are"),
+        ({"prompt": "a"}, "text: there is no answer; the record's keys are prompt"),
         ({"prompt": "a", "generations": []}, "generations: expected a list"),
         (
             {"prompt": "a", "generations": [{"text": "b", "score": "high"}]},
             r"generations\[0\].score: expected a number",
         ),
-        ({"prompt": "a", "generations": [{"text": "b", "correct": "yes"}]}, r"generations\[0\].correct='yes'"),
+        ({"prompt": "a", "generations": [{"text": "b", "correct": "yes"}]}, r"generations\[0\].correct: .*, not 'yes'"),
         (
             {"prompt": "a", "generations": [{"messages": CHAT[:1]}]},
             "the first and last message must be the assistant's",
@@ -132,7 +132,7 @@ def test_conversations_that_differ_too_early_are_refused() -> None:
     other = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No"}, CHAT[2]]
     end = {"role": "assistant", "content": "x"}
 
-    with pytest.raises(FormatError, match="differ before the last user message"):
+    with pytest.raises(FormatError, match="chosen and rejected to be equal up to the last user message"):
         to_group({"chosen": [*CHAT, end], "rejected": [*other, end]}, KEYS, pairs=True)
 
 

@@ -124,12 +124,12 @@ def test_the_two_samples_of_a_pair_are_balanced_separately(sft: Run) -> None:
 
 
 def test_an_unknown_task_of_a_share_is_refused_or_reported(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"thinking_shares\.mth: no sample has this task: did you mean 'math'\?"):
+    with pytest.raises(ValueError, match=r"thinking_shares\.mth is not the task of any sample; did you mean 'math'\?"):
         sft([chat(n) for n in range(5)], thinking_shares={"mth": 0.1})
 
     sft(thinking_shares={"function_calling": 0.1}, preset="domyn")
 
-    assert "thinking_shares.function_calling: no sample has this task" in capsys.readouterr().err
+    assert "thinking_shares.function_calling is not the task of any sample" in capsys.readouterr().err
 
 
 def test_an_id_of_two_samples_causes_a_warning(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:

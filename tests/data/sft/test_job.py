@@ -175,17 +175,17 @@ def test_the_reason_for_starting_over_is_reported(
 ) -> None:
     run(prepared())
     run(prepared(turns="whole"))
-    assert "made from other settings or files (turns): starting over" in capsys.readouterr().err
+    assert "made from other settings or files (turns), so that its shards are removed" in capsys.readouterr().err
     (tmp_path / "out" / ".work" / "made_of.json").write_text('"0123abcd"')
     run(prepared(turns="whole"))
-    assert "made by another version of nemo_ext: starting over" in capsys.readouterr().err
+    assert "made by another version of nemo_ext, so that its shards are removed" in capsys.readouterr().err
 
 
 def test_files_of_others_are_not_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     mine = tmp_path / "out" / ".work" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(ValueError, match=r"\.work: holds files that this job did not write: move them"):
+    with pytest.raises(ValueError, match=r"\.work holds files that this job did not write: move them"):
         run(prepared())
     assert mine.read_text() == "mine"
 
@@ -279,17 +279,17 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"template": None}, "template=null: give a chat template"),
+        ({"template": None}, "template=null: set it to a chat template"),
         ({"template": "nemotron"}, "nemotron"),
         ({"sources": []}, "sources is empty"),
-        ({"filters": {"structure": {}}}, "unknown filter 'structure': did you mean 'structural'"),
+        ({"filters": {"structure": {}}}, "unknown filter 'structure'; did you mean 'structural'"),
         ({"turns": "all"}, "turns='all': input should be 'split', 'last' or 'whole'"),
         ({"packing": {"capacty": 4}}, r"unknown key 'packing\.capacty': did you mean 'capacity'"),
         ({"duplicate_ids": "error"}, r"1 samples repeat the id of an earlier sample"),
         ({"sampling": {"tokens": 1e12}}, "at most"),
         ({"validation_share": 1.0}, "validation_share"),
         ({"thinking_shares": {"math": 15}}, r"thinking_shares\.math=15"),
-        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 must be at most slots"),
+        ({"near_duplicates": {"rows": 200}}, r"near_duplicates\.rows=200 must be at most near_duplicates\.slots"),
     ],
 )
 def test_invalid_settings_are_refused(
@@ -303,7 +303,9 @@ def test_a_full_disk_is_reported_with_the_remedy(prepared: Callable[..., dict[st
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
     try:
-        with pytest.raises(ValueError, match=r"/out: .*: fix this, then run the same command to resume"):
+        with pytest.raises(
+            ValueError, match=r"output=.*/out cannot be written .*: fix this, then run the same command"
+        ):
             run(prepared())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

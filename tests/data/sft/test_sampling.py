@@ -33,7 +33,7 @@ def test_without_a_budget_every_sample_is_used_once() -> None:
 
 
 def test_a_budget_out_of_reach_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sampling\.tokens=100: the sources have 12 tokens, at most 24"):
+    with pytest.raises(ValueError, match=r"sampling\.tokens=100 must be at most 24, as the sources have 12 tokens"):
         epochs([5, 7], Sampling(tokens=100, max_epochs=2))
 
 

@@ -82,11 +82,11 @@ def test_invalid_records_are_skipped_and_counted_with_their_place(tmp_path: Path
     assert report.records == 12
     assert report.skipped == {"malformed": 3, "schema": 4, "empty file": 1}
     assert report.examples["empty file"] == [str(tmp_path / "b.jsonl")]
-    assert report.examples["schema"][0].startswith(f"{path}:5: messages[0].role='boss': known: ")
+    assert report.examples["schema"][0].startswith(f"{path}:5: messages[0].role='boss' is not a role; known: ")
     assert [example.split(": ", 1)[1] for example in report.examples["schema"][1:]] == [
         "messages[0].content: expected a string, not nothing",
         "id: expected a string, not a list",
-        "task: expected a string, not a int",
+        "task: expected a string, not an int",
     ]
 
 
@@ -102,7 +102,7 @@ def test_compressed_files_are_read_like_plain_ones_and_damaged_ones_refused(tmp_
         return [item.sample.messages[0].content for item in found]
 
     assert texts("a.jsonl") == texts("a.jsonl.gz") == texts("a.jsonl.zst")
-    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz: cannot be read to its end"):
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read to its end"):
         texts("cut.jsonl.gz")
 
 
@@ -138,9 +138,9 @@ def test_an_unusable_source_is_refused_before_the_work(tmp_path: Path) -> None:
         match=r"source s: none of the first 3 records .*alpaca.jsonl:1: expected a list in messages or conversations",
     ):
         check(path=str(alpaca))
-    with pytest.raises(ValueError, match=r"bad\.parquet: not a readable Parquet file"):
+    with pytest.raises(ValueError, match=r"bad\.parquet is not a readable Parquet file"):
         check(path=str(tmp_path / "bad.parquet"))
-    with pytest.raises(ValueError, match=r"no such file: .*nowhere\.jsonl"):
+    with pytest.raises(ValueError, match=r"file .*nowhere\.jsonl does not exist"):
         check(path=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ValueError, match=r"mixes \.parquet with other files"):
         check(path=[str(alpaca), str(tmp_path / "bad.parquet")])

@@ -29,5 +29,5 @@ def test_without_a_template_the_folder_equals_the_byte_tokenizer(tmp_path: Path)
     byte_tokenizer.run({"output": str(tmp_path), "template": None})
 
     assert HuggingFaceTokenizer(tmp_path).eod == ByteTokenizer.eod
-    with pytest.raises(ValueError, match="output=None: set it to a folder"):
+    with pytest.raises(ValueError, match="output must be the folder to write the tokenizer to, not None"):
         byte_tokenizer.run({"output": None, "template": None})

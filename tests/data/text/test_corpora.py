@@ -60,7 +60,7 @@ def test_package_docs_hold_the_language_reference() -> None:
 
 
 def test_a_package_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ValueError, match=r"package 'plugy' is not installed: did you mean 'pluggy'"):
+    with pytest.raises(ValueError, match=r"package 'plugy' of `packages` is not installed; did you mean 'pluggy'"):
         load_source({"kind": "docstrings", "packages": ["plugy"]}).check()
 
 

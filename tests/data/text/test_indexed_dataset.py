@@ -29,6 +29,6 @@ def test_the_index_equals_that_of_megatrons_writer_byte_for_byte(tmp_path: Path,
 
 
 def test_a_document_that_the_format_cannot_hold_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a document has 2,147,483,648 tokens, but Megatron's format allows fewer"):
+    with pytest.raises(ValueError, match=r"a document has 2,147,483,648 tokens; split it, as Megatron's format"):
         write_index(tmp_path / "x.idx", np.array([1, 1 << 31]), np.uint16)
     assert not (tmp_path / "x.idx").exists()

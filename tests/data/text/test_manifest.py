@@ -58,7 +58,7 @@ def test_files_of_another_version_are_replaced(
     first = tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1)
     (tmp_path / "out.json").write_text(json.dumps({"format_version": 1, "config_hash": "other", "tokens": 4}))
 
-    with pytest.raises(ValueError, match=r"out\.json: made by another version: tokenise the stream again"):
+    with pytest.raises(ValueError, match=r"out\.json was made by another version of nemo_ext: tokenise"):
         read_manifest(tmp_path / "out")
     assert tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1) == first
 
@@ -79,11 +79,11 @@ def test_a_file_that_is_not_a_manifest_is_not_overwritten(tmp_path: Path, jsonl:
     source = jsonl(tmp_path / "code.json", ["a", "b"])
     before = (tmp_path / "code.json").read_bytes()
 
-    with pytest.raises(ValueError, match=r"code\.json: not a manifest .*: choose another prefix"):
+    with pytest.raises(ValueError, match=r"code\.json is not a manifest .*: choose another prefix"):
         tokenize_stream(source, ByteTokenizer(), tmp_path / "code", workers=1)
 
     assert (tmp_path / "code.json").read_bytes() == before
-    with pytest.raises(ValueError, match="no such manifest: tokenise the stream first"):
+    with pytest.raises(ValueError, match="does not exist: tokenise the stream first"):
         read_manifest(tmp_path / "nothing")
 
 

@@ -56,7 +56,7 @@ def test_shards_of_other_settings_are_not_mixed_in(
 
     tokenize_stream(source, ByteTokenizer(), tmp_path / "out", seed=2, workers=1)
 
-    assert "out.shards: begun with other settings or input files: starting over" in capsys.readouterr().err
+    assert "out.shards was begun with other settings or input files: starting over" in capsys.readouterr().err
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
 
 
@@ -69,10 +69,10 @@ def test_a_damaged_shard_is_an_error_that_names_what_to_remove(tmp_path: Path, j
     def again() -> Manifest:
         return tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1, documents_per_shard=1)
 
-    with pytest.raises(ValueError, match=r"00001\.npz is damaged .*: remove .*out\.shards and run again"):
+    with pytest.raises(ValueError, match=r"00001\.npz is damaged .*: remove .*out\.shards and rerun"):
         again()
     (shards / "00001.npz").unlink()
-    with pytest.raises(ValueError, match=r"00002\.tokens is damaged: remove .*out\.shards and run again"):
+    with pytest.raises(ValueError, match=r"00002\.tokens is damaged: remove .*out\.shards and rerun"):
         again()
     shutil.rmtree(shards)
     assert sum(counts.documents for counts in again().splits.values()) == 3

@@ -137,10 +137,10 @@ def test_an_unusable_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
 
-    with pytest.raises(ValueError, match=r"nowhere\.json: No such file.*: give the path of a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"nowhere\.json cannot be read \(No such file.*: give the path"):
         HuggingFaceTokenizer(tmp_path / "nowhere.json")
     for path in (tmp_path, tmp_path / "bytes.json"):
-        with pytest.raises(ValueError, match=r"\.json: not a tokenizer\.json that the tokenizers library can read"):
+        with pytest.raises(ValueError, match=r"\.json is not a tokenizer\.json that the tokenizers library can read"):
             HuggingFaceTokenizer(path)
 
 
@@ -179,7 +179,7 @@ def test_identity_depends_on_the_content_not_on_the_path(bpe_file: Path, tmp_pat
         ({}, "unknown tokenizer kind None"),
         ({"kind": "byte", "path": "x"}, "unknown key 'path' of a 'byte' tokenizer"),
         ({"kind": "huggingface", "pth": "x"}, "unknown key 'pth' .*did you mean 'path'"),
-        ({"kind": "huggingface"}, "needs path"),
+        ({"kind": "huggingface"}, "must be the path of its tokenizer.json, not None"),
         ({"kind": "huggingface", "path": "x", "eod": 3}, "eod must be the name of a token, not 3"),
         ({"kind": "huggingface", "path": "x", "parse_special_tokens": "no"}, "must be true or false, not 'no'"),
     ],
@@ -225,10 +225,10 @@ def test_megatron_agrees_on_ids_and_eod_when_it_loads_the_file(bpe_file: Path) -
 
 
 def test_arguments_under_which_megatron_would_disagree_are_refused(bpe_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*eos_token as eod, which is None, but .*'</s>'"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json has eos_token=None, .* as eod, but .*'</s>'"):
         megatron_arguments(HuggingFaceTokenizer(bpe_file))
     (bpe_file.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(ValueError, match="which is '</s>', but the data ends documents with '<s>'"):
+    with pytest.raises(ValueError, match=r"eos_token='</s>', .*, but the data ends documents with '<s>'"):
         megatron_arguments(HuggingFaceTokenizer(bpe_file, eod="<s>"))
     assert megatron_arguments(HuggingFaceTokenizer(bpe_file)) == {
         "tokenizer_type": "HuggingFaceTokenizer",
@@ -236,7 +236,7 @@ def test_arguments_under_which_megatron_would_disagree_are_refused(bpe_file: Pat
     }
 
     renamed = bpe_file.rename(tmp_path / "my.json")
-    with pytest.raises(ValueError, match=r"Megatron finds it only as tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"Megatron reads only tokenizer\.json: rename"):
         megatron_arguments(HuggingFaceTokenizer(renamed))
 
 
@@ -247,7 +247,7 @@ def test_a_vocabulary_with_gaps_is_refused_where_megatron_would_count_tokens(tmp
     tokenizer = HuggingFaceTokenizer(tmp_path)
 
     assert tokenizer.vocab_size == 10
-    with pytest.raises(ValueError, match="3 tokens but ids up to 9"):
+    with pytest.raises(ValueError, match="3 tokens, but ids up to 9"):
         megatron_arguments(tokenizer)
     assert megatron_arguments(tokenizer, ids_only=True)["vocab_size"] == 10
 

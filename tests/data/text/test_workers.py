@@ -134,7 +134,7 @@ def test_an_error_in_a_worker_reaches_the_caller(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(b"good" if number < 4 else b"\xff")
     source = load_source({"kind": "text", "path": str(tmp_path / "*.txt")})
 
-    with pytest.raises(ValueError, match=r"4\.txt: byte 0\): convert it to UTF-8"):
+    with pytest.raises(ValueError, match=r"4\.txt: byte 0\)\); convert it to UTF-8"):
         tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=2, documents_per_shard=1)
 
 

@@ -76,7 +76,7 @@ class Language(Filter):
         ]:
             for code in codes:
                 if code not in known:
-                    raise ValueError(f"language: {where}: {code!r}: {nearest(code, known)}")
+                    raise ValueError(f"filters.language.{where}: unknown language {code!r}; {nearest(code, known)}")
 
     def drop(self, texts: Texts) -> Drop | None:
         sample = texts.sample

@@ -36,7 +36,9 @@ class Length(Filter):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.tokenizer is None:
-            raise ValueError("max_tokens requires tokenizer, for example {kind: huggingface, path: /models/mine}")
+            raise ValueError(
+                "max_tokens requires a tokenizer: set tokenizer, such as {kind: huggingface, path: /models/mine}"
+            )
 
     def check(self) -> None:
         _tokenizer.cache_clear()

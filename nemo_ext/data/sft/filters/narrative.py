@@ -80,28 +80,31 @@ def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | Non
 
 @lru_cache(maxsize=8)
 def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple[str, ...]) -> _Lists:
-    entries = [("patterns", pattern, True) for pattern in patterns] + [("keywords", word, False) for word in keywords]
+    entries = [("filters.narrative.patterns", pattern, True) for pattern in patterns]
+    entries += [("filters.narrative.keywords", word, False) for word in keywords]
     for name in files:
         entries += _listed(Path(name).expanduser())
     if not entries:
-        raise ValueError("narrative: no patterns, keywords or files: give at least one, or disable the filter (null)")
+        raise ValueError(
+            "filters.narrative: set patterns, keywords or files, or disable it with filters.narrative=null"
+        )
     alternatives = []
     phrases: dict[int, list[int]] = {}
     for where, text, is_pattern in entries:
         if not is_pattern:
             words = word_hashes(text)
             if not len(words):
-                raise ValueError(f"narrative: {where}: {text!r} contains no word")
+                raise ValueError(f"{where}: {text!r} contains no word: remove or correct this keyword")
             phrases.setdefault(len(words), []).append(int(ngram_hashes(words, len(words))[0]))
             continue
         try:
             compiled = re.compile(f"(?:x)|(?:{text})", re.IGNORECASE)  # refuses flags, which must be at the very start
         except re.error as error:
-            raise ValueError(f"narrative: {where}: {text!r} is not a regular expression for a list: {error}") from None
+            raise ValueError(f"{where}: {text!r} is not a valid regular expression in a list ({error})") from None
         if compiled.search(""):
-            raise ValueError(f"narrative: {where}: {text!r} matches every text: make it more specific")
+            raise ValueError(f"{where}: {text!r} matches every text: make the pattern more specific")
         if compiled.groups and re.search(r"\\[1-9]|\(\?P=|\(\?\(", text):
-            raise ValueError(f"narrative: {where}: {text!r} refers to a group, which is not supported in a list")
+            raise ValueError(f"{where}: {text!r} must not refer to a group: write out the expression in its place")
         alternatives.append(f"(?:{re.sub(r'[(][?]P<[^>]*>', '(?:', text)})")
     keywords_by_length = {length: np.unique(np.array(hashes, dtype=np.uint64)) for length, hashes in phrases.items()}
     return _Lists(re.compile("|".join(alternatives), re.IGNORECASE) if alternatives else None, keywords_by_length)
@@ -113,16 +116,16 @@ def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
         text = utf8_text(path)
         content: Any = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else None
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"narrative: files: {path}: {error}") from None
+        raise ValueError(f"filters.narrative.files: {path} cannot be read ({error}): correct it") from None
     if path.suffix not in (".yaml", ".yml"):
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip() and not line.lstrip().startswith("#"):
-                yield f"{path}:{number}", line.strip(), True
+                yield f"filters.narrative.files: {path}:{number}", line.strip(), True
         return
     if not isinstance(content, dict) or not content.keys() <= {"patterns", "keywords"}:
-        raise ValueError(f"narrative: files: {path}: expected only the keys patterns and keywords, each with a list")
+        raise ValueError(f"filters.narrative.files: {path} must have only the keys patterns and keywords, with lists")
     for key in ("patterns", "keywords"):
         for word in content.get(key) or ():
             if not isinstance(word, str) or not word:
-                raise ValueError(f"narrative: files: {path}: {key}: {word!r} is not text")
-            yield f"{path}: {key}", word, key == "patterns"
+                raise ValueError(f"filters.narrative.files: {path}: {key} must be non-empty strings, not {word!r}")
+            yield f"filters.narrative.files: {path}, {key}", word, key == "patterns"

@@ -70,7 +70,7 @@ class NearDuplicates:
 
     def __post_init__(self) -> None:
         if self.rows > self.slots:
-            raise ValueError(f"rows={self.rows} must be at most slots={self.slots}")
+            raise ValueError(f"near_duplicates.rows={self.rows} must be at most near_duplicates.slots={self.slots}")
 
     @property
     def bands(self) -> int:

@@ -44,7 +44,10 @@ class Repetition(Filter):
 
     def __post_init__(self) -> None:
         if self.window_times is not None and self.window < self.ngram * self.window_times:
-            raise ValueError(f"window={self.window} words cannot hold {self.window_times} n-grams of {self.ngram}")
+            raise ValueError(
+                f"window={self.window} must be at least {self.ngram * self.window_times} words, as window_times="
+                f"{self.window_times} n-grams of ngram={self.ngram} words must fit"
+            )
 
     def drop(self, texts: Texts) -> Drop | None:
         if self.characters is not None:

@@ -57,7 +57,7 @@ def load_filters(config: Mapping[str, Any]) -> Screen:
     kinds = {kind.name: kind for kind in FILTERS}
     for name in config:
         if name not in kinds:
-            raise ValueError(f"filters: unknown filter {name!r}: {nearest(str(name), kinds)}")
+            raise ValueError(f"filters: unknown filter {name!r}; {nearest(str(name), kinds)}")
     return Screen(
         tuple(
             checked(kind, config[name], where=f"filters.{name}")

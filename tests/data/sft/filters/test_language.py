@@ -76,7 +76,7 @@ def test_the_majority_of_a_long_text_s_excerpts_decides(chat: Make) -> None:
 
 
 def test_an_unknown_code_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"language: by_source\.s: 'xq': "):
+    with pytest.raises(ValueError, match=r"filters\.language\.by_source\.s: unknown language 'xq'; "):
         Language(by_source={"s": ("xq",)}).check()
 
 

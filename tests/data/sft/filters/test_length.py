@@ -33,7 +33,7 @@ def test_short_answers(chat: Make) -> None:
 
 
 def test_a_limit_in_tokens_requires_an_existing_tokenizer() -> None:
-    with pytest.raises(ValueError, match="max_tokens requires tokenizer"):
+    with pytest.raises(ValueError, match="max_tokens requires a tokenizer"):
         Length(max_tokens=32600)
     with pytest.raises(ValueError, match="nowhere"):
         Length(max_tokens=32600, tokenizer={"kind": "huggingface", "path": "nowhere"}).check()

@@ -46,12 +46,12 @@ def test_lists_are_read_from_files(tmp_path: Path, chat: Make) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"patterns": "(a"}, r"patterns: '\(a' is not a regular expression"),
+        ({"patterns": "(a"}, r"filters\.narrative\.patterns: '\(a' is not a valid regular expression"),
         ({"patterns": "x|a*"}, "matches every text"),
-        ({"patterns": r"(a)\1"}, "refers to a group"),
-        ({"patterns": "(?i)a"}, "not a regular expression for a list: global flags"),
+        ({"patterns": r"(a)\1"}, "must not refer to a group"),
+        ({"patterns": "(?i)a"}, r"not a valid regular expression in a list \(global flags"),
         ({"patterns": (), "keywords": "!!"}, "'!!' contains no word"),
-        ({"patterns": ()}, "no patterns, keywords or files"),
+        ({"patterns": ()}, "set patterns, keywords or files, or disable it with"),
         ({"files": "nowhere.txt"}, "nowhere.txt"),
     ],
 )
@@ -62,5 +62,5 @@ def test_unusable_lists_are_refused(settings: dict[str, str], said: str) -> None
 
 def test_a_yaml_list_of_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("words: [x]\n")
-    with pytest.raises(ValueError, match=r"a\.yaml: expected only the keys patterns and keywords"):
+    with pytest.raises(ValueError, match=r"a\.yaml must have only the keys patterns and keywords"):
         Narrative(files=(str(tmp_path / "a.yaml"),)).check()

@@ -134,5 +134,5 @@ def test_a_long_shared_system_message_makes_no_samples_similar(prose: Prose) -> 
 
 
 def test_more_rows_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows=40 must be at most slots=32"):
+    with pytest.raises(ValueError, match=r"near_duplicates\.rows=40 must be at most near_duplicates\.slots=32"):
         NearDuplicates(slots=32, rows=40)

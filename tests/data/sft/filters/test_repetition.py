@@ -54,7 +54,7 @@ def test_characters_in_a_row(chat: Make) -> None:
 
 
 def test_contradictory_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="window=20 words cannot hold 3 n-grams of 12"):
+    with pytest.raises(ValueError, match="window=20 must be at least 36 words, as window_times=3 n-grams of ngram=12"):
         Repetition(window=20, window_times=3)
 
 

@@ -29,13 +29,13 @@ def test_the_first_reason_is_counted_with_its_place(chat: Callable[..., Sample])
 
 
 def test_a_typo_suggests_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="filters: unknown filter 'lenght': did you mean 'length'"):
+    with pytest.raises(ValueError, match="filters: unknown filter 'lenght'; did you mean 'length'"):
         load_filters({"lenght": {}})
     with pytest.raises(ValueError, match=r"filters.length: unknown key 'max_token': did you mean 'max_tokens'"):
         load_filters({"length": {"max_token": 1}})
     with pytest.raises(ValueError, match=r"filters.repetition: window_times=1: input should be greater"):
         load_filters({"repetition": {"window_times": 1}})
-    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires tokenizer"):
+    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires a tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
 
 
