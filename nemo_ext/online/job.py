@@ -109,7 +109,7 @@ class _Run:
             sampling=self.settings.sampling,
             max_tokens=self.settings.tokens(self.algorithm),
             environments=self.settings.environments,
-            group=group_reward(self.settings.group or {}),
+            group=group_reward(self.settings.group or {}, "online.group"),
         )
 
     @cached_property

@@ -190,7 +190,10 @@ class Episodes:
         self.reference(task)
         self.reward.check(task.reference)
         if self.environment.judged_in_groups and task.tools:
-            raise ValueError("the task has tools, but the judge of a group does not see tool calls; remove the tools")
+            raise ValueError(
+                f"environment {self.environment.name!r} is judged in groups, where the judge does not see tool calls; "
+                "remove the task's tools"
+            )
 
     async def _guarded(self, response: Response, work: Awaitable[Turn]) -> Turn:
         try:

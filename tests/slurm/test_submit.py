@@ -363,7 +363,7 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         ),
         (
             ["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"],
-            "set NEMO_RL_ROOT to a checkout",
+            "set NEMO_RL_ROOT to its checkout",
         ),
     ],
 )

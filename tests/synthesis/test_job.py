@@ -197,7 +197,7 @@ WRONG = {
     "steps.keep=5": "steps.keep=5",
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
-    "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
+    "steps.check={kind: verify, environment: maths}": "steps.check: unknown environment 'maths'",
     "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge requires a judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
     "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",

@@ -325,7 +325,7 @@ def _tasks(
             raise ValueError(f"tasks: environment {name!r} is not in rl.environments: {nearest(name, uses)}")
     environments = {name: Episodes(_episode_config(name, uses[name], algorithm.turns), prompts) for name in names}
     group = algorithm.group.settings() if algorithm.group else {}
-    over_groups = group_reward(group)
+    over_groups = group_reward(group, "rl.group")
     check_judges((episodes.environment for episodes in environments.values()), group)
     check_references(planned, lambda task: environments[task.environment].check(task))
     rollouts = Rollouts(
@@ -340,7 +340,7 @@ def _tasks(
     if (limit := algorithm.lengths.prompt) is not None:
         _exclude_longer(rollouts, train, limit, config["tasks"]["train"])
         if measured is not None:
-            measured.exclude(lambda task: _is_longer(rollouts, task, limit))
+            measured.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if curricula is not None and measured is not None:
         curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
@@ -361,7 +361,7 @@ def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
     """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if a curriculum has any."""
-    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit))
+    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if not excluded:
         return
     if settings.get("curriculum"):
@@ -370,6 +370,10 @@ def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, setting
             f"{excluded[0]}); make it again without them, or raise the limit"
         )
     notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
+
+
+def _longer(limit: int) -> str:
+    return f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
 
 
 def _is_longer(rollouts: Rollouts, task: Task, limit: int) -> bool:

@@ -104,9 +104,9 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
     tasks = plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps, prompts=6, spare=1)
 
     assert [tasks[at].id for at in range(len(tasks))] == [*order, *order[:6]]
-    with pytest.raises(ValueError, match="its steps have 6 prompts, but the run has 8 per step"):
+    with pytest.raises(ValueError, match="has 6 prompts per step, but the run has 8"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=2, prompts=8)
-    with pytest.raises(ValueError, match=f"it has {steps} steps, fewer than the run's {steps + 1}"):
+    with pytest.raises(ValueError, match=f"curriculum has {steps} steps, fewer than the run's {steps + 1}"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps + 1, prompts=6)
 
 
@@ -133,13 +133,13 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "set one of path, curriculum, or directory"),
-        ({"path": "a", "curriculum": "b"}, "set one of"),
+        ({}, "set exactly one of path, curriculum and directory"),
+        ({"path": "a", "curriculum": "b"}, "not path and curriculum"),
         ({"path": "nowhere.jsonl"}, "no such task file"),
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
-        ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"data.blend.a.source"),
+        ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"tasks.train.blend.a.source: remove it"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
@@ -172,7 +172,7 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
     lines = str(raised.value).splitlines()
     for line, start in zip(lines, ("2: not a JSON object", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False):
         assert f"one.jsonl:{start}" in line
-    assert lines[2].endswith("one.jsonl:4")
+    assert "one.jsonl:4; rename one" in lines[2]
     assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
 
 
