@@ -254,7 +254,10 @@ def test_a_key_that_is_invalid_in_a_header(endpoint: Any, monkeypatch: pytest.Mo
     ("changed", "message"),
     [
         ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint is not a valid URL; the URL must be like"),
-        ({"endpoint": "http://me:secret@host/v1"}, "endpoint is not a valid URL; the URL must not contain a name, password"),
+        (
+            {"endpoint": "http://me:secret@host/v1"},
+            "endpoint is not a valid URL; the URL must not contain a name, password",
+        ),
         ({"endpoint": 3}, "judge: endpoint=3"),
         ({"model": ""}, "judge: model=''"),
         ({"attempts": 0}, "judge: attempts=0"),
@@ -299,7 +302,10 @@ def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
 @pytest.mark.parametrize(
     ("replied", "message"),
     [
-        ({"body": b'{"data": [{"id": "mm"}]}'}, "judge.endpoint cannot be used.*: unknown model 'm': did you mean 'mm'"),
+        (
+            {"body": b'{"data": [{"id": "mm"}]}'},
+            "judge.endpoint cannot be used.*: unknown model 'm': did you mean 'mm'",
+        ),
         ({"body": b'{"data": [3]}'}, "is not a list of models"),
         ({"body": b"<html>"}, "is not a list of models"),
         ({"status": 401}, "HTTP 401"),

@@ -359,7 +359,7 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
-            "rl.schedule.steps=null: OLMo 3, RL-Zero states no",
+            "rl.schedule.steps=null: set it, as the preset's source (OLMo 3, RL-Zero) states no",
         ),
         (
             ["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"],

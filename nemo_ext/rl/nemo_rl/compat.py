@@ -72,7 +72,7 @@ def part(module: ModuleType, name: str) -> Any:
 
 
 def _gone(name: str) -> str:
-    return f"this NeMo-RL has no {name}; supported versions: {FITS} (docs/rl/nemo_rl.md)"
+    return f"this NeMo-RL has no {name}; use a supported version, {FITS} (docs/rl/nemo_rl.md)"
 
 
 def plain_class(actor: Any) -> Any:
@@ -117,8 +117,8 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
         raise ValueError(
-            f"NeMo-RL's grpo.setup returns {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later): this "
-            f"version is not supported by nemo_ext/rl/nemo_rl/compat.py; supported versions: {FITS}"
+            f"NeMo-RL's grpo.setup returned {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later); use a "
+            f"supported version, {FITS}"
         )
     return Ready(**dict(zip(names.split(), items, strict=True)))
 
@@ -216,7 +216,9 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
         )
     if process.returncode:
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise ValueError(f"convert_megatron_to_hf.py failed with exit code {process.returncode}: {lines[-1]} ({log})")
+        raise ValueError(
+            f"convert_megatron_to_hf.py failed with exit code {process.returncode}: {lines[-1]}; see {log}"
+        )
 
 
 def _megatron_python() -> str:
@@ -257,7 +259,9 @@ def register() -> list[str]:
         if entry is None:
             environments.register_env(name, ACTOR)
         elif entry["actor_class_fqn"] != ACTOR:
-            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}; rename that environment")
+            raise ValueError(
+                f"NeMo-RL already has an environment {name!r}, which is {entry['actor_class_fqn']}; rename that one"
+            )
     return names
 
 

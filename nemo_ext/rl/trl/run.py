@@ -52,7 +52,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     """
     single = int(os.environ.get("WORLD_SIZE", 1)) == 1  # set by torchrun and accelerate
     if not single and (config["tasks"].get("train") or {}).get("reprofile") is not None:
-        raise ValueError("tasks.train.reprofile: TRL supports it in a single process only; remove it")
+        raise ValueError(
+            "tasks.train.reprofile is supported by engine=trl only in a single process; remove it, or start one process"
+        )
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
@@ -106,11 +108,16 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     transformers.utils.logging.disable_progress_bar()
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model={folder}: has no config.json; `nemo-ext convert to_format=huggingface` writes one")
+        raise ValueError(
+            f"model={folder} has no config.json; name a Hugging Face folder, as `nemo-ext convert "
+            "to_format=huggingface` writes"
+        )
     trusted = may_run_code(str(folder), config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model={folder}: its tokenizer has no eos_token, which is required to end responses")
+        raise ValueError(
+            f"the tokenizer in model={folder} has no eos_token, which ends responses; set it in tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config["template"] is not None:
@@ -231,8 +238,8 @@ def _measure(
         folder = Path(config["run_dir"]) / CHECKPOINTS / change.checkpoint
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder}: no longer exists, but curriculum {number} needs its rollouts; remove "
-                f"{curricula.folder}/{number} to continue without it"
+                f"checkpoint {folder} no longer exists, but curriculum {number} needs its rollouts; remove "
+                f"{curricula.folder}/{number} to continue without that curriculum"
             )
         samples = curricula.settings.samples
         notice(
@@ -305,7 +312,7 @@ def _tasks(
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
-        raise ValueError("rl.schedule.steps=null: set the number of steps")
+        raise ValueError("rl.schedule.steps=null: set it to the number of training steps")
     rounds = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
     spare = algorithm.steps * ((rounds or 1) - 1)
     train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step, spare=spare)
@@ -322,7 +329,10 @@ def _tasks(
     uses = algorithm.environments or {name: EnvironmentUse() for name in names}
     for name in names:
         if name not in uses:
-            raise ValueError(f"tasks: environment {name!r} is not in rl.environments: {nearest(name, uses)}")
+            raise ValueError(
+                f"tasks with environment {name!r} require it in rl.environments; add it there, or remove these tasks ("
+                f"{nearest(name, uses)})"
+            )
     environments = {name: Episodes(_episode_config(name, uses[name], algorithm.turns), prompts) for name in names}
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group, "rl.group")

@@ -139,7 +139,10 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
-        ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"tasks.train.blend.a.source: remove it"),
+        (
+            {"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}},
+            r"tasks.train.blend.a.source: remove it",
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
