@@ -207,10 +207,12 @@ class _Run:
         self._note(number - 1, values)
         if pairs < self.training.batch:
             report = folder / "pairs" / REPORT
-            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch:,} (see {report})"
+            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch:,}"
             if number == 1:
-                raise ValueError(f"{folder}: {few}; start over with more prompts or responses, or a smaller batch")
-            notice(f"round {number}/{self.rounds}: {few}; stopping after this round")
+                raise ValueError(
+                    f"{folder}: {few} (see {report}); start over with more prompts or responses, or a smaller rl.batch"
+                )
+            notice(f"round {number}/{self.rounds}: {few} (see {report}), so the run ends with the previous policy")
             return False
         self._train(folder, policy)
         return True

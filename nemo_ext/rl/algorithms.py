@@ -321,7 +321,7 @@ class PolicyGradient(_Training):
                 f"batch={self.batch} must divide prompts_per_step x generations_per_prompt = {self.responses_per_step}"
             )
         if self.lengths.response is None or self.lengths.context is None:
-            raise ValueError("lengths.response and either lengths.prompt or lengths.total are missing; set them")
+            raise ValueError("lengths.response must be set, and either lengths.prompt or lengths.total")
         check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
 

@@ -86,6 +86,11 @@ class EpisodeSettings:
     max_tokens: int | None = None  # maximum response length; a response of this many tokens was cut off
 
 
+def episode_settings(config: Mapping[str, Any]) -> EpisodeSettings:
+    """Check the settings of an environment's episodes; raise ValueError, with the environment's name, for a bad one."""
+    return checked(EpisodeSettings, config, f"environment {config.get('name')}")
+
+
 class Episodes:
     """Verifies and rewards responses to one environment's tasks.
 
@@ -98,7 +103,7 @@ class Episodes:
     """
 
     def __init__(self, config: Mapping[str, Any] | EpisodeSettings, prompts: Prompts | None = None) -> None:
-        settings = config if isinstance(config, EpisodeSettings) else checked(EpisodeSettings, config, "environment")
+        settings = config if isinstance(config, EpisodeSettings) else episode_settings(config)
         self.environment = make(settings.name, settings.settings)
         self.reward = reward_of(settings.reward, where=f"environments.{settings.name}.reward")
         self._tool_style: Style = settings.tool_style or "any"

@@ -113,7 +113,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
         return algorithm
     path = Path(config["pairs"]["train"]).expanduser()
     if not path.is_file():
-        raise ValueError(f"pairs.train={path}: no such file; `nemo-ext preference_data` writes it")
+        raise ValueError(f"pairs.train={path}: no such file; write it with `nemo-ext preference_data`")
     count = _rows(path)
     if count < algorithm.batch:
         raise ValueError(
@@ -130,14 +130,16 @@ def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     schedule = algorithm.schedule
     if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
         return
-    problem = f"rl.schedule.steps=null: set it, as the preset's source ({algorithm.source}) states no number of steps"
+    advice = ""
     count = _task_count(config["tasks"]["train"], algorithm) if isinstance(algorithm, PolicyGradient) else None
     if count is not None:
         epochs, prompts = schedule.epochs or 1, algorithm.examples_per_step
         steps = max(1, epochs * count // prompts)
         length = f"the paper's {epochs} epoch{'s' * (epochs > 1)}" if schedule.epochs else "one epoch"
-        problem += f"; {length} over {count:,} tasks with {prompts:,} per step is rl.schedule.steps={steps}"
-    raise ValueError(problem)
+        advice = f"; {length} over {count:,} tasks with {prompts:,} per step is rl.schedule.steps={steps}"
+    raise ValueError(
+        f"rl.schedule.steps=null: set it, as the preset's source ({algorithm.source}) states no number of steps{advice}"
+    )
 
 
 def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | None:

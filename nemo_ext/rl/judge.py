@@ -64,7 +64,9 @@ class JudgeSettings:
             if self.model is None:
                 raise ValueError(f"model is missing; set it to the name of the model at {self.endpoint}")
         if taken := {"model", "messages", "stream"} & set(self.sampling):
-            raise ValueError(f"sampling must not contain {', '.join(sorted(taken))}, which every request sets itself")
+            raise ValueError(
+                f"sampling must not contain {', '.join(sorted(taken))}, as every request sets this; remove it"
+            )
         if self.key_variable is not None and not os.environ.get(self.key_variable):
             raise ValueError(
                 f"key_variable: {self.key_variable} is not set in the environment; export the API key in it"

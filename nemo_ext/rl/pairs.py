@@ -51,7 +51,7 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `nemo-ext preference_data` writes pairs")
+        raise ValueError(f"{path}: no such file; write pairs with `nemo-ext preference_data`")
     rows = record_source((str(path),), None, "pairs").rows(strict=True)
     pairs = [_pair(record, prompts, with_rewards=with_rewards, where=where) for where, record in rows]
     if not pairs:
@@ -119,7 +119,7 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}: prompt and responses must be lists of messages ({error})") from None
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: the pair cannot be rendered ({error})") from None
 
 
 def _rendered(messages: Any, where: str) -> str:

@@ -71,7 +71,7 @@ class TaskFile:
         for where, row in record_source((str(self.path),), None, "tasks").placed(strict=True):
             try:
                 if isinstance(row, str):
-                    raise ValueError(f"{where}: {row}")
+                    raise ValueError(f"{where}: the record cannot be read ({row}); correct or remove it")
                 task = Task.from_record(row, where)
             except ValueError as error:
                 problems.append(str(error))

@@ -111,7 +111,7 @@ class Curricula:
         try:
             curriculum_settings(curricula._config(1, (), step=0))
         except ValueError as error:
-            raise ValueError(f"tasks.train.reprofile.curriculum: {error}") from None
+            raise ValueError(f"tasks.train.reprofile.curriculum cannot be used ({error})") from None
         return curricula
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:
@@ -161,8 +161,10 @@ class Curricula:
         """Remove curricula that start after `step`, from which a run is resumed."""
         for number, change in enumerate(self.changes(), start=1):
             if change.step > step:
-                start = f"it starts at step {change.step}, but training resumes from step {step}"
-                notice(f"{self.of_number(number)} was removed, because {start}")
+                notice(
+                    f"{self.of_number(number)} was removed, because it starts at step {change.step}, but training "
+                    f"resumes from step {step}"
+                )
                 shutil.rmtree(self.of_number(number))
 
     def due(self, step: int, validations: Iterable[tuple[int, float]]) -> str | None:

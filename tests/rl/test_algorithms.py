@@ -156,7 +156,7 @@ def test_changes_are_merged() -> None:
         ({"generations_per_prompt": 1}, "generations_per_prompt=1"),
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
-        ({"lengths": {"prompt": 8}}, "lengths.response and either"),
+        ({"lengths": {"prompt": 8}}, "lengths.response must be set, and either"),
         ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
         ({"sampling": {"drop_zero_variance": True}}, "sampling.max_batches require each other"),

@@ -79,7 +79,11 @@ def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:
     for given, train, message in (
         (config, {"path": "t", "reprofile": {"platau": 2}}, "did you mean 'plateau'"),
         (config, {"path": "t", "reprofile": {**every, "samples": 0}}, "samples=0"),
-        (config, {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}}, "curriculum: .*'sigmo'"),
+        (
+            config,
+            {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}},
+            "curriculum cannot be used .*'sigmo'",
+        ),
         (config, {"path": "t", "reprofile": {"plateau": 2}}, "set tasks.validation.path"),
         (judged, {"path": "t", "reprofile": every}, "judge only compares"),
         (config, {"path": "t", "adapt": {}}, r"adapt requires tasks\.train\.directory"),

@@ -84,7 +84,7 @@ class ComparisonServer(SimpleResourcesServer):
         try:
             prompt = messages(conversation)
         except ValueError as error:
-            raise HTTPException(422, f"{self.config.name}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: invalid row ({error})") from None
         answer = last_turn(row["response"])
         response = read_answer(answer, thinking_opened=self.config.thinking_opened).response
         place = row.get(ROLLOUT_INDEX_KEY_NAME)

@@ -94,7 +94,7 @@ def messages(conversation: Any) -> tuple[Message, ...]:
         if kind == "function_call":
             read = read_openai_calls([item])
             if read.problems:
-                raise ValueError(f"{where}: {read.problems[0]}")
+                raise ValueError(f"{where}: invalid function call ({read.problems[0]})")
             # Consecutive calls belong to one message.
             if parsed and parsed[-1].tool_calls:
                 last = parsed.pop()

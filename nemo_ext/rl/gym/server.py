@@ -210,11 +210,11 @@ class VerifierServer(SimpleResourcesServer):
         try:
             task = of_gym(row, self.config.environment)
         except (ValueError, LookupError, TypeError) as error:
-            raise HTTPException(422, f"{self.config.name}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: invalid row ({error})") from None
         try:
             self._episodes.check(task)
         except ValueError as error:
-            raise HTTPException(422, f"{self.config.name}: task {task.id!r}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: task {task.id!r} cannot be verified ({error})") from None
         return task
 
     def _read(self, response: Mapping[str, Any]) -> Answered:

@@ -67,12 +67,8 @@ def part(module: ModuleType, name: str) -> Any:
     """Return a module's class or function; if it is missing, raise ValueError with the supported versions."""
     found = getattr(module, name, None)
     if found is None:
-        raise ValueError(_gone(f"{module.__name__}.{name}"))
+        raise ValueError(f"this NeMo-RL has no {module.__name__}.{name}; use a supported version, {FITS}")
     return found
-
-
-def _gone(name: str) -> str:
-    return f"this NeMo-RL has no {name}; use a supported version, {FITS} (docs/rl/nemo_rl.md)"
 
 
 def plain_class(actor: Any) -> Any:
@@ -299,7 +295,7 @@ def _module(name: str) -> ModuleType:
         # PyPI's `nemo_rl` is empty: there `nemo_rl.algorithms` itself is missing, not one of its modules.
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if name.startswith(missing) and missing.count(".") > 1:
-            raise ValueError(_gone(name)) from error
+            raise ValueError(f"this NeMo-RL has no {name}; use a supported version, {FITS}") from error
         raise ValueError(
             f"NeMo-RL cannot be imported ({error}); put its checkout on PYTHONPATH and install its packages "
             "(docs/rl/nemo_rl.md)"

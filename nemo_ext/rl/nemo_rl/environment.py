@@ -13,8 +13,7 @@ import ray
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
-from nemo_ext.job.settings import checked
-from nemo_ext.rl.episodes import Episodes, EpisodeSettings
+from nemo_ext.rl.episodes import Episodes, EpisodeSettings, episode_settings
 from nemo_ext.rl.prompts import Prompts
 
 
@@ -22,7 +21,7 @@ class TaskEnvironment(EnvironmentInterface):
     """NeMo-RL environment configured by `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor class."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        settings = checked(EpisodeSettings, config, "environment")
+        settings = episode_settings(config)
         prompts = None if settings.template is None else Prompts.load(settings.template, eos=settings.eos)
         self._episodes = Episodes(settings, prompts)
         if self._episodes.environment.begin is not None and prompts is None:

@@ -50,7 +50,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         try:
             from nemo_ext.rl.nemo_rl.run import run as train
         except ImportError as error:
-            raise ValueError(f"engine=nemo_rl: {error}; install its requirements (docs/rl/nemo_rl.md)") from None
+            raise ValueError(
+                f"engine=nemo_rl cannot be imported ({error}); install its requirements (docs/rl/nemo_rl.md)"
+            ) from None
         (run_dir / FINISHED).unlink(missing_ok=True)
         notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)

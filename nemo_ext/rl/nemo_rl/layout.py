@@ -348,8 +348,8 @@ class _Search:
                     return Generation(nodes=None, gpus=None, tensor_parallel=tensor, share=share)
         if not need:
             raise ValueError(
-                f"nemo_rl.set.{PATHS['generation_tensor_parallel']}={sizes[0]} must divide the {world} GPUs and the "
-                f"model's numbers of heads, {sorted(set(heads))}"
+                f"nemo_rl.set.{PATHS['generation_tensor_parallel']}={sizes[0]} must divide the {world} GPUs that "
+                f"generate and the model's numbers of heads, {sorted(set(heads))}"
             )
         raise ValueError(
             f"generation needs {need / GIB:.0f} GiB on each of {tensor} GPUs for the weights and {SEQUENCES} sequences "

@@ -159,9 +159,9 @@ def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
     ranks = policy.sharding_annotations.get_axis_size("data_parallel")
     parts = kind({"input_ids": torch.zeros(size * pairs, 1)}).shard_by_batch_size(ranks, batch_size=batch * pairs)
     if (batch // ranks) % micro:
-        per_rank = f"a batch of {batch} on {ranks} data-parallel ranks is {batch // ranks} per rank"
         raise ValueError(
-            f"{per_rank}, which is not divisible by the microbatch size {micro}; change rl.batch or micro_batch"
+            f"a batch of {batch} on {ranks} data-parallel ranks is {batch // ranks} per rank, which is not divisible "
+            f"by the microbatch size {micro}; change rl.batch or micro_batch"
         )
     assert len(parts) == ranks
 

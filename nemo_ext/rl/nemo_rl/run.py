@@ -93,7 +93,9 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
 def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
-        raise ValueError("data_plane.enabled must be false, because rewards over groups are not supported with it")
+        raise ValueError(
+            "data_plane.enabled must be false, because the data plane does not support rewards over groups"
+        )
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
     groups = groups_of(

@@ -102,7 +102,9 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
-        raise ValueError(f"engine=trl: {error}; install it with pip install 'nemo_ext[trl]'") from None
+        raise ValueError(
+            f"engine=trl cannot be imported ({error}); install it with pip install 'nemo_ext[trl]'"
+        ) from None
     # Users cannot fix deprecation warnings between TRL and transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
@@ -243,7 +245,7 @@ def _measure(
             )
         samples = curricula.settings.samples
         notice(
-            f"step {change.step}: {change.why}: measuring pass rates of {change.checkpoint} on "
+            f"step {change.step} ({change.why}): measuring pass rates of {change.checkpoint} on "
             f"{len(curricula.tasks):,} tasks with {samples} responses each"
         )
         with phases.during("generation"):
@@ -376,8 +378,8 @@ def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, setting
         return
     if settings.get("curriculum"):
         raise ValueError(
-            f"{len(excluded):,} prompts of the curriculum have more than rl.lengths.prompt={limit} tokens (first: "
-            f"{excluded[0]}); make it again without them, or raise the limit"
+            f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
+            f"(first: {excluded[0]}); make it again without them, or raise the limit"
         )
     notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
 

@@ -543,7 +543,7 @@ def preference(
     files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():
         if not path.is_file():
-            raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
+            raise ValueError(f"pairs.{split}={path}: no such file; write it with `nemo-ext preference_data`")
     limit = settings.get("max_length")
     loaded = {
         split: _pairs(path, f"pairs.{split}", prompts, tokenizer, limit, with_rewards=rpo is not None)
@@ -565,15 +565,17 @@ def _pairs(
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where} cannot be read ({error})") from error
     rows: list[dict[str, Any]] = []
     for pair in pairs:
         row: dict[str, Any] = dict(zip(_IDS, token_ids(pair, tokenizer), strict=True))
         rows.append(row | dict(zip(_SCORES, pair.rewards or (), strict=bool(pair.rewards))))
     ends = tuple(map(tokenizer.decode, sorted(end_tokens(tokenizer, None if prompts is None else prompts.template))))
     if unended := [pair for pair in pairs if not pair.chosen.endswith(ends)]:
-        share = f"{len(unended):,} of {len(pairs):,} chosen responses do not end with {' or '.join(ends)}"
-        notice(f"{where}: {share}, so the model does not learn to end them (first: {unended[0].chosen[-20:]!r})")
+        notice(
+            f"{where}: {len(unended):,} of {len(pairs):,} chosen responses do not end with {' or '.join(ends)}, so the "
+            f"model does not learn to end them (first: {unended[0].chosen[-20:]!r})"
+        )
     prompt, *sides = _IDS
     short = [row for row in rows if limit is None or all(len(row[prompt]) + len(row[side]) <= limit for side in sides)]
     if not short:

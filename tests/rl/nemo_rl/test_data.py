@@ -115,8 +115,8 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
     [
         ("", "no tasks"),
         ("\n \n", "no tasks"),
-        ('{"id": 1', r"tasks.jsonl:1: not JSON"),
-        ("[1]", r"tasks.jsonl:1: not a JSON object but a list"),
+        ('{"id": 1', r"tasks.jsonl:1: the record cannot be read \(not JSON"),
+        ("[1]", r"tasks.jsonl:1: .* \(not a JSON object but a list\)"),
         ('\n{"id": "a", "environment": "math"}', r"tasks.jsonl:2: the key 'prompt' is missing"),
         ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: duplicate id 'a'"),
         ('{"id": "a", "environment": "math", "promt": "?"}', "did you mean 'prompt'"),
@@ -173,10 +173,12 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
         plan_tasks(settings, steps=1, prompts=2)
 
     lines = str(raised.value).splitlines()
-    for line, start in zip(lines, ("2: not a JSON object", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False):
+    for line, start in zip(
+        lines, ("2: the record cannot be read", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False
+    ):
         assert f"one.jsonl:{start}" in line
     assert "one.jsonl:4; rename one" in lines[2]
-    assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
+    assert "two.jsonl:2: the record cannot be read (not JSON" in lines[3] and lines[-1] == "and 10 more"
 
 
 def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) -> None:
