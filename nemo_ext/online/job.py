@@ -207,7 +207,7 @@ class _Run:
         self._note(number - 1, values)
         if pairs < self.training.batch:
             report = folder / "pairs" / REPORT
-            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch:,}"
+            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch}"
             if number == 1:
                 raise ValueError(
                     f"{folder}: {few} (see {report}); start over with more prompts or responses, or a smaller rl.batch"

@@ -82,8 +82,9 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
+            null, other = ("low", "high") if self.clip_low is None else ("high", "low")
             raise ValueError(
-                f"loss.clip_low={self.clip_low} and loss.clip_high={self.clip_high} must both be numbers or both null"
+                f"loss.clip_{null}=null, but loss.clip_{other} is a number; set both to numbers or to null"
             )
         if self.clip_high is None and self.dual_clip is not None:
             raise ValueError(

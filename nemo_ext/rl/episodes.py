@@ -88,7 +88,7 @@ class EpisodeSettings:
 
 def episode_settings(config: Mapping[str, Any]) -> EpisodeSettings:
     """Check the settings of an environment's episodes; raise ValueError, with the environment's name, for a bad one."""
-    return checked(EpisodeSettings, config, f"environment {config.get('name')}")
+    return checked(EpisodeSettings, config, f"environment {config.get('name', '')}".rstrip())
 
 
 class Episodes:

@@ -117,7 +117,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
     count = _rows(path)
     if count < algorithm.batch:
         raise ValueError(
-            f"pairs.train={path} has {count:,} pairs, fewer than one batch; lower rl.batch={algorithm.batch:,} to at "
+            f"pairs.train={path} has {count:,} pairs, fewer than one batch; lower rl.batch={algorithm.batch} to at "
             "most that"
         )
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.blends.division import divide
-from nemo_ext.data.blends.hierarchy import Node, read_tree
+from nemo_ext.data.blends.hierarchy import Group, Node, read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
@@ -266,7 +266,7 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
-def read_blend(settings: Mapping[str, Any], where: str = "tasks.train") -> Node:
+def read_blend(settings: Mapping[str, Any], where: str = "tasks.train") -> Group:
     """Read the tree of a blend of tasks; raise ValueError, with keys below `where`, if it is invalid."""
     try:
         return read_tree(settings)

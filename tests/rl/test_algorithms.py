@@ -150,7 +150,10 @@ def test_changes_are_merged() -> None:
         ({"prompt_per_step": 4}, "unknown key 'prompt_per_step': did you mean 'prompts_per_step'"),
         ({"loss": {"level": "token", "clip_lo": 0.2, "clip_high": 0.2}}, "loss.clip_lo.*did you mean 'clip_low'"),
         ({"loss": {"level": "tokens", "clip_low": 0.2, "clip_high": 0.2}}, "loss.level='tokens'"),
-        ({"loss": {"level": "token", "clip_low": 0.2, "clip_high": None}}, "must both be numbers or both null"),
+        (
+            {"loss": {"level": "token", "clip_low": 0.2, "clip_high": None}},
+            "loss.clip_high=null, but loss.clip_low is a number",
+        ),
         ({"loss": {"level": "token", "ratio": "sequence", "clip_low": 0.2, "clip_high": 0.2}}, "GSPO"),
         ({"batch": 24}, "batch=24 must divide .* = 32"),
         ({"generations_per_prompt": 1}, "generations_per_prompt=1"),

@@ -173,7 +173,9 @@ def _duration(draft: Draft, algorithm: Algorithm, section: Section) -> None:
     draft.put("validation.every", f"{section}.val_period", validation.every or 0)
     draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
     if validation.kl:
-        draft.cannot("validation.kl", "NeMo-RL measures the KL only in training, with loss.kl; none is measured")
+        draft.cannot(
+            "validation.kl", "NeMo-RL measures the KL only in training, with loss.kl; validations do not measure it"
+        )
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
     # 0.7 requires a number.

@@ -139,6 +139,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
+        ({"directory": "d", "blend": {"a": -1}}, r"^tasks\.train\.blend\.a must be a number above 0"),
         (
             {"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}},
             r"tasks.train.blend.a.source: remove it",

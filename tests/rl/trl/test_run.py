@@ -483,7 +483,7 @@ def test_epochs_count_the_actual_pairs(tmp_path: Path, capsys: pytest.CaptureFix
     assert made("rl.batch=2").steps == 2 * 5
     assert "2 epochs over 10 pairs: 10 steps" in capsys.readouterr().err
     assert made("rl.schedule.steps=7").steps == 7
-    with pytest.raises(ValueError, match=r"has 10 pairs, fewer than one batch; lower rl\.batch=2,048"):
+    with pytest.raises(ValueError, match=r"has 10 pairs, fewer than one batch; lower rl\.batch=2048"):
         made()
 
 
