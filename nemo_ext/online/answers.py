@@ -91,7 +91,7 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
     benchmarks = list(_benchmarks(tasks, generation, folder / "tasks"))
     result = job.asked(evaluation_config(config, folder), settings, benchmarks)
     if result["missing"]:
-        raise ValueError(next(iter(result["missing"].values())))
+        raise ValueError(f"the tasks cannot be verified ({next(iter(result['missing'].values()))})")
     verifiers = {name: entry["verifier"] for name, entry in result["benchmarks"].items()}
     answers: defaultdict[tuple[str, str], list[tuple[Sample, float]]] = defaultdict(list)
     for sample, score in rollouts.scored(folder, verifiers):
@@ -105,8 +105,9 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
     if not scored:
         raise ValueError(f"{folder}: none of {expected:,} responses has a score; see report.md there")
     if scored < expected:
-        missing = f"{expected - scored:,} of {expected:,} responses"
-        notice(f"{missing} are missing or have no score; see {folder / 'report.md'}")
+        notice(
+            f"{expected - scored:,} of {expected:,} responses are missing or have no score; see {folder / 'report.md'}"
+        )
     rewards = _rewards(groups, generation.group, folder / JUDGED)
     with complete_file(folder / GENERATIONS) as file:
         for task, group in groups:

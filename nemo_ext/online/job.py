@@ -91,7 +91,7 @@ class _Run:
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(Settings, config)
         if not settings.served:
-            raise ValueError("model=null: set the Hugging Face folder to train")
+            raise ValueError("model=null: set it to the Hugging Face folder of the model to train")
         self.config, self.all_settings, self.settings = config, settings, settings.online
         self.algorithm = algorithm_in_rounds(config)
         assert self.algorithm.online is not None
@@ -109,7 +109,7 @@ class _Run:
             sampling=self.settings.sampling,
             max_tokens=self.settings.tokens(self.algorithm),
             environments=self.settings.environments,
-            group=group_reward(self.settings.group or {}),
+            group=group_reward(self.settings.group or {}, "online.group"),
         )
 
     @cached_property
@@ -118,10 +118,15 @@ class _Run:
         train = self.config["tasks"].get("train") or {}
         settings = checked(TrainTasks, {"seed": self.all_settings.seed, **train}, "tasks.train")
         if settings.curriculum:
-            raise ValueError("tasks.train.curriculum: not supported in rounds; set path, or directory and blend")
+            raise ValueError(
+                "tasks.train.curriculum is not supported in rounds; set tasks.train.path, or directory and blend"
+            )
         for key in ("adapt", "reprofile"):
             if getattr(settings, key):
-                raise ValueError(f"tasks.train.{key}: the tasks of all rounds are chosen before the first; remove it")
+                raise ValueError(
+                    f"tasks.train.{key} is not supported, because the tasks of all rounds are chosen before the first; "
+                    "remove it"
+                )
         steps = self.training.schedule.steps
         prompts = self.settings.prompts or (steps * self.training.batch if steps else None)
         if prompts is None:
@@ -150,7 +155,7 @@ class _Run:
             note(record, made_of)
         elif changed := differing(json.loads(record.read_text()), made_of):
             raise ValueError(
-                f"run_dir={self.run_dir}: was started with different settings: {describe(changed)}; restore them, or "
+                f"run_dir={self.run_dir} was started with different settings ({describe(changed)}); restore them, or "
                 "set another run_dir"
             )
         check_judges(self._environments().values(), self.settings.group or {})
@@ -193,8 +198,8 @@ class _Run:
         responses = summary(generations, seed=self.config["seed"])
         if number == 1 and responses["cut"] == 1:
             raise ValueError(
-                f"{folder}: all responses were cut off at online.max_tokens={self.generation.max_tokens}, which gives "
-                "no pairs; raise it and start over"
+                f"{folder}: no pairs can be made, because all responses were cut off at "
+                f"online.max_tokens={self.generation.max_tokens}; raise it and start over"
             )
         pairs = self._pairs(folder, policy)
         values = {**responses, "pairs": pairs}
@@ -202,10 +207,12 @@ class _Run:
         self._note(number - 1, values)
         if pairs < self.training.batch:
             report = folder / "pairs" / REPORT
-            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch:,} (see {report})"
+            few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch}"
             if number == 1:
-                raise ValueError(f"{folder}: {few}; start over with more prompts or responses, or a smaller batch")
-            notice(f"round {number}/{self.rounds}: {few}; stopping after this round")
+                raise ValueError(
+                    f"{folder}: {few} (see {report}); start over with more prompts or responses, or a smaller rl.batch"
+                )
+            notice(f"round {number}/{self.rounds}: {few} (see {report}), so the run ends with the previous policy")
             return False
         self._train(folder, policy)
         return True
@@ -263,8 +270,13 @@ class _Run:
         for name in self.settings.environments:
             if name not in environments:
                 used = ", ".join(environments)
-                raise ValueError(f"online.environments: no task has the environment {name!r}; the tasks have {used}")
+                raise ValueError(
+                    f"online.environments.{name} is set, but no task has this environment, only {used}; remove or "
+                    "rename it"
+                )
         for name, environment in environments.items():
             if environment.begin is not None:
-                raise ValueError(f"tasks: environment {name!r} has several turns, but pairs require single responses")
+                raise ValueError(
+                    f"environment {name!r} has several turns, but pairs require single responses; remove its tasks"
+                )
         check_references(self._plans(), lambda task: environments[task.environment].check(task.reference))

@@ -46,7 +46,10 @@ class OnlineSettings:
         if self.max_tokens is not None:
             return self.max_tokens
         if lengths.prompt is None or lengths.total is None or lengths.total <= lengths.prompt:
-            raise ValueError("online.max_tokens=null: set the maximum length of a response, or rl.lengths.prompt")
+            raise ValueError(
+                "online.max_tokens=null: set it to the maximum length of a response, or set rl.lengths.prompt to less "
+                "than rl.lengths.total"
+            )
         return lengths.total - lengths.prompt
 
 
@@ -64,15 +67,16 @@ class Settings(TrainingSettings):
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
     """Return a composed config's algorithm; raise ValueError if it does not train in rounds."""
     if not config.get("rl"):
-        raise ValueError("preset=null: choose a preset that trains on pairs, such as rpo_online or dpo_delta")
+        raise ValueError("preset=null: set it to a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")
     if not isinstance(algorithm, Preference):
         raise ValueError(
-            f"preset={config['preset']}: {algorithm.algorithm} generates during training; use `nemo-ext rl`"
+            f"preset={config['preset']} does not train on pairs, as {algorithm.algorithm} generates during training; "
+            "use `nemo-ext rl`"
         )
     if algorithm.online is None:
         raise ValueError(
-            f"preset={config['preset']}: set the number of responses per prompt and of rounds: "
+            f"preset={config['preset']} sets no rounds; set the numbers of responses per prompt and of rounds, as in "
             "'rl.online={generations_per_prompt: 4, rounds: 2}'"
         )
     return algorithm

@@ -120,7 +120,10 @@ class AdaptiveShares:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load the state from a checkpoint; raise ValueError if it belongs to different datasets."""
         if state["names"] != list(self.names):
-            raise ValueError(f"the saved state is for the datasets {state['names']}, the run has {list(self.names)}")
+            raise ValueError(
+                f"the checkpoint's adaptive shares are for the datasets {state['names']}, but the run has "
+                f"{list(self.names)}; restore the blend of tasks.train, or start a new run"
+            )
         self._signal = np.array(state["signal"], dtype=np.float64)
         self._owed = np.array(state["owed"], dtype=np.float64)
         self._drawn = np.array(state["drawn"], dtype=np.int64)

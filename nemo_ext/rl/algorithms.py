@@ -53,13 +53,15 @@ class ImportanceCorrection:
 
     def __post_init__(self) -> None:
         if self.kind in ("none", "untruncated") and (self.cap is not None or self.floor is not None):
-            raise ValueError(f"importance_correction: kind={self.kind} takes neither cap nor floor")
+            raise ValueError(f"loss.importance_correction: kind={self.kind} takes neither cap nor floor; remove them")
         if self.kind in ("truncated", "masked") and self.cap is None:
-            raise ValueError(f"importance_correction: kind={self.kind} needs a cap")
+            raise ValueError(f"loss.importance_correction: kind={self.kind} requires cap; set it to the maximum ratio")
         if self.kind == "masked" and self.floor is None:
-            raise ValueError("importance_correction: kind=masked needs a floor; 0 masks large ratios only")
+            raise ValueError(
+                "loss.importance_correction: kind=masked requires floor; set it (0 masks only large ratios)"
+            )
         if self.cap is not None and self.floor is not None and self.floor >= self.cap:
-            raise ValueError(f"importance_correction: floor={self.floor} must be below cap={self.cap}")
+            raise ValueError(f"loss.importance_correction: floor={self.floor} must be below cap={self.cap}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -80,11 +82,17 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
-            raise ValueError("loss: give clip_low and clip_high, or null for both")
+            null, other = ("low", "high") if self.clip_low is None else ("high", "low")
+            raise ValueError(
+                f"loss.clip_{null}=null, but loss.clip_{other} is a number; set both to numbers or to null"
+            )
         if self.clip_high is None and self.dual_clip is not None:
-            raise ValueError("loss: dual_clip bounds the ratio, but clip_low=null and clip_high=null disable the ratio")
+            raise ValueError(
+                f"loss.dual_clip={self.dual_clip} bounds the ratio, but loss.clip_low=null and loss.clip_high=null "
+                "disable the ratio; set loss.dual_clip=null"
+            )
         if self.ratio == "sequence" and self.level == "token":
-            raise ValueError("loss: ratio=sequence needs level=sequence, as in GSPO")
+            raise ValueError("loss.ratio=sequence requires loss.level=sequence (as in GSPO) or sequence_sum, not token")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -99,7 +107,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.drop_zero_variance != (self.max_batches is not None):
-            raise ValueError("sampling: drop_zero_variance requires max_batches, and max_batches requires it")
+            raise ValueError(
+                "sampling.drop_zero_variance=true and sampling.max_batches require each other; set both or neither"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -144,11 +154,19 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.warmup_share is not None and self.warmup_steps:
-            raise ValueError("schedule: give warmup_steps or warmup_share, not both")
+            raise ValueError(
+                f"schedule.warmup_steps={self.warmup_steps} and schedule.warmup_share={self.warmup_share} exclude each "
+                "other; remove one"
+            )
         if self.kind == "constant" and self.final_share:
-            raise ValueError("schedule: kind=constant takes no final_share")
+            raise ValueError(
+                f"schedule.final_share={self.final_share} has no effect with schedule.kind=constant; remove it, or set "
+                "schedule.kind to linear or cosine"
+            )
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("schedule: give steps or epochs, not both")
+            raise ValueError(
+                f"schedule.steps={self.steps} and schedule.epochs={self.epochs} exclude each other; set one to null"
+            )
 
     def total(self, examples_per_step: int) -> int | None:
         """Return the total number of steps; None unless `steps`, or both `epochs` and `examples`, are set."""
@@ -162,7 +180,8 @@ class Schedule:
             return self.warmup_steps
         if total is None:
             raise ValueError(
-                "schedule.warmup_share: the total number of steps is unknown; set schedule.steps or epochs and examples"
+                f"schedule.warmup_share={self.warmup_share} requires a total number of steps; set schedule.steps, or "
+                "schedule.epochs and schedule.examples"
             )
         return ceil(self.warmup_share * total)
 
@@ -248,10 +267,12 @@ class _Training:
     validation: Validation = field(default_factory=Validation)
 
     def __post_init__(self) -> None:
-        if (self.schedule.warmup_share is not None or self.schedule.kind != "constant") and not self.steps:
+        kind, share = self.schedule.kind, self.schedule.warmup_share
+        if (share is not None or kind != "constant") and not self.steps:
+            setting = f"kind={kind}" if share is None else f"warmup_share={share}"
             raise ValueError(
-                f"schedule: kind={self.schedule.kind} or warmup_share requires steps, or epochs and examples of at "
-                "least one step"
+                f"schedule.{setting} requires a total number of steps; set schedule.steps, or schedule.epochs and "
+                "schedule.examples, with enough examples for one step"
             )
 
     @property
@@ -301,7 +322,7 @@ class PolicyGradient(_Training):
                 f"batch={self.batch} must divide prompts_per_step x generations_per_prompt = {self.responses_per_step}"
             )
         if self.lengths.response is None or self.lengths.context is None:
-            raise ValueError("lengths: set response, and prompt or total")
+            raise ValueError("lengths.response must be set, and either lengths.prompt or lengths.total")
         check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
 
@@ -355,12 +376,12 @@ class Preference(_Training):
 
     def __post_init__(self) -> None:
         if self.lengths.total is None:
-            raise ValueError("lengths: set total, the maximum length of prompt and response")
+            raise ValueError("lengths.total=null: set it to the maximum length of prompt and response together")
         given = [name for name in ("eta", "distance") if getattr(self.loss, name) is not None]
         if self.algorithm == "rpo" and len(given) < 2:
-            raise ValueError("loss: algorithm=rpo requires eta and distance")
+            raise ValueError("algorithm=rpo requires loss.eta and loss.distance; set both")
         if self.algorithm == "dpo" and given:
-            raise ValueError(f"loss: {given[0]} is only for algorithm=rpo; remove it for algorithm=dpo")
+            raise ValueError(f"loss.{given[0]} is only for algorithm=rpo, not for dpo; remove it")
         super().__post_init__()
 
 
@@ -390,7 +411,7 @@ def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algo
     """
     kind = str(config.get("algorithm"))
     if kind not in _KINDS:
-        raise ValueError(f"{where}: algorithm={kind!r}: {nearest(kind, _KINDS)}")
+        raise ValueError(f"{where}: unknown algorithm {kind!r}; {nearest(kind, _KINDS)}")
     algorithm: Algorithm = checked(_KINDS[kind], config, where=where)
     return algorithm
 
@@ -412,7 +433,7 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
     """
     files = config_files("rl")
     if preset not in files:
-        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, files)}")
+        raise ValueError(f"unknown RL preset {preset!r}: {nearest(preset, files)}")
     config = OmegaConf.create(files[preset].read_text(encoding="utf-8"))
     merged = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
     assert isinstance(merged, dict)

@@ -74,7 +74,7 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """
     known = settings_of(name)
     required = tuple(key for key, needed in known.items() if needed)
-    check_keys(settings or {}, tuple(known), required=required, where=f"environment {name}: settings")
+    check_keys(settings or {}, tuple(known), required=required, where=f"settings of environment {name}")
     environment: Environment = _module(name).environment(**(settings or {}))
     return environment
 
@@ -92,5 +92,5 @@ def settings_of(name: str) -> dict[str, bool]:
 def _module(name: str) -> Any:
     point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None:
-        raise ValueError(f"environment: unknown name {name!r}: {nearest(name, known_environments())}")
+        raise ValueError(f"unknown environment {name!r}: {nearest(name, known_environments())}")
     return point.load()

@@ -86,6 +86,11 @@ class EpisodeSettings:
     max_tokens: int | None = None  # maximum response length; a response of this many tokens was cut off
 
 
+def episode_settings(config: Mapping[str, Any]) -> EpisodeSettings:
+    """Check the settings of an environment's episodes; raise ValueError, with the environment's name, for a bad one."""
+    return checked(EpisodeSettings, config, f"environment {config.get('name', '')}".rstrip())
+
+
 class Episodes:
     """Verifies and rewards responses to one environment's tasks.
 
@@ -98,7 +103,7 @@ class Episodes:
     """
 
     def __init__(self, config: Mapping[str, Any] | EpisodeSettings, prompts: Prompts | None = None) -> None:
-        settings = config if isinstance(config, EpisodeSettings) else checked(EpisodeSettings, config, "environment")
+        settings = config if isinstance(config, EpisodeSettings) else episode_settings(config)
         self.environment = make(settings.name, settings.settings)
         self.reward = reward_of(settings.reward, where=f"environments.{settings.name}.reward")
         self._tool_style: Style = settings.tool_style or "any"
@@ -190,7 +195,10 @@ class Episodes:
         self.reference(task)
         self.reward.check(task.reference)
         if self.environment.judged_in_groups and task.tools:
-            raise ValueError("the task has tools, but the judge of a group does not see tool calls; remove the tools")
+            raise ValueError(
+                f"environment {self.environment.name!r} is judged in groups, where the judge does not see tool calls; "
+                "remove the task's tools"
+            )
 
     async def _guarded(self, response: Response, work: Awaitable[Turn]) -> Turn:
         try:

@@ -39,24 +39,26 @@ class Member:
     response: Response
 
 
-def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
+def group_reward(group: Mapping[str, Any], where: str = "group") -> GroupReward | None:
     """Build the group reward function from its settings; return None if they define no group reward.
 
     Args:
         group: settings of `algorithms.GroupReward`; null means the default. With a reward model, length control is
             applied only if `length_control` is set.
+        where: key of the settings, for error messages.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.
     """
     defined = {key: value for key, value in group.items() if value is not None}
-    settings = checked(algorithms.GroupReward, defined, "group")
+    settings = checked(algorithms.GroupReward, defined, where)
     if group.get("length_control") is None and settings.judge is None:
         return None
-    control = checked(LengthControl, settings.length_control, where="group.length_control")
+    control = checked(LengthControl, settings.length_control, where=f"{where}.length_control")
     if settings.judge is None:
         return lambda groups: [length_controlled(members, control) for members in groups]
-    judge, both = Judge(checked(JudgeSettings, settings.judge, "judge", strict=True)), settings.both_orders
+    judge = Judge(checked(JudgeSettings, settings.judge, f"{where}.judge", strict=True))
+    both = settings.both_orders
     if settings.show == "reward_model":
         optional = control if settings.length_control else None
         return lambda groups: asyncio.run(judged(groups, judge, optional, show=None))
@@ -69,12 +71,12 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
     environments = list(environments)
     checks = [environment.reach for environment in environments if environment.reach is not None]
     if group.get("judge"):
-        checks.append(Judge(checked(JudgeSettings, group["judge"], "judge", strict=True)).check)
+        checks.append(Judge(checked(JudgeSettings, group["judge"], "group.judge", strict=True)).check)
     for environment in environments:
         if environment.judged_in_groups and not group.get("judge"):
             raise ValueError(
                 f"environment {environment.name!r} has no rewards without a judge that compares the responses of a "
-                "group; set group.judge, as preset=nemotron3_rlhf does"
+                "group; set rl.group.judge (online.group.judge in rounds), as preset=nemotron3_rlhf does"
             )
 
     async def reach() -> None:
@@ -132,8 +134,11 @@ async def judged(
     scored = await asyncio.gather(*scoring)
     missing = sum(result.missing for result in scored)
     if missing and not any(any(result.judged) for result in scored):
-        raise ValueError(f"group.judge: answered none of {missing:,} questions: {scored[0].problem}")
+        raise ValueError(
+            f"group.judge answered none of {missing:,} questions ({scored[0].problem}); check its endpoint, then rerun "
+            "the command to resume"
+        )
     if missing:
         problem = next(result.problem for result in scored if result.missing)
-        notice(f"judge: {missing:,} questions without an answer: {problem}")
+        notice(f"the judge did not answer {missing:,} questions, which are not counted: {problem}")
     return [result.rewards for result in scored]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.foreign_code import may_run_code
-from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.text.user_files import open_lines, parquet_file
 from nemo_ext.job.files import only_run_in
@@ -16,6 +15,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
+from nemo_ext.rl.plan import read_blend
 from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.settings import Settings, TrainTasks
 
@@ -78,8 +78,8 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     }
     if refused:
         raise ValueError(
-            f"{now['run_dir']}: was started with different settings: {describe(refused)}; restore them, or set another "
-            "run_dir=..."
+            f"run_dir={now['run_dir']} was started with different settings ({describe(refused)}); restore them, or set "
+            "another run_dir"
         )
 
 
@@ -113,10 +113,13 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
         return algorithm
     path = Path(config["pairs"]["train"]).expanduser()
     if not path.is_file():
-        raise ValueError(f"pairs.train={path}: no such file; `nemo-ext preference_data` writes it")
+        raise ValueError(f"pairs.train={path}: no such file; write it with `nemo-ext preference_data`")
     count = _rows(path)
     if count < algorithm.batch:
-        raise ValueError(f"pairs.train={path}: has {count:,} pairs; lower rl.batch={algorithm.batch:,} to at most that")
+        raise ValueError(
+            f"pairs.train={path} has {count:,} pairs, fewer than one batch; lower rl.batch={algorithm.batch} to at "
+            "most that"
+        )
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
     notice(f"{schedule.epochs} epochs over {count:,} pairs: {algorithm.steps:,} steps")
     return algorithm
@@ -127,14 +130,16 @@ def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     schedule = algorithm.schedule
     if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
         return
-    problem = f"rl.schedule.steps=null: {algorithm.source} states no number of steps; set it"
+    advice = ""
     count = _task_count(config["tasks"]["train"], algorithm) if isinstance(algorithm, PolicyGradient) else None
     if count is not None:
         epochs, prompts = schedule.epochs or 1, algorithm.examples_per_step
         steps = max(1, epochs * count // prompts)
         length = f"the paper's {epochs} epoch{'s' * (epochs > 1)}" if schedule.epochs else "one epoch"
-        problem += f"; {length} over {count:,} tasks with {prompts:,} per step is rl.schedule.steps={steps}"
-    raise ValueError(problem)
+        advice = f"; {length} over {count:,} tasks with {prompts:,} per step is rl.schedule.steps={steps}"
+    raise ValueError(
+        f"rl.schedule.steps=null: set it, as the preset's source ({algorithm.source}) states no number of steps{advice}"
+    )
 
 
 def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | None:
@@ -144,7 +149,7 @@ def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | No
     elif train.get("curriculum"):
         files = [Path(str(train["curriculum"])) / CURRICULUM]
     elif train.get("directory") and (train.get("blend") or train.get("streams")):
-        tree = read_tree({key: train[key] for key in ("directory", "blend", "streams") if key in train})
+        tree = read_blend({key: train[key] for key in ("directory", "blend", "streams") if key in train})
         files = [Path(f"{leaf.prefix}.jsonl") for leaf in tree.leaves()]
     else:
         files = [Path(str(train.get("directory"))) / f"{name}.jsonl" for name in algorithm.environments]
@@ -164,9 +169,9 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     """Check all keys of a config and return its algorithm; raise ValueError if a setting is invalid."""
     settings = checked(Settings, config)
     if not settings.rl:
-        raise ValueError(f"preset=null: choose an algorithm: {', '.join(presets())}")
+        raise ValueError(f"preset=null: set it to one of {', '.join(presets())}")
     if not settings.policy:
-        raise ValueError("model=null: set the Hugging Face folder to train")
+        raise ValueError("model=null: set it to the Hugging Face folder of the model to train")
     section = dict(settings.rl)
     if settings.environments is not None:
         section["environments"] = settings.environments
@@ -174,11 +179,12 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     used, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
     sources = {"tasks": settings.tasks.train, "pairs": settings.pairs.get("train")}
     if not sources[used]:
-        raise ValueError(f"{used}.train=null: {algorithm.algorithm} trains on {used}; set their path")
+        key = "tasks.train.path" if used == "tasks" else "pairs.train"
+        raise ValueError(f"{used}.train=null: set {key}=FILE, as algorithm={algorithm.algorithm} trains on {used}")
     if isinstance(algorithm, PolicyGradient):
         _check_while_training(config, settings, algorithm)
     if sources[other]:
-        raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {used}, not on {other}; remove it")
+        raise ValueError(f"algorithm={algorithm.algorithm} trains on {used}, not on {other}; remove {other}.train")
     return algorithm
 
 
@@ -186,10 +192,15 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
     """Raise ValueError for `reprofile` or `adapt` where the engine or the algorithm does not support it."""
     train = settings.tasks.train or TrainTasks()
     if train.reprofile is not None and settings.engine != "trl":
-        reason = "cannot measure pass rates during training; use engine=trl"
-        raise ValueError(f"tasks.train.reprofile: engine={settings.engine} {reason}")
+        raise ValueError(
+            f"tasks.train.reprofile requires engine=trl, because engine={settings.engine} cannot measure pass rates "
+            "during training"
+        )
     if train.adapt is not None and settings.engine != "trl" and algorithm.asynchronous:
-        raise ValueError(f"tasks.train.adapt excludes rl.asynchronous: {READS_AHEAD}; set rl.asynchronous=null")
+        raise ValueError(
+            f"tasks.train.adapt cannot be combined with rl.asynchronous, because {READS_AHEAD}; set "
+            "rl.asynchronous=null"
+        )
     if train.reprofile is None:
         return
     if train.reprofile.plateau and not settings.tasks.validation:

@@ -60,13 +60,17 @@ class JudgeSettings:
             try:
                 Address(url=self.endpoint)
             except ValueError as error:
-                raise ValueError(f"endpoint: {error}") from None
+                raise ValueError(f"endpoint is not a valid URL; {error}") from None
             if self.model is None:
-                raise ValueError(f"model is missing: set the name of the model at {self.endpoint}")
+                raise ValueError(f"model is missing; set it to the name of the model at {self.endpoint}")
         if taken := {"model", "messages", "stream"} & set(self.sampling):
-            raise ValueError(f"sampling must not contain {', '.join(sorted(taken))}, which every request sets itself")
+            raise ValueError(
+                f"sampling must not contain {', '.join(sorted(taken))}, as every request sets this; remove it"
+            )
         if self.key_variable is not None and not os.environ.get(self.key_variable):
-            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
+            raise ValueError(
+                f"key_variable: {self.key_variable} is not set in the environment; export the API key in it"
+            )
 
     @property
     def is_url(self) -> bool:
@@ -136,7 +140,7 @@ class Judge:
         try:
             await (await self._connect(min(_TO_COME_UP, self.settings.total_seconds)))[0].check()
         except ValueError as error:
-            raise ValueError(f"judge.endpoint={error}") from None
+            raise ValueError(f"judge.endpoint cannot be used; check that its server is up ({error})") from None
 
     async def _connect(self, seconds: float) -> tuple[Client, float]:
         """Return a client and the seconds waited for it; a run directory has no endpoint while its server restarts.
@@ -150,7 +154,10 @@ class Judge:
                 return self._client(), waited
             except ValueError as error:
                 if self.settings.is_url or not Path(self.settings.endpoint).expanduser().is_dir():
-                    raise ValueError(f"{error} (a URL begins with http://)") from None
+                    raise ValueError(
+                        f"{error}; the judge's endpoint must be a run directory of `nemo-ext serve`, or a URL that "
+                        "begins with http://"
+                    ) from None
                 if waited >= seconds:
                     raise
                 pause = min(1.0, seconds - waited)

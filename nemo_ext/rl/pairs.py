@@ -51,11 +51,11 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `nemo-ext preference_data` writes pairs")
+        raise ValueError(f"{path}: no such file; write pairs with `nemo-ext preference_data`")
     rows = record_source((str(path),), None, "pairs").rows(strict=True)
     pairs = [_pair(record, prompts, with_rewards=with_rewards, where=where) for where, record in rows]
     if not pairs:
-        raise ValueError(f"{path}: the file has no pairs")
+        raise ValueError(f"{path}: the file contains no pairs; write them with `nemo-ext preference_data`")
     return pairs
 
 
@@ -80,18 +80,18 @@ def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: st
         _, _, _ = sides
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{where}: a pair is {{prompt, chosen, rejected}}, or {{context, completions}} with two {{rank, "
-            "completion}, as `nemo-ext preference_data` writes them"
+            f"{where}: expected a pair with prompt, chosen and rejected, or with context and two completions (rank "
+            "and completion), as `nemo-ext preference_data` writes it"
         ) from error
     if ranks[0] == ranks[1]:
-        raise ValueError(f"{where}: both completions have the rank {ranks[0]}")
+        raise ValueError(f"{where}: both completions have rank {ranks[0]!r}; give the better one the lower rank")
     rewards = None
     if with_rewards:
         better, worse = scores
         if not isinstance(better, int | float) or not isinstance(worse, int | float):
             raise ValueError(
                 f"{where}: RPO requires a numeric `reward` of each completion, or chosen_score and rejected_score, not "
-                f"{better!r}, {worse!r}; `nemo-ext preference_data` writes them for responses with a score"
+                f"{better!r} and {worse!r}; `nemo-ext preference_data` writes them for responses with a score"
             )
         rewards = (float(better), float(worse))
     prompt, chosen, rejected = _texts(record, sides, prompts, where)
@@ -103,7 +103,7 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
         return sides[0], sides[1], sides[2]
     if prompts is None:
         if "completions" not in record:
-            raise ValueError(f"{where}: is a conversation, but the model has no chat template; set template=NAME")
+            raise ValueError(f"{where}: the pair has messages, but the model has no chat template; set template=NAME")
         prompt, chosen, rejected = (_rendered(side, where) for side in sides)
         return prompt, chosen, rejected
     tools = record.get("tools")
@@ -117,12 +117,14 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
             responses.append(whole.messages[len(prompt_sample.messages) :])
         return rendered_pair(prompt_sample, responses[0], responses[1], prompts.template)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: prompt and responses must be lists of messages: {error}") from None
+        raise ValueError(f"{where}: prompt and responses must be lists of messages ({error})") from None
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: the pair cannot be rendered ({error})") from None
 
 
 def _rendered(messages: Any, where: str) -> str:
     if not isinstance(messages, list) or len(messages) != 1:
-        raise ValueError(f"{where}: without a chat template, prompt and responses must be one message each")
+        raise ValueError(
+            f"{where}: without a chat template, prompt and responses must be one message each; set template=NAME"
+        )
     return str(messages[0]["content"])

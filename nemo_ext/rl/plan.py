@@ -18,6 +18,7 @@ prompt's file step by step, and the plan only determines the order within each f
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.blends.division import divide
-from nemo_ext.data.blends.hierarchy import Node, read_tree
+from nemo_ext.data.blends.hierarchy import Group, Node, read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
@@ -39,6 +40,7 @@ from nemo_ext.rl.settings import Adapt, TrainTasks
 from nemo_ext.rl.task import Task
 
 _SUFFIX = ".jsonl"
+_OF_DATA = re.compile(r"\bdata\.(?=(?:directory|blend|streams)\b)")
 MOST_SHOWN = 20
 """Maximum number of invalid tasks listed in an error message."""
 
@@ -61,7 +63,7 @@ class TaskFile:
     def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_file():
-            raise ValueError(f"{self.path}: no such task file")
+            raise ValueError(f"{self.path}: no such task file; correct the path, or write it with `nemo-ext rl_tasks`")
         self.tasks: list[Task] = []
         self.places: list[str] = []
         problems: list[str] = []
@@ -69,24 +71,28 @@ class TaskFile:
         for where, row in record_source((str(self.path),), None, "tasks").placed(strict=True):
             try:
                 if isinstance(row, str):
-                    raise ValueError(f"{where}: {row}")
+                    raise ValueError(f"{where}: the record cannot be read ({row}); correct or remove it")
                 task = Task.from_record(row, where)
             except ValueError as error:
                 problems.append(str(error))
                 continue
             if seen.setdefault(task.id, where) != where and not repeats:
-                problems.append(f"{where}: duplicate id {task.id!r}, first used in {seen[task.id]}")
+                problems.append(f"{where}: duplicate id {task.id!r}, first used in {seen[task.id]}; rename one")
             self.tasks.append(task)
             self.places.append(where)
         _refuse(problems)
         if not self.tasks:
-            raise ValueError(f"{self.path}: the file has no tasks")
+            raise ValueError(f"{self.path}: the file contains no tasks; write them with `nemo-ext rl_tasks`")
 
-    def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Remove the tasks for which `unwanted` is true and return their ids; raise ValueError if none remain."""
+    def exclude(self, unwanted: Callable[[Task], bool], because: str) -> list[str]:
+        """Remove the tasks for which `unwanted` is true and return their ids.
+
+        Raises:
+            ValueError: no task remains; the message says why, ending in `because`.
+        """
         excluded = {row for row, task in enumerate(self.tasks) if unwanted(task)}
         if len(excluded) == len(self.tasks):
-            raise ValueError(f"{self.path}: all of its {len(excluded):,} tasks are excluded")
+            raise ValueError(f"{self.path}: all of its {len(excluded):,} tasks are excluded, because {because}")
         ids = [self.tasks[row].id for row in sorted(excluded)]
         self.tasks = [task for row, task in enumerate(self.tasks) if row not in excluded]
         self.places = [place for row, place in enumerate(self.places) if row not in excluded]
@@ -159,9 +165,9 @@ class PlannedTasks:
         """Return the task at a position of a stream's order, as returned by `AdaptiveShares.draw`; files repeat."""
         return self.files[stream].tasks[self._row(stream, number)]
 
-    def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
+    def exclude(self, unwanted: Callable[[Task], bool], because: str) -> list[str]:
         """Remove unwanted tasks from all files and return their ids; call it before training reads any task."""
-        return [task_id for file in self.files for task_id in file.exclude(unwanted)]
+        return [task_id for file in self.files for task_id in file.exclude(unwanted, because)]
 
     def environments(self) -> list[str]:
         """Return the sorted names of the tasks' environments."""
@@ -197,7 +203,10 @@ def plan_tasks(
     train = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
     given = [key for key in ("path", "curriculum", "directory") if getattr(train, key) is not None]
     if len(given) != 1:
-        raise ValueError(f"{where}: set one of path, curriculum, or directory with a blend, not {given or 'none'}")
+        raise ValueError(
+            f"{where}: set exactly one of path, curriculum and directory (with a blend), not "
+            f"{' and '.join(given) or 'none'}"
+        )
     if train.directory is not None:
         return _blended(train, steps=steps + spare, prompts=prompts, where=where)
     if train.curriculum is None:
@@ -208,7 +217,7 @@ def plan_tasks(
     if train.curriculum is not None and steps * prompts > len(file.tasks):
         has = len(file.tasks) // prompts
         raise ValueError(
-            f"{where}.curriculum: it has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
+            f"{where}.curriculum has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
             "curriculum`, or lower rl.schedule.steps"
         )
     name = path.stem
@@ -257,13 +266,24 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
+def read_blend(settings: Mapping[str, Any], where: str = "tasks.train") -> Group:
+    """Read the tree of a blend of tasks; raise ValueError, with keys below `where`, if it is invalid."""
+    try:
+        return read_tree(settings)
+    except ValueError as error:
+        raise ValueError(_OF_DATA.sub(f"{where}.", str(error))) from None
+
+
 def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> PlannedTasks:
-    root = read_tree({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams})
+    root = read_blend({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams}, where)
     adapt = settings.adapt
     for leaf in root.leaves():
         for key in ("source", "tokens"):
             if getattr(leaf, key) is not None:
-                raise ValueError(f"{leaf.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
+                place = _OF_DATA.sub(f"{where}.", leaf.where)
+                raise ValueError(
+                    f"{place}.{key}: remove it, as a stream is always the file <directory>/<name>{_SUFFIX}"
+                )
     files: dict[str, TaskFile] = {}
     problems: list[str] = []
     for leaf in root.leaves():
@@ -275,9 +295,9 @@ def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> P
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     if adapt is not None and _is_capped(root):
-        raise ValueError(f"{where}.adapt: adaptive shares cannot respect cap_epochs; remove one of the two")
+        raise ValueError(f"{where}.adapt cannot respect cap_epochs in {where}.blend; remove one of the two")
     if adapt is not None and sum(map(bool, shares.values())) < 2:
-        raise ValueError(f"{where}.adapt: requires at least two streams with a share above 0")
+        raise ValueError(f"{where}.adapt requires at least two streams with a share above 0; add one or remove adapt")
     return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=settings.seed, adapt=adapt)
 
 
@@ -292,7 +312,7 @@ def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:
     batch = json.loads(stats.read_bytes())["settings"]["batch"]
     if batch != prompts:
         raise ValueError(
-            f"{where}.curriculum: its steps have {batch} prompts, but the run has {prompts} per step; make it with "
-            f"curriculum.batch={prompts}, or change rl.prompts_per_step"
+            f"{where}.curriculum has {batch} prompts per step, but the run has {prompts}; make it with "
+            f"curriculum.batch={prompts}, or set rl.prompts_per_step={batch}"
         )
     return directory / CURRICULUM

@@ -48,7 +48,9 @@ class Precision:
         plan = Plan.from_config(config["precision_plan"])
         folder = Path(str(config["policy"])).expanduser()
         if not is_hugging_face(folder):
-            raise ValueError(f"precision_plan: model={folder} has no config.json, which describes the blocks")
+            raise ValueError(
+                f"precision_plan requires a Hugging Face folder, but model={folder} has no config.json; set model"
+            )
         source_format, description = read(read_json(folder / CONFIG))
         weights = matrices(plan, description, source_format)
         if not any(matrix.precision == "fp8" for matrix in weights) and plan.kv_cache != "fp8":

@@ -47,7 +47,7 @@ def _reinforcement(
     except ValueError as error:
         yield Finding("error", str(error))
     if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
-        yield Finding("error", "engine=nemo_rl: set NEMO_RL_ROOT to a checkout of NeMo-RL (docs/rl/nemo_rl.md)")
+        yield Finding("error", "engine=nemo_rl requires NeMo-RL; set NEMO_RL_ROOT to its checkout (docs/rl/nemo_rl.md)")
     elif on_nemo_rl and rehearsed and algorithm is not None and settings.cluster.node is not None:
         exists = Path(str(config["policy"])).expanduser().is_dir()
         if not exists and model_to_come is None:

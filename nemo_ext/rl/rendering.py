@@ -75,8 +75,8 @@ class Rendered:
                 "change these settings, or accept the substitutes with on_inexpressible=warn"
             )
         for line in lines:
-            notice(f"differs from the algorithm: {line}")
+            notice(f"the run differs from the preset in {line}")
         for key, value in self.adapter.get("data", {}).items():
             if value and key != "shares":
-                notice(f"not applied during training, prepare the data accordingly: {key}={value}")
+                notice(f"{key}={value} is not applied during training; prepare the data accordingly")
         return self

@@ -111,7 +111,7 @@ class Curricula:
         try:
             curriculum_settings(curricula._config(1, (), step=0))
         except ValueError as error:
-            raise ValueError(f"tasks.train.reprofile.curriculum: {error}") from None
+            raise ValueError(f"tasks.train.reprofile.curriculum cannot be used ({error})") from None
         return curricula
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:
@@ -128,12 +128,16 @@ class Curricula:
                 try:
                     files = [TaskFile(file) for file in find_files(prompts, "prompts")]
                 except ValueError as error:
-                    reason = f"needs the prompts of the curriculum {self.first}, {', '.join(prompts)}"
-                    raise ValueError(f"tasks.train.reprofile: {reason}: {error}") from error
+                    raise ValueError(
+                        f"tasks.train.reprofile requires the prompts of the curriculum {self.first} "
+                        f"({', '.join(prompts)}); restore them or remove reprofile ({error})"
+                    ) from error
             tasks = [task for file in files for task in file.tasks]
             (most, count), *_ = Counter(task.id for task in tasks).most_common(1)
             if count > 1:
-                raise ValueError(f"tasks.train.reprofile: {count} tasks have the id {most!r}; make the ids unique")
+                raise ValueError(
+                    f"tasks.train.reprofile requires unique ids, but {count} tasks have the id {most!r}; rename them"
+                )
             write_text(path, "".join(json.dumps(task.record(), ensure_ascii=False) + "\n" for task in tasks))
         return TaskFile(path)
 
@@ -157,8 +161,10 @@ class Curricula:
         """Remove curricula that start after `step`, from which a run is resumed."""
         for number, change in enumerate(self.changes(), start=1):
             if change.step > step:
-                start = f"starts at step {change.step}, but training resumes from step {step}"
-                notice(f"{self.of_number(number)}: {start}; removed")
+                notice(
+                    f"{self.of_number(number)} was removed, because it starts at step {change.step}, but training "
+                    f"resumes from step {step}"
+                )
                 shutil.rmtree(self.of_number(number))
 
     def due(self, step: int, validations: Iterable[tuple[int, float]]) -> str | None:
@@ -197,7 +203,7 @@ class Curricula:
             curriculum.run(config)
         except NoOrder as error:
             kept = str(error)
-            notice(f"{folder}: no new order: {kept}; training continues in the old order")
+            notice(f"{folder}: no new order could be made ({kept}); training continues in the old order")
         result = _result(folder / ROLLOUTS, success=config["success"], samples=self.settings.samples, kept=kept)
         write_text(folder / RESULT, json.dumps(asdict(result)) + "\n")
         notice(f"pass rates: {shown(result)}")

@@ -43,9 +43,9 @@ class Reprofile:
 
     def __post_init__(self) -> None:
         if self.every is None and self.plateau is None:
-            raise ValueError("set every (steps) or plateau (validations)")
+            raise ValueError("tasks.train.reprofile requires every (steps) or plateau (validations); set at least one")
         if ours := sorted(set(self.curriculum) & set(OF_A_RUN)):
-            raise ValueError(f"curriculum.{ours[0]} is determined by the run; remove it")
+            raise ValueError(f"tasks.train.reprofile.curriculum.{ours[0]} is determined by the run; remove it")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,14 +64,14 @@ class TrainTasks:
 
     def __post_init__(self) -> None:
         if self.adapt is not None and self.directory is None:
-            raise ValueError("adapt: requires directory with a blend of several files")
+            raise ValueError("tasks.train.adapt requires tasks.train.directory with a blend of several files; set both")
         if self.adapt is not None and self.reprofile is not None:
-            raise ValueError("reprofile and adapt both set the shares; remove one of them")
+            raise ValueError("tasks.train.reprofile and tasks.train.adapt both set the shares; remove one of them")
 
 
 def _by_path(value: object, info: ValidationInfo) -> object:
     if isinstance(value, str):
-        raise ValueError(f"tasks.{info.field_name}={value}: write tasks.{info.field_name}.path=FILE")
+        raise ValueError(f"tasks.{info.field_name}={value} is not a section; set tasks.{info.field_name}.path={value}")
     return value or None
 
 
@@ -143,20 +143,26 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError(f"output={self.output}: set the file to write")
+            raise ValueError("output=null: set it to the task file to write")
         if self.solutions == self.output:
-            raise ValueError(f"solutions={self.solutions}: is the file of the tasks (output); set another file")
+            raise ValueError(f"solutions={self.solutions} is also the task file (output); set another file")
         if not self.records and not self.generator:
-            raise ValueError("generator=null: choose a generator, or set records=FILES and environment=NAME")
+            raise ValueError(
+                "generator=null: set it to a generator (docs/rl/tasks.md), or set records=FILES and environment=NAME"
+            )
         if not self.records and self.environment:
-            raise ValueError(f"environment={self.environment}: only for records, not for generator={self.generator}")
+            raise ValueError(
+                f"environment={self.environment} applies only to records, not to generator={self.generator}; remove it"
+            )
         for key in ("generator", "level", "settings"):
             if self.records and (value := getattr(self, key)):
-                raise ValueError(f"{key}={value}: only for generated tasks, not for records")
+                raise ValueError(f"{key}={value} applies only to generated tasks, not to records; remove it")
         if self.records and self.solutions and self.environment != "genrm":
-            raise ValueError(f"solutions={self.solutions}: only for generated tasks and environment=genrm")
+            raise ValueError(
+                f"solutions={self.solutions} applies only to generated tasks and environment=genrm; remove it"
+            )
         if self.records and not self.environment:
-            raise ValueError(f"environment={self.environment}: set the kind of tasks to make of records: chat or genrm")
+            raise ValueError("environment=null: set it to chat or genrm, the kind of tasks to make from records")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -170,4 +176,4 @@ class GymSettings:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError("output=null: set the folder in which NeMo Gym will be started")
+            raise ValueError("output=null: set it to the folder in which NeMo Gym will be started")

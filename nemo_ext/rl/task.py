@@ -54,11 +54,12 @@ class Task:
         try:
             thinking = thinking_mode(record.get("thinking"), "thinking")
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{where}: invalid thinking mode ({error})") from None
         try:
             sample = to_sample({"messages": messages, "tools": record.get("tools")}, id=record["id"], format="openai")
         except ValueError as error:
-            raise ValueError(f"{where}: prompt: {error}") from None
+            problem = str(error).replace("messages", "prompt", 1)  # the key in a task's record
+            raise ValueError(f"{where}: invalid prompt or tools ({problem})") from None
         return cls(
             id=str(record["id"]),
             environment=record["environment"],

@@ -98,7 +98,7 @@ def test_invalid_signals_and_states_are_refused() -> None:
     for signals in ([0.5], [0.5, 1.5], [0.5, float("nan")]):
         with pytest.raises(ValueError, match="signals must be 2 numbers from 0 to 1"):
             made.learn([0, 1], signals)
-    with pytest.raises(ValueError, match="the saved state is for the datasets"):
+    with pytest.raises(ValueError, match="shares are for the datasets"):
         AdaptiveShares({"a": 1, "d": 1}, Adapt(), seed=3).restore(made.state())
 
 
@@ -120,7 +120,7 @@ def test_a_plan_adapts_between_the_files_of_its_blend(tmp_path: Path) -> None:
     assert set(Counter(drawn).values()) == {1, 3}, "a's four tasks in each of its three passes, b's once"
     assert plan_tasks(blend, steps=2, prompts=8).adaptive() is None
     for wrong, said in (
-        ({"path": "x", "adapt": {}}, "requires directory with a blend"),
+        ({"path": "x", "adapt": {}}, r"adapt requires tasks\.train\.directory"),
         ({**blend, "adapt": {"keep": 0}}, r"tasks\.train: adapt\.keep=0"),
         ({**blend, "adapt": {"kept": 1}}, "did you mean 'keep'"),
         ({**blend, "blend": {"a": {"share": 3, "cap_epochs": 9}, "b": 1}, "adapt": {}}, "cannot respect cap_epochs"),

@@ -146,23 +146,26 @@ def test_changes_are_merged() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": "gpro"}, "algorithm='gpro': did you mean 'grpo'"),
+        ({"algorithm": "gpro"}, "unknown algorithm 'gpro'; did you mean 'grpo'"),
         ({"prompt_per_step": 4}, "unknown key 'prompt_per_step': did you mean 'prompts_per_step'"),
         ({"loss": {"level": "token", "clip_lo": 0.2, "clip_high": 0.2}}, "loss.clip_lo.*did you mean 'clip_low'"),
         ({"loss": {"level": "tokens", "clip_low": 0.2, "clip_high": 0.2}}, "loss.level='tokens'"),
-        ({"loss": {"level": "token", "clip_low": 0.2, "clip_high": None}}, "or null for both"),
+        (
+            {"loss": {"level": "token", "clip_low": 0.2, "clip_high": None}},
+            "loss.clip_high=null, but loss.clip_low is a number",
+        ),
         ({"loss": {"level": "token", "ratio": "sequence", "clip_low": 0.2, "clip_high": 0.2}}, "GSPO"),
         ({"batch": 24}, "batch=24 must divide .* = 32"),
         ({"generations_per_prompt": 1}, "generations_per_prompt=1"),
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
-        ({"lengths": {"prompt": 8}}, "lengths: set response"),
+        ({"lengths": {"prompt": 8}}, "lengths.response must be set, and either"),
         ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
-        ({"sampling": {"drop_zero_variance": True}}, "drop_zero_variance requires max_batches"),
-        ({"schedule": {"kind": "cosine"}}, "requires steps"),
-        ({"schedule": {"warmup_share": 0.1}}, "requires steps"),
-        ({"schedule": {"steps": 3, "epochs": 1}}, "steps or epochs"),
+        ({"sampling": {"drop_zero_variance": True}}, "sampling.max_batches require each other"),
+        ({"schedule": {"kind": "cosine"}}, "schedule.kind=cosine requires a total number of steps"),
+        ({"schedule": {"warmup_share": 0.1}}, "schedule.warmup_share=0.1 requires a total number of steps"),
+        ({"schedule": {"steps": 3, "epochs": 1}}, "schedule.steps=3 and schedule.epochs=1 exclude each other"),
     ],
 )
 def test_an_invalid_config_is_refused_with_its_key(change: dict[str, Any], message: str) -> None:
@@ -173,8 +176,8 @@ def test_an_invalid_config_is_refused_with_its_key(change: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("correction", "message"),
     [
-        ({"kind": "truncated"}, "needs a cap"),
-        ({"kind": "masked", "cap": 2.0}, "needs a floor"),
+        ({"kind": "truncated"}, "requires cap"),
+        ({"kind": "masked", "cap": 2.0}, "requires floor"),
         ({"kind": "none", "cap": 2.0}, "takes neither cap nor floor"),
         ({"kind": "masked", "cap": 2.0, "floor": 2.0}, "must be below"),
     ],
@@ -187,9 +190,9 @@ def test_bounds_of_the_importance_correction(correction: dict[str, Any], message
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": "rpo"}, "algorithm=rpo requires eta and distance"),
+        ({"algorithm": "rpo"}, "algorithm=rpo requires loss.eta and loss.distance"),
         ({"loss": {"beta": 0.1, "eta": 1.0}}, "eta is only for algorithm=rpo"),
-        ({"lengths": {"prompt": 8}}, "lengths: set total"),
+        ({"lengths": {"prompt": 8}}, "lengths.total=null"),
         ({"prompts_per_step": 8}, "unknown key 'prompts_per_step'"),
     ],
 )

@@ -23,9 +23,9 @@ def test_an_environment_verifies_or_converses(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("maths", {}, "unknown name 'maths': did you mean 'math'"),
-        ("bank", {"max_turn": 3}, "environment bank: settings: unknown key 'max_turn': did you mean 'max_turns'"),
-        ("judge", {}, "environment judge: settings: the key 'judge' is missing"),
+        ("maths", {}, "unknown environment 'maths': did you mean 'math'"),
+        ("bank", {"max_turn": 3}, "settings of environment bank: unknown key 'max_turn': did you mean 'max_turns'"),
+        ("judge", {}, "settings of environment judge: the key 'judge' is missing"),
     ],
 )
 def test_an_unknown_name_or_setting_is_reported(name: str, settings: dict[str, Any], said: str) -> None:

@@ -73,7 +73,7 @@ def test_unanswered_questions_are_reported(endpoint: Any, reply: Any, capsys: py
 
     reward([[member("one"), member("two")]])
 
-    assert "judge: 1 questions without an answer: HTTP 400" in capsys.readouterr().err
+    assert "the judge did not answer 1 questions, which are not counted: HTTP 400" in capsys.readouterr().err
 
 
 def test_an_unreachable_judge_ends_the_run(endpoint: Any, reply: Any) -> None:
@@ -81,7 +81,7 @@ def test_an_unreachable_judge_ends_the_run(endpoint: Any, reply: Any) -> None:
     reward = group_reward({"judge": judge(endpoint.url)})
     assert reward is not None
 
-    with pytest.raises(ValueError, match="answered none of 4 questions: HTTP 401"):
+    with pytest.raises(ValueError, match=r"answered none of 4 questions \(HTTP 401"):
         reward([[member("one"), member("two")], [member("three"), member("four")]])
 
 

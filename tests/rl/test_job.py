@@ -23,8 +23,8 @@ def test_error_for_a_preset_without_steps_suggests_one_epoch(tmp_path: Path) -> 
     zero = ("preset=rl_zero", "environments={math: {}, code: {}}")  # 32 prompts per step
 
     assert refusal(*zero, path) == (
-        "rl.schedule.steps=null: OLMo 3, RL-Zero states no number of steps; set it; one epoch over 100 tasks with 32 "
-        "per step is rl.schedule.steps=3"
+        "rl.schedule.steps=null: set it, as the preset's source (OLMo 3, RL-Zero) states no number of steps; one epoch "
+        "over 100 tasks with 32 per step is rl.schedule.steps=3"
     )
     assert "the paper's 1 epoch over 100 tasks" in refusal("preset=domyn_multi_env_grpo", path)
     assert refusal(*zero, path, "rl.schedule.epochs=2").endswith(
@@ -37,7 +37,7 @@ def test_error_for_a_preset_without_steps_suggests_one_epoch(tmp_path: Path) -> 
     shares = f"tasks.train={{directory: {tmp_path}, blend: {{math: {{share: 1}}}}}}"
     assert "100 tasks" in refusal(*zero, shares)
     assert refusal(*zero, f"tasks.train.curriculum={tmp_path}").endswith("steps=2")
-    assert refusal(*zero, "tasks.train.path=nowhere.jsonl").endswith("states no number of steps; set it")
+    assert refusal(*zero, "tasks.train.path=nowhere.jsonl").endswith("states no number of steps")
 
 
 def test_presets_with_steps_or_epochs_are_accepted() -> None:
@@ -79,10 +79,14 @@ def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:
     for given, train, message in (
         (config, {"path": "t", "reprofile": {"platau": 2}}, "did you mean 'plateau'"),
         (config, {"path": "t", "reprofile": {**every, "samples": 0}}, "samples=0"),
-        (config, {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}}, "curriculum: .*'sigmo'"),
+        (
+            config,
+            {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}},
+            "curriculum cannot be used .*'sigmo'",
+        ),
         (config, {"path": "t", "reprofile": {"plateau": 2}}, "set tasks.validation.path"),
         (judged, {"path": "t", "reprofile": every}, "judge only compares"),
-        (config, {"path": "t", "adapt": {}}, "requires directory with a blend"),
+        (config, {"path": "t", "adapt": {}}, r"adapt requires tasks\.train\.directory"),
         (config, {"directory": "t", "adapt": {"keep": 0}}, "keep=0"),
         (config, {"directory": "t", "adapt": {"groups": 0}}, "groups=0"),
     ):

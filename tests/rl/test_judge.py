@@ -61,7 +61,7 @@ def test_a_run_directory_without_a_server_is_waited_for(endpoint: Any, tmp_path:
     assert asyncio.run(first_asked_then_served()) == Answer(value="yes")
     assert (endpoint.requests[0]["model"], endpoint.headers[0]["authorization"]) == ("m", "Bearer its-own")
     nowhere = ask(Judge(JudgeSettings(endpoint="localhost:8000/v1")))
-    assert nowhere.value is None and "(a URL begins with http://)" in nowhere.problem
+    assert nowhere.value is None and "or a URL that begins with http://" in nowhere.problem
 
 
 def test_without_a_key_variable_no_key_is_sent(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_a_key_that_is_invalid_in_a_header(endpoint: Any, monkeypatch: pytest.Mo
         ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint: the endpoint's URL must be like"),
         (
             {"endpoint": "http://me:secret@host/v1"},
-            "judge: endpoint: the endpoint's URL must not contain a name, password",
+            "the endpoint's URL must not contain a name, password",
         ),
         ({"endpoint": 3}, "judge: endpoint=3"),
         ({"model": ""}, "judge: model=''"),
@@ -302,7 +302,10 @@ def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:
 @pytest.mark.parametrize(
     ("replied", "message"),
     [
-        ({"body": b'{"data": [{"id": "mm"}]}'}, "judge.endpoint=.*: unknown model 'm': did you mean 'mm'"),
+        (
+            {"body": b'{"data": [{"id": "mm"}]}'},
+            "judge.endpoint cannot be used.*: unknown model 'm': did you mean 'mm'",
+        ),
         ({"body": b'{"data": [3]}'}, "is not a list of models"),
         ({"body": b"<html>"}, "is not a list of models"),
         ({"status": 401}, "HTTP 401"),

@@ -109,10 +109,10 @@ def test_parquet_holds_the_same(jsonl: Callable[..., Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"context": []}, "pairs.jsonl:1: a pair is"),
+        ({"context": []}, "pairs.jsonl:1: expected a pair with"),
         (["a"], "pairs.jsonl:1: not a JSON object but a list"),
         (pair(said("assistant", "a"), said("assistant", "b")), "requires a numeric `reward`"),
-        ({**pair(said("assistant", "a"), said("assistant", "b")), "completions": []}, "a pair is"),
+        ({**pair(said("assistant", "a"), said("assistant", "b")), "completions": []}, "expected a pair with"),
         (as_trl(pair(said("assistant", "a"), said("assistant", "b"))), "requires a numeric `reward`"),
     ],
 )

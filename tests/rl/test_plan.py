@@ -26,7 +26,7 @@ def write(folder: Path, count: int = 10) -> Path:
 def test_excluded_tasks_are_not_drawn(tmp_path: Path) -> None:
     tasks = plan_tasks({"path": write(tmp_path)}, steps=4, prompts=5)
 
-    left = tasks.exclude(lambda task: len(task.prompt[0].content) > 6)
+    left = tasks.exclude(lambda task: len(task.prompt[0].content) > 6, "they are long")
 
     assert left == ["7", "8", "9"]
     drawn = [tasks[number].id for number in range(len(tasks))]
@@ -50,8 +50,8 @@ def test_other_orders_replace_the_rest_of_a_plan(tmp_path: Path) -> None:
 def test_a_file_must_keep_a_task(tmp_path: Path) -> None:
     tasks = plan_tasks({"path": write(tmp_path, 3)}, steps=1, prompts=2)
 
-    with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are excluded"):
-        tasks.exclude(lambda task: True)
+    with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are excluded, because all is"):
+        tasks.exclude(lambda task: True, "all is unwanted")
 
 
 def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:

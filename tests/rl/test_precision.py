@@ -42,7 +42,7 @@ def test_mistakes_are_reported(policy: str, tmp_path: Path) -> None:
         ValueError, match=r"nemo_rl: fp8_in='train': input should be 'generation', 'training' or 'both'"
     ):
         checked(NemoRl, {"backend": "megatron", "set": {}, "fp8_in": "train"}, "nemo_rl")
-    with pytest.raises(ValueError, match=r"precision_plan: model=.*no config\.json"):
+    with pytest.raises(ValueError, match=r"precision_plan requires .* model=.*no config\.json"):
         Precision.from_config({"precision_plan": {"default": "fp8"}, "policy": str(tmp_path / "none")})
     with pytest.raises(ValueError, match="names block 9"):
         Precision.from_config({"precision_plan": {"default": "fp8", "rules": ["9 bf16"]}, "policy": policy})

@@ -159,17 +159,17 @@ def test_a_curriculum_without_its_prompts_is_reported(tmp_path: Path) -> None:
     curricula = Curricula.from_config(train, tmp_path / "run", prompts=2, steps=8)
     assert curricula is not None
 
-    with pytest.raises(ValueError, match=r"needs the prompts of the curriculum .*first, gone\.jsonl"):
+    with pytest.raises(ValueError, match=r"requires the prompts of the curriculum .*first \(gone\.jsonl\)"):
         curricula.read_tasks(plan(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("reprofile", "said"),
     [
-        ({}, "set every"),
+        ({}, "^tasks.train.reprofile requires every"),
         ({"every": 0}, "every"),
         ({"plateu": 3}, "did you mean 'plateau'"),
-        ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum: .*'sigmo'"),
+        ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum cannot be used .*'sigmo'"),
         ({"every": 2, "curriculum": {"steps": 9}}, "is determined by the run"),
         ({"every": 2, "curriculum": {"split_domains": True}}, "is determined by the run"),
     ],
@@ -187,7 +187,7 @@ def test_ids_must_be_unique(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="2 tasks have the id 't0'"):
         made(tmp_path, train)
-    with pytest.raises(ValueError, match="reprofile and adapt"):
+    with pytest.raises(ValueError, match=r"reprofile and tasks\.train\.adapt"):
         made(tmp_path, {**train, "adapt": {}})
     assert Curricula.from_config(train, tmp_path, prompts=2, steps=8) is None
     assert not (tmp_path / "run" / "curricula" / "1" / BEGUN).exists()

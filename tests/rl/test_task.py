@@ -19,7 +19,9 @@ RECORD = {"id": "a", "environment": "math", "prompt": "2 + 3?", "reference": {"a
         ({"environment": 5}, "environment must be a non-empty string, not 5"),
         ({"environment": ["math"]}, "environment must be a non-empty string"),
         ({"domain": ["x"]}, "domain must be a non-empty string"),
-        ({"thinking": "sometimes"}, "thinking='sometimes': expected on, off"),
+        ({"thinking": "sometimes"}, "invalid thinking mode (thinking='sometimes': expected on, off"),
+        ({"prompt": [{"role": "judge", "content": "x"}]}, "invalid prompt or tools (prompt[0]"),
+        ({"tools": [5]}, "invalid prompt or tools (tools[0]"),
         ({"reference": 5}, "reference must be a mapping"),
     ],
 )

@@ -356,14 +356,14 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
             ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],
             "null, but sensitivity compares models",
         ),
-        (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
+        (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: set tasks.train.path=FILE"),
         (
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
-            "rl.schedule.steps=null: OLMo 3, RL-Zero states no",
+            "rl.schedule.steps=null: set it, as the preset's source (OLMo 3, RL-Zero) states no",
         ),
         (
             ["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"],
-            "set NEMO_RL_ROOT to a checkout",
+            "set NEMO_RL_ROOT to its checkout",
         ),
     ],
 )

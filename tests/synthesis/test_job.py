@@ -202,7 +202,7 @@ WRONG = {
     "steps.keep=5": "steps.keep=5",
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
-    "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
+    "steps.check={kind: verify, environment: maths}": "steps.check: unknown environment 'maths'",
     "steps.check={kind: verify, environment: judge}": "steps.check: environment judge requires a judge: set judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
     "outputs.documents.of=kep": "outputs.documents.of: unknown step 'kep'",

@@ -65,7 +65,10 @@ class ComparisonServer(SimpleResourcesServer):
         super().model_post_init(context)
         config = self.config
         if (config.num_workers or 1) > 1:
-            raise ValueError("num_workers must be 1, because one process must collect all responses of a group")
+            raise ValueError(
+                f"num_workers must be 1, not {config.num_workers}, because one process must collect all responses of a "
+                "group"
+            )
         self._judge = Judge(checked(JudgeSettings, config.judge, "judge", strict=True))
         self._control = checked(LengthControl, config.length_control, where="length_control")
         self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compare)
@@ -81,7 +84,7 @@ class ComparisonServer(SimpleResourcesServer):
         try:
             prompt = messages(conversation)
         except ValueError as error:
-            raise HTTPException(422, f"{self.config.name}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: invalid row ({error})") from None
         answer = last_turn(row["response"])
         response = read_answer(answer, thinking_opened=self.config.thinking_opened).response
         place = row.get(ROLLOUT_INDEX_KEY_NAME)

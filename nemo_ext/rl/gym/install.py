@@ -122,12 +122,12 @@ def run(config: Mapping[str, Any]) -> str:
     names = settings.servers or tuple(SERVERS)
     for name in names:
         if name not in SERVERS:
-            raise ValueError(f"servers: unknown name {name!r}: {nearest(str(name), SERVERS)}")
+            raise ValueError(f"servers has an unknown server {name!r}: {nearest(str(name), SERVERS)}")
     files = _files(names, settings.seed, [Path(path).expanduser() for path in settings.tasks])
     folder = Path(str(settings.output)).expanduser() / "resources_servers" / SERVER
     for path, text in files.items():
         write_text(folder / path, text)
-    notice(f"{len(names)} servers: {folder}")
+    notice(f"wrote {len(names)} servers to {folder}")
     start = f"gym env start --config resources_servers/{SERVER}/configs/{names[0]}.yaml --model-type vllm_model"
     return f"cd {shlex.quote(str(settings.output))} && {start} --model-url URL --model-api-key KEY --model NAME"
 
@@ -207,12 +207,12 @@ def _tasks(path: Path) -> list[Task]:
     """Read a file's tasks and check their references, except for judge tasks, which their server checks."""
     file = TaskFile(path, repeats=True)
     check = functools.cache(lambda name: make(name).check)
-    for task in file.tasks:
+    for task, place in zip(file.tasks, file.places, strict=True):
         try:
             if task.environment != "judge":
                 check(task.environment)(task.reference)
         except ValueError as error:
-            raise ValueError(f"{path}: task {task.id}: {error}") from None
+            raise ValueError(f"{place}: task {task.id!r} cannot be verified: {error}") from None
     return file.tasks
 
 

@@ -63,7 +63,9 @@ class Plays:
         self._plays.move_to_end(session)
         play = self._plays[session]
         if task is not None and not _same(play.episode.task, task):
-            raise NoPlayError("this session's conversation was started with another task")
+            raise NoPlayError(
+                "this session's conversation was started with another task; use a new session for each rollout"
+            )
         return play
 
 

@@ -65,7 +65,8 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     if isinstance(metadata, Mapping) and "environment" in metadata:
         check_keys(metadata, _KEYS, required=("environment",), where=METADATA)
         if metadata["environment"] != environment:
-            raise ValueError(f"{METADATA}.environment must be {environment!r} for this server, not {metadata!r:.200}")
+            given = metadata["environment"]
+            raise ValueError(f"{METADATA}.environment must be {environment!r} for this server, not {given!r:.200}")
         reference = metadata.get("reference") or {}
         if not isinstance(reference, Mapping):
             raise ValueError(f"{METADATA}.reference must be a mapping, not {reference!r:.200}")
@@ -93,7 +94,7 @@ def messages(conversation: Any) -> tuple[Message, ...]:
         if kind == "function_call":
             read = read_openai_calls([item])
             if read.problems:
-                raise ValueError(f"{where}: {read.problems[0]}")
+                raise ValueError(f"{where}: invalid function call ({read.problems[0]})")
             # Consecutive calls belong to one message.
             if parsed and parsed[-1].tool_calls:
                 last = parsed.pop()
@@ -108,7 +109,7 @@ def messages(conversation: Any) -> tuple[Message, ...]:
         elif kind == "message":
             role = str(item.get("role"))
             if role not in _ROLES:
-                raise ValueError(f"{where}.role must be {', '.join(_ROLES)}, not {role!r}")
+                raise ValueError(f"{where}.role must be one of {', '.join(_ROLES)}, not {role!r}")
             parsed.append(Message(role=_ROLES[role], content=_text(item.get("content"), where)))
         elif kind != "reasoning":
             raise ValueError(f"{where}.type must be message, function_call or function_call_output, not {kind!r}")
@@ -151,8 +152,8 @@ def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapp
         if all(row.get(key) is not None for key in keys):
             return convert(row)
     alternatives = " or ".join(", ".join(keys) for keys, _ in _GYM.get(environment, ()))
-    known = f" and not the keys of Gym's own rows ({alternatives})" if alternatives else ""
-    raise ValueError(f"the row has no {METADATA} with an environment{known}; its keys are {', '.join(map(str, row))}")
+    known = f" or the keys of Gym's own rows ({alternatives})" if alternatives else ""
+    raise ValueError(f"expected a row with {METADATA}.environment{known}, not the keys {', '.join(map(str, row))}")
 
 
 def _math(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,18 +173,22 @@ def _multiple_choice(row: Mapping[str, Any]) -> Mapping[str, Any]:
     options = {key: text for option in check_listed(row["options"], "options") for key, text in option.items()}
     letters, mode = "".join(options), row.get("grading_mode", "strict_single_letter_boxed")
     if not ascii_uppercase.startswith(letters):
-        raise ValueError(f"options must be A, B, C and so on in order, not {letters!r:.200}")
+        raise ValueError(f"the letters of options must be A, B, C and so on in order, not {letters!r:.200}")
     if mode not in _MCQA:
-        raise ValueError(f"grading_mode: unknown {mode!r}: {nearest(str(mode), _MCQA)}")
+        raise ValueError(f"unknown grading_mode {mode!r}: {nearest(str(mode), _MCQA)}")
     if row.get("template_metadata"):
-        raise ValueError("template_metadata: regular expressions of a row are only supported by Gym's own mcqa")
+        raise ValueError(
+            "template_metadata must not be set, because only Gym's own mcqa server supports a row's regular expressions"
+        )
     return {"answer": row["expected_answer"], "choices": list(options.values()), "format": _MCQA[mode]}
 
 
 def _instructions(row: Mapping[str, Any]) -> Mapping[str, Any]:
     ids, kwargs = row["instruction_id_list"], row.get("kwargs") or [{}] * len(row["instruction_id_list"])
     if len(ids) != len(kwargs):
-        raise ValueError(f"instruction_id_list has {len(ids)} items, but kwargs has {len(kwargs)}")
+        raise ValueError(
+            f"instruction_id_list and kwargs must have the same number of items, not {len(ids)} and {len(kwargs)}"
+        )
     instructions = [{"id": name, "kwargs": arguments or {}} for name, arguments in zip(ids, kwargs, strict=True)]
     return {"instructions": instructions, "mode": {"fraction": "share"}.get(row.get("grading_mode", ""), "all")}
 
@@ -200,7 +205,10 @@ def _structured(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def _code(row: Mapping[str, Any]) -> Mapping[str, Any]:
     tests = row[METADATA].get("unit_tests") if isinstance(row[METADATA], Mapping) else None
     if not isinstance(tests, Mapping) or tests.get("fn_name"):
-        raise ValueError(f"{METADATA}.unit_tests must be {{inputs, outputs}} for programs that read standard input")
+        raise ValueError(
+            f"{METADATA}.unit_tests must have inputs and outputs and no fn_name, because only programs that read "
+            f"standard input are supported, not {tests!r:.200}"
+        )
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
     return {
         "language": "python",

@@ -50,7 +50,7 @@ class OwnConfig(BaseResourcesServerConfig):
         known = (*type(self).model_fields, *_GYM_KEYS)
         for key in self.model_extra or {}:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}: {nearest(key, known)}")
+                raise ValueError(f"unknown key {key!r} in the server's config: {nearest(key, known)}")
         return self
 
 
@@ -101,11 +101,13 @@ class VerifierServer(SimpleResourcesServer):
         self._episodes = self._by_call = Episodes({**shared, "settings": settings})
         if self._episodes.environment.judged_in_groups:
             raise ValueError(
-                f"environment {config.environment!r}: responses are judged in groups; use the server genrm"
+                f"environment {config.environment!r} is judged in groups, not by this server; use the server genrm"
             )
         if self._has_turns:
             if (config.num_workers or 1) > 1:
-                raise ValueError("num_workers must be 1, because one process stores the conversations")
+                raise ValueError(
+                    f"num_workers must be 1, not {config.num_workers}, because one process stores the conversations"
+                )
             self._by_call = Episodes({**shared, "settings": {**settings, "max_turns": _MANY_TURNS}})
 
     @property
@@ -208,11 +210,11 @@ class VerifierServer(SimpleResourcesServer):
         try:
             task = of_gym(row, self.config.environment)
         except (ValueError, LookupError, TypeError) as error:
-            raise HTTPException(422, f"{self.config.name}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: invalid row ({error})") from None
         try:
             self._episodes.check(task)
         except ValueError as error:
-            raise HTTPException(422, f"{self.config.name}: task {task.id!r}: {error}") from None
+            raise HTTPException(422, f"{self.config.name}: task {task.id!r} cannot be verified ({error})") from None
         return task
 
     def _read(self, response: Mapping[str, Any]) -> Answered:
@@ -222,7 +224,9 @@ class VerifierServer(SimpleResourcesServer):
         task, answered = self._task(row), self._read(row["response"])
         if self._episodes.reward.counts_tokens and answered.response.tokens is None:
             raise HTTPException(
-                500, f"reward {self.config.reward!r} counts tokens, but the model server reports no usage"
+                500,
+                f"reward {self.config.reward!r} counts tokens, but the model server reports no usage; choose a reward "
+                "that does not, such as outcome",
             )
         return task, answered
 

@@ -83,7 +83,8 @@ class Checkout:
         self.root = Path(root)
         if not (self.root / "nemo_rl" / "algorithms" / "grpo.py").is_file() or not self._example("grpo").is_file():
             raise ValueError(
-                f"{self.root} is not a checkout of NeMo-RL: nemo_rl/algorithms/grpo.py or examples/configs is missing"
+                f"{self.root} is not a checkout of NeMo-RL, because nemo_rl/algorithms/grpo.py or examples/configs is "
+                "missing; set NEMO_RL_ROOT to a checkout"
             )
 
     def _example(self, section: Section) -> Path:
@@ -127,7 +128,7 @@ class Checkout:
         for change in changes:
             for path in leaves(change):
                 if missing := self.keys(section).missing(path):
-                    raise ValueError(f"nemo_rl.{path}: this version has {missing}")
+                    raise ValueError(f"nemo_rl.set.{path}: this version of NeMo-RL has {missing}")
         merged = OmegaConf.merge(OmegaConf.load(self._example(section)), *(dict(change) for change in changes))
         # The resolver is temporary: importing NeMo-RL registers one of the same name and fails if it exists.
         temporary = not OmegaConf.has_resolver("mul")

@@ -67,12 +67,8 @@ def part(module: ModuleType, name: str) -> Any:
     """Return a module's class or function; if it is missing, raise ValueError with the supported versions."""
     found = getattr(module, name, None)
     if found is None:
-        raise ValueError(_gone(f"{module.__name__}.{name}"))
+        raise ValueError(f"this NeMo-RL has no {module.__name__}.{name}; use a supported version, {FITS}")
     return found
-
-
-def _gone(name: str) -> str:
-    return f"this NeMo-RL has no {name}; supported versions: {FITS} (docs/rl/nemo_rl.md)"
 
 
 def plain_class(actor: Any) -> Any:
@@ -117,8 +113,8 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
         raise ValueError(
-            f"NeMo-RL's grpo.setup returns {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later): this "
-            f"version is not supported by nemo_ext/rl/nemo_rl/compat.py; supported versions: {FITS}"
+            f"NeMo-RL's grpo.setup returned {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later); use a "
+            f"supported version, {FITS}"
         )
     return Ready(**dict(zip(names.split(), items, strict=True)))
 
@@ -216,7 +212,9 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
         )
     if process.returncode:
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise ValueError(f"convert_megatron_to_hf.py failed with exit code {process.returncode}: {lines[-1]} ({log})")
+        raise ValueError(
+            f"convert_megatron_to_hf.py failed with exit code {process.returncode}: {lines[-1]}; see {log}"
+        )
 
 
 def _megatron_python() -> str:
@@ -257,7 +255,9 @@ def register() -> list[str]:
         if entry is None:
             environments.register_env(name, ACTOR)
         elif entry["actor_class_fqn"] != ACTOR:
-            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}; rename that environment")
+            raise ValueError(
+                f"NeMo-RL already has an environment {name!r}, which is {entry['actor_class_fqn']}; rename that one"
+            )
     return names
 
 
@@ -295,7 +295,7 @@ def _module(name: str) -> ModuleType:
         # PyPI's `nemo_rl` is empty: there `nemo_rl.algorithms` itself is missing, not one of its modules.
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if name.startswith(missing) and missing.count(".") > 1:
-            raise ValueError(_gone(name)) from error
+            raise ValueError(f"this NeMo-RL has no {name}; use a supported version, {FITS}") from error
         raise ValueError(
             f"NeMo-RL cannot be imported ({error}); put its checkout on PYTHONPATH and install its packages "
             "(docs/rl/nemo_rl.md)"

@@ -44,7 +44,10 @@ def next_batch(
     """
     directory = os.environ.get(VARIABLE)
     if not directory:
-        raise ValueError(f"set {VARIABLE} to the directory of the curriculum, which contains the folder {DOMAINS}")
+        raise ValueError(
+            f"the environment variable {VARIABLE} is not set; set it to the curriculum's directory, which contains "
+            f"the folder {DOMAINS}"
+        )
     batches = draw_step(data_iterators, _order(directory))
     batched = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     return batched.from_batches(batches), data_iterators
@@ -62,17 +65,22 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
     """
     tasks = [f"{DOMAINS}-{name}" for name in order.names]
     if sorted(data_iterators) != sorted(tasks):
-        raise ValueError(f"data.train has the datasets {sorted(data_iterators)}, but the curriculum {sorted(tasks)}")
+        raise ValueError(
+            f"data.train has the datasets {sorted(data_iterators)}, but the curriculum requires {sorted(tasks)}; list "
+            f"the files in its folder {DOMAINS}"
+        )
     steps = len(order.domain)
     first = next(data_iterators[tasks[order.anchor]], None)
     if first is None:
-        raise ValueError(f"all {steps} steps are done; set grpo.max_num_steps={steps}, or make another curriculum")
+        raise ValueError(
+            f"all {steps} steps of the curriculum are done; set grpo.max_num_steps={steps}, or make a longer curriculum"
+        )
     position = _position(first)
     step = int(np.searchsorted(order.before[:, order.anchor], position))
     if step >= steps or order.before[step, order.anchor] != position:
         raise ValueError(
-            f"{tasks[order.anchor]}: no step starts with its next prompt, number {position}; set data.shuffle=false "
-            f"and grpo.num_prompts_per_step={order.domain.shape[1]}"
+            f"no step of the curriculum starts with prompt {position} of dataset {tasks[order.anchor]}, which is next; "
+            f"set data.shuffle=false and grpo.num_prompts_per_step={order.domain.shape[1]}"
         )
     due = order.before[step].copy()
     drawn = {order.anchor: [first]}
@@ -81,10 +89,11 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
         waiting = drawn.get(domain)
         batch = waiting.pop() if waiting else next(data_iterators[tasks[domain]], None)
         if batch is None or _position(batch) != due[domain]:
-            actual = "none" if batch is None else f"number {_position(batch)}"
+            actual = "no more prompts" if batch is None else f"prompt {_position(batch)}"
             raise ValueError(
-                f"{tasks[domain]}: step {step} needs its prompt number {due[domain]}, but the dataloader has {actual}; "
-                "check that the files belong to the curriculum and all dataloaders resumed from one checkpoint"
+                f"step {step} requires prompt {due[domain]} of dataset {tasks[domain]}, but its dataloader has "
+                f"{actual}; check that the files belong to the curriculum and that all dataloaders resumed from one "
+                "checkpoint"
             )
         due[domain] += 1
         batches.append(batch)
@@ -100,5 +109,7 @@ def _position(batch: Any) -> int:
     """Return the position of a single-prompt batch in its dataset; raise ValueError if it has several prompts."""
     positions = batch["idx"]
     if len(positions) != 1:
-        raise ValueError(f"a dataloader returned {len(positions)} prompts; set data.num_prompts_per_dataloader=1")
+        raise ValueError(
+            f"a dataloader returned {len(positions)} prompts, not 1; set data.num_prompts_per_dataloader=1"
+        )
     return int(positions[0])

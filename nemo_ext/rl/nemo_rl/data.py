@@ -37,8 +37,11 @@ class TaskProcessor:
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         too_long = max_length is not None and len(ids) >= max_length
         if too_long:
-            limit = f"must have fewer than {max_length}; it is excluded from the loss"
-            warnings.warn(f"task {task.id}: its prompt has {len(ids)} tokens and {limit}", stacklevel=2)
+            warnings.warn(
+                f"task {task.id} is excluded from the loss, because its prompt has {len(ids)} tokens, which must be "
+                f"fewer than data.max_input_seq_length={max_length}",
+                stacklevel=2,
+            )
             ids = ids[:4]
         return {
             "message_log": [{"role": "user", "content": text, "token_ids": ids}],

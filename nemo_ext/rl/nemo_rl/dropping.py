@@ -118,16 +118,16 @@ class Buffer(_Buffer):
     def _check(self, target: int) -> None:
         tally = self._tallies.get(target, Tally())
         problem = (
-            f"step {target + 1}: {tally.dropped} of {tally.generated} generated groups have equal rewards, and it "
-            f"needs {self._prompts} others"
+            f"step {target + 1} requires {self._prompts} groups with unequal rewards, but {tally.dropped} of "
+            f"{tally.generated} generated groups have equal rewards"
         )
         if tally.generated >= self._prompts * self._batches:
             raise ValueError(
-                f"{problem}, and sampling.max_batches={self._batches} allows no more; choose tasks that the model "
+                f"{problem}, and rl.sampling.max_batches={self._batches} allows no more; choose tasks that the model "
                 "sometimes solves, more generations_per_prompt, or a larger max_batches"
             )
         if self._ended:
-            raise ValueError(f"{problem}, and there are no more tasks; provide more")
+            raise ValueError(f"{problem}, and no tasks are left; add more to tasks.train")
 
 
 class Collector(_Collector):

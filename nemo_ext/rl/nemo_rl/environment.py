@@ -13,8 +13,7 @@ import ray
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
-from nemo_ext.job.settings import checked
-from nemo_ext.rl.episodes import Episodes, EpisodeSettings
+from nemo_ext.rl.episodes import Episodes, EpisodeSettings, episode_settings
 from nemo_ext.rl.prompts import Prompts
 
 
@@ -22,13 +21,16 @@ class TaskEnvironment(EnvironmentInterface):
     """NeMo-RL environment configured by `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor class."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        settings = checked(EpisodeSettings, config, "environment")
+        settings = episode_settings(config)
         prompts = None if settings.template is None else Prompts.load(settings.template, eos=settings.eos)
         self._episodes = Episodes(settings, prompts)
         if self._episodes.environment.begin is not None and prompts is None:
-            raise ValueError(f"environment {settings.name!r} has several turns; set the chat template of the model")
+            raise ValueError(
+                f"environment {settings.name!r} has several turns, which require the model's chat template; set "
+                "template=NAME"
+            )
         self._max_tokens = settings.max_tokens
-        self._tokenizer = _tokenizer(settings.tokenizer) if self._episodes.reward.counts_tokens else None
+        self._tokenizer = _tokenizer(settings) if self._episodes.reward.counts_tokens else None
 
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]
@@ -81,10 +83,13 @@ class TaskEnvironment(EnvironmentInterface):
         return None if self._tokenizer is None else len(self._tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        raise ValueError("this reward counts tokens; set the tokenizer's name or folder for the environment")
-    return importlib.import_module("transformers").AutoTokenizer.from_pretrained(name)
+def _tokenizer(settings: EpisodeSettings) -> Any:
+    if settings.tokenizer is None:
+        raise ValueError(
+            f"environments.{settings.name}.reward counts tokens; set environments.{settings.name}.tokenizer to the "
+            "policy's tokenizer (a name or folder)"
+        )
+    return importlib.import_module("transformers").AutoTokenizer.from_pretrained(settings.tokenizer)
 
 
 TaskEnvironmentActor = ray.remote(TaskEnvironment)

@@ -69,7 +69,7 @@ def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | 
         measured = [each for each in saved if not math.isnan(float(each.info.get(metric, math.nan)))]
         if measured:
             return max(measured, key=lambda each: (sign * each.info[metric], each.step))
-        notice(f"no checkpoint has {metric}; using the last checkpoint")
+        notice(f"no checkpoint has the metric {metric}, so the last checkpoint is used")
     return saved[-1] if saved else None
 
 
@@ -121,7 +121,10 @@ def leave_model(
         write_text(run_dir / FINISHED, json.dumps(_record(step, master, section)) + "\n")
     best = chosen(saved_in(Path(master["checkpointing"]["checkpoint_dir"])), master["checkpointing"])
     if best is None:
-        notice(f"{run_dir}: the run has no checkpoint (see checkpointing.enabled) and therefore no {MODEL}")
+        notice(
+            f"{run_dir}: the run has no checkpoint, so no {MODEL} is written; set "
+            "nemo_rl.set.checkpointing.enabled=true to save one"
+        )
         return
     unfinished = run_dir / f".{MODEL}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -135,7 +138,7 @@ def leave_model(
             raise
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         notice(
-            f"training is finished, but {best.path} could not be converted to {run_dir / MODEL}: {reason}. Repeat the "
+            f"training is finished, but {best.path} could not be converted to {run_dir / MODEL}: {reason}. Rerun the "
             f"command to try again, or run NeMo-RL's converter: {command(best, run_dir / MODEL, root)}"
         )
         return
@@ -167,7 +170,7 @@ def _convert(
 ) -> None:
     if kind := _adapters(policy):
         raise ValueError(
-            f"only adapters were trained ({kind}); see docs/design-docs/checkpointing.md of NeMo-RL to convert them"
+            f"only adapters were trained ({kind}); convert them as in NeMo-RL's docs/design-docs/checkpointing.md"
         )
     own_tokenizer = saved.path / "policy" / "tokenizer"
     tokenizer = str(own_tokenizer) if own_tokenizer.is_dir() else str(policy["tokenizer"]["name"])
@@ -184,8 +187,8 @@ def _convert(
         )
     elif not (saved.weights / ".metadata").exists() and not Checkout(root).converts_dtensor_v2:
         raise ValueError(
-            "this version's converter only reads checkpoints of DTensor's first version (policy.dtensor_cfg._v2=false);"
-            " train with nemo_rl.set.checkpointing.save_consolidated=true, which saves whole models"
+            "this NeMo-RL only converts checkpoints of DTensor's first version (policy.dtensor_cfg._v2=false); train "
+            "with nemo_rl.set.checkpointing.save_consolidated=true, which saves whole models"
         )
     else:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
@@ -197,7 +200,7 @@ def _convert(
         saved_tokenizer.chat_template = Template.load(template).source
     saved_tokenizer.save_pretrained(to)
     if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
-        raise ValueError("the conversion succeeded but wrote no config.json or no weights")
+        raise ValueError("NeMo-RL's converter wrote no config.json or no *.safetensors files")
     # Files of the policy's folder that the conversion does not write: generation config and model code.
     base = Path(str(policy["model_name"])).expanduser()
     for file in (base / "generation_config.json", *base.glob("*.py")):

@@ -55,7 +55,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         if self.generations < 2:
-            raise ValueError(f"a group must have at least 2 generations, not {self.generations}")
+            raise ValueError(f"grpo.num_generations_per_prompt must be at least 2, not {self.generations}")
 
     def baseline_and_std(
         self,
@@ -113,11 +113,11 @@ class Groups:
         logs, tasks, infos = batch["message_log"], batch["task_name"], batch["extra_env_info"]
         size = self.generations
         if len(logs) % size:
-            raise ValueError(f"a batch of {len(logs)} responses cannot be divided into groups of {size}")
+            raise ValueError(f"a batch of {len(logs)} responses is not divisible into groups of {size}")
         begins = [at for at in range(0, len(logs), size) if self.tasks is None or tasks[at] in self.tasks]
         for begin in begins:
             if len({logs[row][0]["content"] for row in range(begin, begin + size)}) > 1:
-                raise ValueError(f"responses {begin} to {begin + size - 1} answer different prompts")
+                raise ValueError(f"responses {begin} to {begin + size - 1} form a group, but answer different prompts")
         groups = [
             [_member(logs[row], float(rewards[row]), infos[row], marker) for row in range(begin, begin + size)]
             for begin in begins

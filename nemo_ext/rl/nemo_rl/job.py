@@ -50,9 +50,11 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         try:
             from nemo_ext.rl.nemo_rl.run import run as train
         except ImportError as error:
-            raise ValueError(f"engine=nemo_rl: {error}; install its requirements (docs/rl/nemo_rl.md)") from None
+            raise ValueError(
+                f"engine=nemo_rl cannot be imported ({error}); install its requirements (docs/rl/nemo_rl.md)"
+            ) from None
         (run_dir / FINISHED).unlink(missing_ok=True)
-        notice(f"NeMo-RL: {algorithm.algorithm}, {run_dir}")
+        notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
@@ -75,7 +77,7 @@ def settings_of(
     """
     settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
-        raise ValueError("rl.schedule.steps=null: set the number of steps")
+        raise ValueError("rl.schedule.steps=null: set it to the number of training steps")
     user_values = flat(settings.set or {})
     precision = Precision.from_config(config, settings.fp8_in)
     rendered = render(algorithm, checkout, backend=settings.backend, precision=precision)
@@ -95,7 +97,10 @@ def settings_of(
         run_values[section] |= {key: value for key, value in never.items() if keys.missing(f"{section}.{key}") is None}
         run_values["checkpointing"] |= {"metric_name": None, "save_period": config["save_every"]}
         if algorithm.validation.every is not None:
-            notice("no validation data; set tasks.validation.path=FILE, or pairs.validation=FILE")
+            notice(
+                f"rl.validation.every={algorithm.validation.every} has no effect without validation data; set "
+                "tasks.validation.path=FILE, or pairs.validation=FILE"
+            )
     changes: dict[str, Any] = {}
     for path, value in user_values.items():
         put(changes, path, value)

@@ -152,7 +152,7 @@ def load(name: str) -> Stated:
     """Load a layout stated in a paper; raise ValueError if the name is unknown."""
     layouts = config_files("rl/layout")
     if name not in layouts:
-        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, layouts)}; null computes one")
+        raise ValueError(f"unknown nemo_rl.layout={name}: {nearest(name, layouts)}, or null to compute a layout")
     text = layouts[name].read_text(encoding="utf-8")
     layout: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
     return layout
@@ -172,7 +172,10 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
     """
     layout = load(name) if name is not None else Stated()
     if layout.backend not in (None, backend):
-        raise ValueError(f"nemo_rl.layout={name} is for nemo_rl.backend={layout.backend}; set it")
+        raise ValueError(
+            f"nemo_rl.layout={name} requires nemo_rl.backend={layout.backend}, not {backend}; set it, or set "
+            "nemo_rl.layout=null to compute a layout"
+        )
     paths = {**PATHS, **_PARALLEL[backend]}
     changes = {key: user_values[path] for key, path in paths.items() if user_values.get(path) is not None}
     for key in ("nodes", "gpus_per_node"):
@@ -184,7 +187,7 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
             )
     if gpu_memory_gib is not None:
         changes["gpu_memory_gib"] = gpu_memory_gib
-    changed: Stated = checked(Stated, changes, where="nemo_rl.set, of the layout")
+    changed: Stated = checked(Stated, changes, where="sizes of the layout in nemo_rl.set")
     return replace(layout, **{key: value for key, value in asdict(changed).items() if value is not None})
 
 
@@ -195,7 +198,10 @@ def description_of(policy: str) -> Description | None:
         return read(json.loads(file.read_text(encoding="utf-8")))[1].without_prediction()
     except (OSError, ValueError) as error:
         reason = f"{file}: not found" if isinstance(error, OSError) else f"{file}: {error}"
-        notice(f"the layout is not computed, because the model's sizes are unknown ({reason}); set it with nemo_rl.set")
+        notice(
+            f"the layout is not computed, because the model's sizes are unknown ({reason}); set the parallel sizes in "
+            "nemo_rl.set"
+        )
         return None
 
 
@@ -246,22 +252,26 @@ def plan(
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
     """Return the possible (generation nodes, GPUs on each), most even split first; ValueError if there are none."""
-    where = f"{nodes} nodes with {gpus} GPUs" if nodes > 1 else f"one node with {gpus} GPUs"
+    each = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    where = f"{nodes} nodes with {each}" if nodes > 1 else f"one node with {each}"
     if nodes == 1:
         generating, total = fixed.generation_gpus, gpus
         if fixed.generation_nodes not in (None, 1):
-            raise ValueError(f"{PATHS['generation_nodes']}={fixed.generation_nodes}: the cluster has one node")
+            raise ValueError(
+                f"nemo_rl.set.{PATHS['generation_nodes']}={fixed.generation_nodes} must be 1 or null, because the "
+                "cluster has one node"
+            )
     else:
         generating, total = fixed.generation_nodes, nodes
         if fixed.generation_gpus not in (None, gpus):
             raise ValueError(
-                f"{PATHS['generation_gpus']}={fixed.generation_gpus}: with several nodes, whole nodes generate; set "
-                f"{gpus}"
+                f"nemo_rl.set.{PATHS['generation_gpus']}={fixed.generation_gpus} must be {gpus} or null, because with "
+                "several nodes, whole nodes generate"
             )
     if total < 2 or (generating is not None and generating >= total):
         raise ValueError(
-            f"no GPU is left for training: {where}, and generation uses separate ones; add more with "
-            f"nemo_rl.set.{PATHS['gpus_per_node' if nodes == 1 else 'nodes']}=N"
+            f"no GPU is left for training, because the run has {where} and generation uses separate GPUs; add more "
+            f"with nemo_rl.set.{PATHS['gpus_per_node' if nodes == 1 else 'nodes']}=N"
         )
     parts = [generating] if generating else sorted(range(1, total), key=lambda part: abs(2 * part - total))
     return [(1, part) if nodes == 1 else (part, gpus) for part in parts]
@@ -289,7 +299,7 @@ class _Search:
                 continue
             data = world // parts
             if self.algorithm.batch % data:
-                problem = f"batch={self.algorithm.batch} is not a multiple of data parallel {data} ({world} GPUs)"
+                problem = f"rl.batch={self.algorithm.batch} is not a multiple of data parallel {data} ({world} GPUs)"
                 reasons[problem] = None
                 continue
             for recompute in (False, True) if self.fixed.recompute is None else (self.fixed.recompute,):
@@ -303,12 +313,16 @@ class _Search:
         if smallest is not None:
             how = smallest.layout
             raise ValueError(
-                f"training: no layout on {world} GPUs of {self.memory / GIB:g} GiB fits; the smallest, "
+                f"training does not fit on {world} GPUs of {self.memory / GIB:g} GiB in any layout; the smallest, "
                 f"TP{how.tensor_parallel} PP{how.pipeline_parallel} CP{how.context_parallel}, needs about "
-                f"{smallest.bytes / GIB:.0f} GiB; use more nodes or shorter sequences (rl.lengths), or correct "
+                f"{smallest.bytes / GIB:.0f} GiB per GPU; use more nodes or shorter sequences (rl.lengths), or correct "
                 "nemo_rl.gpu_memory_gib, the memory of a GPU"
             )
-        raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
+        why = "; ".join(list(reasons)[:2]) or "there are no sizes to try"
+        raise ValueError(
+            f"no layout of training on {world} GPUs is possible ({why}); change the number of nodes or the sizes in "
+            "nemo_rl.set"
+        )
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
         """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
@@ -334,11 +348,13 @@ class _Search:
                     return Generation(nodes=None, gpus=None, tensor_parallel=tensor, share=share)
         if not need:
             raise ValueError(
-                f"generation: tensor parallel {sizes[0]} does not divide {world} GPUs and {min(heads)} heads"
+                f"nemo_rl.set.{PATHS['generation_tensor_parallel']}={sizes[0]} must divide the {world} GPUs that "
+                f"generate and the model's numbers of heads, {sorted(set(heads))}"
             )
         raise ValueError(
-            f"generation: {need / GIB:.0f} GiB on each of {tensor} GPUs, with {SEQUENCES} sequences of {self.length} "
-            f"tokens, exceed {max(shares):g} of {self.memory / GIB:g} GiB; use precision=fp8_blockwise or more GPUs"
+            f"generation needs {need / GIB:.0f} GiB on each of {tensor} GPUs for the weights and {SEQUENCES} sequences "
+            f"of {self.length} tokens, more than {max(shares):g} of {self.memory / GIB:g} GiB; use "
+            "precision=fp8_blockwise or more GPUs"
         )
 
     def _generation_bytes(self, architecture: Architecture, tensor: int, weight: int) -> float:
@@ -375,7 +391,7 @@ class _Search:
         """Return the layout with the stated microbatch size (default 1), or the reason why it is impossible."""
         micro = self.fixed.micro_batch or 1
         if self.algorithm.batch % (data * micro):
-            return f"batch={self.algorithm.batch} is not a multiple of data parallel {data} x micro-batch {micro}"
+            return f"rl.batch={self.algorithm.batch} is not a multiple of data parallel {data} x micro-batch {micro}"
         try:
             layout = Layout(
                 tensor_parallel=tensor,
@@ -420,7 +436,9 @@ class _Search:
         logits = round(tokens * 2 * architecture.vocab_size / layout.tensor_parallel)
         scan = [b.size("heads") for b in architecture.sizes if b.kind == "M" and not b.is_linear]
         if any(heads % (layout.tensor_parallel * layout.context_parallel) for heads in scan):
-            raise ValueError(f"Mamba's {scan[0]} heads are not a multiple of tensor x context parallel")
+            raise ValueError(
+                f"Mamba's {scan[0]} heads are not divisible by TP{layout.tensor_parallel} x CP{layout.context_parallel}"
+            )
         if self.backend == "megatron":
             gpus = cost.per_gpu(architecture, layout, seq_length=self.length)
             return max(gpu.total_bytes + (logits if gpu is gpus[-1] else 0) for gpu in gpus)
@@ -469,7 +487,7 @@ def _in_stages(model: Description, stages: int) -> Architecture:
         return architecture.with_pattern(balance(architecture, pipeline_parallel=stages, cost=parameter_counts))
     layers = len(architecture.pattern.blocks) // (2 if is_paired(model) else 1)
     if layers % stages:
-        raise ValueError(f"{layers} layers cannot be split evenly over PP{stages}")
+        raise ValueError(f"the model's {layers} layers are not divisible by PP{stages}")
     return architecture
 
 

@@ -102,7 +102,9 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
             _packing(policy)
     except Exception as error:  # NeMo-RL raises many types, mostly assertions
         text = " ".join(str(error).split()) or "no reason given"
-        raise ValueError(f"NeMo-RL's {section}.setup rejected the config: {type(error).__name__}: {text}") from error
+        raise ValueError(
+            f"NeMo-RL's {section}.setup rejected the config with {type(error).__name__}: {text}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -157,8 +159,10 @@ def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
     ranks = policy.sharding_annotations.get_axis_size("data_parallel")
     parts = kind({"input_ids": torch.zeros(size * pairs, 1)}).shard_by_batch_size(ranks, batch_size=batch * pairs)
     if (batch // ranks) % micro:
-        per_rank = f"a batch of {batch} on {ranks} data-parallel ranks is {batch // ranks} per rank"
-        raise ValueError(f"{per_rank}, which is not a multiple of the microbatch size {micro}")
+        raise ValueError(
+            f"a batch of {batch} on {ranks} data-parallel ranks is {batch // ranks} per rank, which is not divisible "
+            f"by the microbatch size {micro}; change rl.batch or micro_batch"
+        )
     assert len(parts) == ranks
 
 
@@ -169,8 +173,8 @@ def _packing(policy: Mapping[str, Any]) -> None:
     if context > 1 and packs != megatron:
         rule = "Megatron requires" if megatron else "DTensor does not support"
         raise ValueError(
-            f"policy.sequence_packing.enabled={packs}: with context parallelism ({context}) {rule} sequence packing: "
-            f"set it to {not packs}"
+            f"policy.sequence_packing.enabled must be {str(megatron).lower()}, because with context parallelism "
+            f"({context}) {rule} sequence packing"
         )
 
 

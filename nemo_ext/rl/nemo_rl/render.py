@@ -141,7 +141,7 @@ def _sampling(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
     if sampling.drop_zero_variance and not drops:
         draft.cannot(
             "sampling.drop_zero_variance",
-            "its asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0",
+            "this version's asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0",
         )
     draft.put("sampling.drop_zero_variance", "grpo.use_dynamic_sampling", sampling.drop_zero_variance and drops)
     if sampling.max_batches is not None and drops:
@@ -173,7 +173,9 @@ def _duration(draft: Draft, algorithm: Algorithm, section: Section) -> None:
     draft.put("validation.every", f"{section}.val_period", validation.every or 0)
     draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
     if validation.kl:
-        draft.cannot("validation.kl", "NeMo-RL measures the KL only in training, with loss.kl")
+        draft.cannot(
+            "validation.kl", "NeMo-RL measures the KL only in training, with loss.kl; validations do not measure it"
+        )
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
     # 0.7 requires a number.

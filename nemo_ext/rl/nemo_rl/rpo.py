@@ -38,7 +38,7 @@ class RPOLoss(_DPOLoss):
         if not isinstance(eta, int | float) or isinstance(eta, bool) or not eta > 0:
             raise ValueError(f"rpo.eta must be a number above 0, not {eta!r}")
         if distance not in get_args(Distance):
-            raise ValueError(f"rpo.distance: unknown {distance!r}: {nearest(str(distance), get_args(Distance))}")
+            raise ValueError(f"unknown rpo.distance={distance!r}: {nearest(str(distance), get_args(Distance))}")
         # Attributes are copied because the constructor's arguments differ between versions.
         self.__dict__.update(vars(loss))
         self.eta = float(eta)

@@ -78,7 +78,7 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
     """
     algorithm = config.get("algorithm")
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm: unknown {algorithm!r}: {nearest(str(algorithm), ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {algorithm!r}: {nearest(str(algorithm), ALGORITHMS)}")
     groups = algorithm in ("grpo", "rloo")
     source = "tasks" if groups else "pairs"
     check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", source), where="rl")
@@ -93,7 +93,9 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
 def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
-        raise ValueError("data_plane.enabled: must be false, because rewards over groups are not supported with it")
+        raise ValueError(
+            "data_plane.enabled must be false, because the data plane does not support rewards over groups"
+        )
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
     groups = groups_of(
@@ -103,14 +105,14 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     dynamic = bool(grpo.get("use_dynamic_sampling"))
     if dynamic and groups.reward is not None:
         raise ValueError(
-            "grpo.use_dynamic_sampling with group.length_control or group.judge: rewards would differ in every group, "
-            "so that none would be dropped; choose one of the two"
+            "grpo.use_dynamic_sampling cannot be combined with group.length_control or group.judge, which make rewards "
+            "differ in every group, so that none would be dropped; choose one of the two"
         )
     asynchronous = compat.is_async(master)
     if dynamic and asynchronous and not compat.refills():
         raise ValueError(
-            "grpo.use_dynamic_sampling with grpo.async_grpo.enabled: this version does not replace dropped groups "
-            "(0.7 does); set one of them to false"
+            "grpo.use_dynamic_sampling cannot be combined with grpo.async_grpo.enabled, because this NeMo-RL does not "
+            "replace dropped groups (0.7 does); set one of them to false"
         )
     steps, spare = grpo["max_num_steps"], 0
     if dynamic:
@@ -125,12 +127,18 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     master["data"]["shuffle"] = False
     shares = train.adaptive()
     if shares is not None and asynchronous:
-        raise ValueError(f"tasks.train.adapt with grpo.async_grpo.enabled: {READS_AHEAD}; remove one of the two")
+        raise ValueError(
+            f"tasks.train.adapt cannot be combined with grpo.async_grpo.enabled, because {READS_AHEAD}; remove one of "
+            "the two"
+        )
     if shares is not None:
         # Workers would read ahead, before the rewards that choose the next batch are known.
         master["data"]["num_workers"] = 0
     if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
-        raise ValueError("grpo.val_period, grpo.val_at_start: set tasks.validation, or set them to 0 and false")
+        raise ValueError(
+            "grpo.val_period and grpo.val_at_start require validation tasks; set tasks.validation.path, or set them to "
+            "0 and false"
+        )
 
     planned = [tasks for tasks in (train, validation) if tasks is not None]
     settings = _environment_settings(config, master, tokenizer, planned)
@@ -180,9 +188,12 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum"):
-        raise ValueError(f"loss.level: must be sequence_sum, not {level!r}; set loss_fn.token_level_loss for others")
+        raise ValueError(
+            f"loss.level must be sequence_sum, not {level!r}; for NeMo-RL's token or sample level, remove loss.level "
+            "and set loss_fn.token_level_loss to true or false"
+        )
     if level is not None and master["loss_fn"].get("token_level_loss", True):
-        raise ValueError("loss.level=sequence_sum: set loss_fn.token_level_loss=false")
+        raise ValueError("loss.level=sequence_sum requires loss_fn.token_level_loss=false; set it")
     return level
 
 
@@ -192,7 +203,14 @@ def _dpo(
     pairs = config["pairs"]
     check_keys(pairs, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
-        raise ValueError("rpo: {eta, distance} is required for algorithm=rpo and only allowed there")
+        raise ValueError(
+            f"algorithm={config['algorithm']} "
+            + (
+                "requires the section rpo with eta and distance; add it"
+                if with_rewards
+                else "takes no section rpo; remove it"
+            )
+        )
     template = None if pairs.get("rendered") else Prompts.from_tokenizer(tokenizer, config.get("template"))
     max_length = master["data"].get("max_input_seq_length")
     train, *validation = (
@@ -294,7 +312,7 @@ def _environment_settings(
     used = sorted({name for tasks in planned for name in tasks.environments()})
     check_keys(section, known_environments(), required=(), where="environments")
     if unused := [name for name in section if name not in used]:
-        notice(f"environments without tasks: {', '.join(unused)}")
+        notice(f"environments.{', environments.'.join(unused)}: ignored, because no task has this environment")
     source = str(tokenizer.name_or_path)
     common = {
         "template": config.get("template") or (source if Path(source).is_dir() else None),
@@ -342,7 +360,9 @@ def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) ->
     # The main branch's loop may also end at a threshold of the validation.
     threshold = compat.setting(config, "grpo", "stop_at_validation_threshold")
     if compat.is_async(config) and step < steps and not timed_out and threshold is None:
-        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {step} of {steps}; see its output")
+        raise RuntimeError(
+            f"NeMo-RL's asynchronous training ended early, after step {step} of {steps}; its output above shows why"
+        )
     return End(step, stopped=timed_out and step < steps)
 
 

@@ -34,8 +34,8 @@ class SequenceSumLoss(_PolicyLoss):
     def __init__(self, loss: Any) -> None:
         if getattr(loss, "positive_example_nll_weight", 0):
             raise ValueError(
-                "loss_fn.positive_example_nll_weight: NeMo-RL averages it over the tokens of a microbatch, which "
-                "loss.level=sequence_sum cannot correct; set it to 0, or choose another level"
+                "loss_fn.positive_example_nll_weight cannot be combined with loss.level=sequence_sum, because NeMo-RL "
+                "averages that term over the tokens of a microbatch; set it to 0, or choose another level"
             )
         # Attributes are copied because the constructor's arguments differ between versions.
         self.__dict__.update(vars(loss))

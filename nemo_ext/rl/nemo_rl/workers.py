@@ -15,8 +15,10 @@ def use() -> None:
     """Set Ray's hook so that workers of the next `ray.init` register our bridges; a hook set by the user is kept."""
     ours = f"{__name__}.{with_bridges.__name__}"
     if os.environ.setdefault(VARIABLE, ours) != ours:
-        missing = f"does not register our bridges in workers; let it call {ours}"
-        notice(f"note: your {VARIABLE}={os.environ[VARIABLE]} {missing}")
+        notice(
+            f"the environment variable {VARIABLE}={os.environ[VARIABLE]} does not register our bridges in workers; let "
+            f"its function call {ours}"
+        )
 
 
 def with_bridges(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -115,7 +115,9 @@ class Rollouts:
         for episode in episodes:
             if self.environments[episode.task.environment].environment.begin is not None:
                 name = episode.task.environment
-                raise ValueError(f"environment {name!r} has several turns, which this trainer does not support")
+                raise ValueError(
+                    f"environment {name!r} has several turns, which TRL's trainer does not support; remove its tasks"
+                )
         turns = self._turns(episodes, responses, [self._finished(ids) for ids in responses])
         return [
             Rollout(episode=episode, prompt=[], tokens=list(ids), mask=[1] * len(ids), turn=turn)

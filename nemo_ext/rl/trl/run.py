@@ -52,7 +52,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     """
     single = int(os.environ.get("WORLD_SIZE", 1)) == 1  # set by torchrun and accelerate
     if not single and (config["tasks"].get("train") or {}).get("reprofile") is not None:
-        raise ValueError("tasks.train.reprofile: TRL supports it in a single process only; remove it")
+        raise ValueError(
+            "tasks.train.reprofile is supported by engine=trl only in a single process; remove it, or start one process"
+        )
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
@@ -100,17 +102,24 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
-        raise ValueError(f"engine=trl: {error}; install it with pip install 'nemo_ext[trl]'") from None
+        raise ValueError(
+            f"engine=trl cannot be imported ({error}); install it with pip install 'nemo_ext[trl]'"
+        ) from None
     # Users cannot fix deprecation warnings between TRL and transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model={folder}: has no config.json; `nemo-ext convert to_format=huggingface` writes one")
+        raise ValueError(
+            f"model={folder} has no config.json; name a Hugging Face folder, as `nemo-ext convert "
+            "to_format=huggingface` writes"
+        )
     trusted = may_run_code(str(folder), config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model={folder}: its tokenizer has no eos_token, which is required to end responses")
+        raise ValueError(
+            f"the tokenizer in model={folder} has no eos_token, which ends responses; set it in tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config["template"] is not None:
@@ -231,12 +240,12 @@ def _measure(
         folder = Path(config["run_dir"]) / CHECKPOINTS / change.checkpoint
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder}: no longer exists, but curriculum {number} needs its rollouts; remove "
-                f"{curricula.folder}/{number} to continue without it"
+                f"checkpoint {folder} no longer exists, but curriculum {number} needs its rollouts; remove "
+                f"{curricula.folder}/{number} to continue without that curriculum"
             )
         samples = curricula.settings.samples
         notice(
-            f"step {change.step}: {change.why}: measuring pass rates of {change.checkpoint} on "
+            f"step {change.step} ({change.why}): measuring pass rates of {change.checkpoint} on "
             f"{len(curricula.tasks):,} tasks with {samples} responses each"
         )
         with phases.during("generation"):
@@ -305,7 +314,7 @@ def _tasks(
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
-        raise ValueError("rl.schedule.steps=null: set the number of steps")
+        raise ValueError("rl.schedule.steps=null: set it to the number of training steps")
     rounds = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
     spare = algorithm.steps * ((rounds or 1) - 1)
     train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step, spare=spare)
@@ -322,10 +331,13 @@ def _tasks(
     uses = algorithm.environments or {name: EnvironmentUse() for name in names}
     for name in names:
         if name not in uses:
-            raise ValueError(f"tasks: environment {name!r} is not in rl.environments: {nearest(name, uses)}")
+            raise ValueError(
+                f"tasks with environment {name!r} require it in rl.environments; add it there, or remove these tasks ("
+                f"{nearest(name, uses)})"
+            )
     environments = {name: Episodes(_episode_config(name, uses[name], algorithm.turns), prompts) for name in names}
     group = algorithm.group.settings() if algorithm.group else {}
-    over_groups = group_reward(group)
+    over_groups = group_reward(group, "rl.group")
     check_judges((episodes.environment for episodes in environments.values()), group)
     check_references(planned, lambda task: environments[task.environment].check(task))
     rollouts = Rollouts(
@@ -340,7 +352,7 @@ def _tasks(
     if (limit := algorithm.lengths.prompt) is not None:
         _exclude_longer(rollouts, train, limit, config["tasks"]["train"])
         if measured is not None:
-            measured.exclude(lambda task: _is_longer(rollouts, task, limit))
+            measured.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if curricula is not None and measured is not None:
         curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
@@ -361,15 +373,19 @@ def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
     """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if a curriculum has any."""
-    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit))
+    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if not excluded:
         return
     if settings.get("curriculum"):
         raise ValueError(
-            f"{len(excluded):,} prompts of the curriculum have more than rl.lengths.prompt={limit} tokens (first: "
-            f"{excluded[0]}); make it again without them, or raise the limit"
+            f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
+            f"(first: {excluded[0]}); make it again without them, or raise the limit"
         )
     notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
+
+
+def _longer(limit: int) -> str:
+    return f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
 
 
 def _is_longer(rollouts: Rollouts, task: Task, limit: int) -> bool:

@@ -400,7 +400,9 @@ def policy_gradient(
     arguments: dict[str, Any] = {}
     if rollouts.has_conversations:
         if algorithm.algorithm == "rloo":
-            raise ValueError("algorithm=rloo: TRL's RLOO trainer does not support several turns; use algorithm=grpo")
+            raise ValueError(
+                "algorithm=rloo does not support environments with several turns in TRL; use algorithm=grpo"
+            )
         arguments["rollout_func"] = _conversations
     fixed = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
@@ -428,7 +430,7 @@ def policy_gradient(
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
-        notice(f"{len(same):,} tasks duplicate another's prompt and reference and count as that task: {same[0]} ...")
+        notice(f"{len(same):,} tasks have another task's prompt and reference and count as that task: {same[0]} ...")
     result: GRPOTrainer | RLOOTrainer = trainer
     return result
 
@@ -541,7 +543,7 @@ def preference(
     files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():
         if not path.is_file():
-            raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
+            raise ValueError(f"pairs.{split}={path}: no such file; write it with `nemo-ext preference_data`")
     limit = settings.get("max_length")
     loaded = {
         split: _pairs(path, f"pairs.{split}", prompts, tokenizer, limit, with_rewards=rpo is not None)
@@ -563,19 +565,23 @@ def _pairs(
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where} cannot be read ({error})") from error
     rows: list[dict[str, Any]] = []
     for pair in pairs:
         row: dict[str, Any] = dict(zip(_IDS, token_ids(pair, tokenizer), strict=True))
         rows.append(row | dict(zip(_SCORES, pair.rewards or (), strict=bool(pair.rewards))))
     ends = tuple(map(tokenizer.decode, sorted(end_tokens(tokenizer, None if prompts is None else prompts.template))))
     if unended := [pair for pair in pairs if not pair.chosen.endswith(ends)]:
-        share = f"{len(unended):,} of {len(pairs):,} chosen responses do not end with {' or '.join(ends)}"
-        notice(f"{where}: {share}, so the model does not learn to end them (first: {unended[0].chosen[-20:]!r})")
+        notice(
+            f"{where}: {len(unended):,} of {len(pairs):,} chosen responses do not end with {' or '.join(ends)}, so the "
+            f"model does not learn to end them (first: {unended[0].chosen[-20:]!r})"
+        )
     prompt, *sides = _IDS
     short = [row for row in rows if limit is None or all(len(row[prompt]) + len(row[side]) <= limit for side in sides)]
     if not short:
-        raise ValueError(f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={limit} tokens")
+        raise ValueError(
+            f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={limit} tokens; raise it"
+        )
     if len(short) < len(rows):
         notice(f"{path}: excluded {len(rows) - len(short):,} pairs with more than rl.lengths.total={limit} tokens")
     return Dataset.from_list(short)
@@ -628,8 +634,8 @@ def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) ->
     """
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
-            "rl.sampling.drop_zero_variance and tasks.train.adapt: TRL supports them in a single process only; remove "
-            "them"
+            "rl.sampling.drop_zero_variance and tasks.train.adapt are supported by engine=trl only in a single "
+            "process; remove them, or start one process"
         )
     for file in tasks.files:
         for task in file.tasks:

@@ -87,8 +87,8 @@ def test_task_files_become_rows(tmp_path: Path) -> None:
         ({"output": None}, "output=null"),
         ({"servers": ["banks"]}, "did you mean 'bank'"),
         ({"seed": "x"}, "seed=.x.: input should be"),
-        ({"tasks": ["{folder}/broken.jsonl"]}, "broken.jsonl:1: not JSON"),
-        ({"tasks": ["{folder}/wrong.jsonl"]}, "wrong.jsonl: task 1: .*did you mean 'answer'"),
+        ({"tasks": ["{folder}/broken.jsonl"]}, r"broken.jsonl:1: .* \(not JSON"),
+        ({"tasks": ["{folder}/wrong.jsonl"]}, "wrong.jsonl:1: task '1' cannot be verified: .*did you mean 'answer'"),
         ({"tasks": ["{folder}/none.jsonl"]}, "none.jsonl"),
     ],
 )

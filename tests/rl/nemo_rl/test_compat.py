@@ -18,9 +18,11 @@ def test_what_a_newer_nemo_rl_lacks_is_one_line(tmp_path: Path, monkeypatch: pyt
     with patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
             del sys.modules[name]
-        with pytest.raises(ValueError, match=r"has no nemo_rl.algorithms.async_utils; supported versions: 0.5 to"):
+        with pytest.raises(ValueError, match=r"has no nemo_rl.algorithms.async_utils; use a supported version, 0.5 to"):
             compat.asynchronous()
-        with pytest.raises(ValueError, match=r"has no nemo_rl.algorithms.grpo.ClippedPGLossFn; supported versions"):
+        with pytest.raises(
+            ValueError, match=r"has no nemo_rl.algorithms.grpo.ClippedPGLossFn; use a supported version"
+        ):
             compat.part(compat.grpo(), "ClippedPGLossFn")
 
 

@@ -64,7 +64,9 @@ def test_batches_are_those_of_the_ordered_file(made: Path) -> None:
     assert steps == expected(made)
     assert sorted(iterators) == ["domains-code", "domains-if_v2", "domains-math"]
     assert (order.domain == order.names.index("math")).sum(axis=1).min() == 0, "a domain is not in every step"
-    with pytest.raises(ValueError, match=rf"all {len(steps)} steps are done; set grpo.max_num_steps={len(steps)}"):
+    with pytest.raises(
+        ValueError, match=rf"all {len(steps)} steps of the curriculum are done; set grpo.max_num_steps={len(steps)}"
+    ):
         draw_step(iterators, order)
 
 
@@ -90,7 +92,9 @@ def test_dataloaders_out_of_step_are_refused(made: Path) -> None:
     }
     lacking = {name: iter(loader) for name, loader in loaders_of(made).items() if name != anchor}
 
-    with pytest.raises(ValueError, match=r"no step starts with its next prompt, number \d+; set data.shuffle=false"):
+    with pytest.raises(
+        ValueError, match=r"no step of the curriculum starts with prompt \d+ of .*; set data.shuffle=false"
+    ):
         draw_step(shuffled, order)
     with pytest.raises(ValueError, match="all dataloaders resumed from one checkpoint"):
         draw_step(apart, order)

@@ -104,9 +104,9 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
     tasks = plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps, prompts=6, spare=1)
 
     assert [tasks[at].id for at in range(len(tasks))] == [*order, *order[:6]]
-    with pytest.raises(ValueError, match="its steps have 6 prompts, but the run has 8 per step"):
+    with pytest.raises(ValueError, match="has 6 prompts per step, but the run has 8"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=2, prompts=8)
-    with pytest.raises(ValueError, match=f"it has {steps} steps, fewer than the run's {steps + 1}"):
+    with pytest.raises(ValueError, match=f"curriculum has {steps} steps, fewer than the run's {steps + 1}"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps + 1, prompts=6)
 
 
@@ -115,8 +115,8 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
     [
         ("", "no tasks"),
         ("\n \n", "no tasks"),
-        ('{"id": 1', r"tasks.jsonl:1: not JSON"),
-        ("[1]", r"tasks.jsonl:1: not a JSON object but a list"),
+        ('{"id": 1', r"tasks.jsonl:1: the record cannot be read \(not JSON"),
+        ("[1]", r"tasks.jsonl:1: .* \(not a JSON object but a list\)"),
         ('\n{"id": "a", "environment": "math"}', r"tasks.jsonl:2: the key 'prompt' is missing"),
         ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: duplicate id 'a'"),
         ('{"id": "a", "environment": "math", "promt": "?"}', "did you mean 'prompt'"),
@@ -133,13 +133,17 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "set one of path, curriculum, or directory"),
-        ({"path": "a", "curriculum": "b"}, "set one of"),
+        ({}, "set exactly one of path, curriculum and directory"),
+        ({"path": "a", "curriculum": "b"}, "not path and curriculum"),
         ({"path": "nowhere.jsonl"}, "no such task file"),
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
-        ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"data.blend.a.source"),
+        ({"directory": "d", "blend": {"a": -1}}, r"^tasks\.train\.blend\.a must be a number above 0"),
+        (
+            {"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}},
+            r"tasks.train.blend.a.source: remove it",
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
@@ -170,10 +174,12 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
         plan_tasks(settings, steps=1, prompts=2)
 
     lines = str(raised.value).splitlines()
-    for line, start in zip(lines, ("2: not a JSON object", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False):
+    for line, start in zip(
+        lines, ("2: the record cannot be read", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False
+    ):
         assert f"one.jsonl:{start}" in line
-    assert lines[2].endswith("one.jsonl:4")
-    assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
+    assert "one.jsonl:4; rename one" in lines[2]
+    assert "two.jsonl:2: the record cannot be read (not JSON" in lines[3] and lines[-1] == "and 10 more"
 
 
 def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) -> None:

@@ -106,13 +106,13 @@ def test_the_metadata_hold_the_conversation(made: Step, template: str) -> None:
 
 
 def test_a_conversation_requires_a_template(made: Step) -> None:
-    with pytest.raises(ValueError, match="set the chat template"):
+    with pytest.raises(ValueError, match="set template=NAME"):
         made(Environment(name="test", check=dict, begin=lambda reference: Counting()))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({"rewards": "outcome"}, "did you mean 'reward'"), ({"reward": "domyn_math"}, "set the tokenizer")],
+    [({"rewards": "outcome"}, "did you mean 'reward'"), ({"reward": "domyn_math"}, "reward counts tokens; set")],
 )
 def test_invalid_settings_are_reported(made: Step, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -157,5 +157,5 @@ def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, mo
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
     monkeypatch.setitem(registry, "nemo_ext_math", {"actor_class_fqn": "elsewhere.Math"})
 
-    with pytest.raises(ValueError, match=r"'nemo_ext_math' is elsewhere\.Math"):
+    with pytest.raises(ValueError, match=r"'nemo_ext_math', which is elsewhere\.Math"):
         module.register()

@@ -263,7 +263,7 @@ def test_a_dtensor_checkpoint_by_its_own_converter(
     leave_model(tmp_path, 3, master, "dpo", checkout.root)
 
     if v2 and not checkout.converts_dtensor_v2:
-        assert "only reads checkpoints of DTensor's first version" in capsys.readouterr().err
+        assert "only converts checkpoints of DTensor's first version" in capsys.readouterr().err
         assert not (tmp_path / "model").exists()
         return
     left = tmp_path / "model"

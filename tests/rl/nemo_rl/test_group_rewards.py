@@ -135,9 +135,9 @@ def test_group_rewards_apply_to_the_named_environments_only() -> None:
 def test_a_batch_of_incomplete_groups_is_refused() -> None:
     groups = Groups(generations=2, leave_one_out=False, reward=lambda members: [[0.0, 0.0] for _ in members])
 
-    with pytest.raises(ValueError, match="a batch of 3 responses cannot be divided into groups of 2"):
+    with pytest.raises(ValueError, match="a batch of 3 responses is not divisible into groups of 2"):
         groups.rewritten(batch_of([0.0] * 3, ["a"] * 3), MARKER)
-    with pytest.raises(ValueError, match="responses 0 to 1 answer different prompts"):
+    with pytest.raises(ValueError, match="responses 0 to 1 form a group, but answer different prompts"):
         groups.rewritten(batch_of([0.0] * 2, ["a", "b"]), MARKER)
 
 
@@ -177,7 +177,7 @@ def test_an_empty_answer_is_not_a_short_one() -> None:
         ({"advantage": {"normalize": "std"}}, "did you mean 'normalise'"),
         ({"group": {"length_control": {"percentile": 200}}}, "percentile=200"),
         ({"group": {"lenght_control": {}}}, "did you mean 'length_control'"),
-        ({"generations": 1}, "at least 2 generations"),
+        ({"generations": 1}, "num_generations_per_prompt must be at least 2, not 1"),
     ],
 )
 def test_invalid_settings_are_reported(settings: dict[str, Any], message: str) -> None:

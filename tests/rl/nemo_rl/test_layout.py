@@ -60,7 +60,9 @@ def test_a_30b_model_at_49_k_tokens_is_sharded_and_recomputed() -> None:
     how = found.training.layout
     assert how.expert_parallel == 8 and how.recompute == "full" and found.training.micro_batch == 1
     assert found.training.bytes <= layout.TRAINING_SHARE * 80 * layout.GIB
-    with pytest.raises(ValueError, match=r"no layout on 8 GPUs of 80 GiB fits; the smallest, .*needs about \d+ GiB"):
+    with pytest.raises(
+        ValueError, match=r"does not fit on 8 GPUs of 80 GiB in any layout; the smallest, .*needs about \d+ GiB"
+    ):
         planned("nemotron3_rlvr", "nemotron3_nano_30b", "megatron", cluster(1))
 
 
@@ -85,9 +87,12 @@ def test_stated_sizes_are_kept_and_others_computed() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (cluster(1, gpus=1), "no GPU is left for training: one node with 1 GPUs"),
-        (cluster(4, generation_nodes=4), "no GPU is left for training: 4 nodes with 8 GPUs"),
-        (cluster(4, generation_nodes=1, generation_gpus=4), "whole nodes generate; set 8"),
+        (cluster(1, gpus=1), "no GPU is left for training, because the run has one node with 1 GPU and"),
+        (cluster(4, generation_nodes=4), "no GPU is left for training, because the run has 4 nodes with 8 GPUs"),
+        (
+            cluster(4, generation_nodes=1, generation_gpus=4),
+            "must be 8 or null, because with several nodes, whole nodes generate",
+        ),
         (cluster(1, generation_nodes=2), "the cluster has one node"),
         (cluster(3, gpus=7, generation_nodes=1), "batch=512 is not a multiple of data parallel 14"),
     ],
@@ -100,10 +105,10 @@ def test_impossible_layouts_are_refused(wanted: Stated, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "backend", "message"),
     [
-        ("domyn", {}, "dtensor", "nemo_rl.layout=domyn: known: domyn_math_grpo"),
-        ("dpo_delta", {}, "megatron", "is for nemo_rl.backend=dtensor"),
+        ("domyn", {}, "dtensor", "unknown nemo_rl.layout=domyn: known: domyn_math_grpo"),
+        ("dpo_delta", {}, "megatron", "requires nemo_rl.backend=dtensor, not megatron"),
         ("dpo_delta", {"cluster.num_nodes": 4}, "dtensor", r"has nodes 8, but nemo_rl\.set\.cluster\.num_nodes is 4"),
-        (None, {"cluster.num_nodes": 0}, "dtensor", r"nemo_rl\.set, of the layout: nodes=0"),
+        (None, {"cluster.num_nodes": 0}, "dtensor", r"sizes of the layout in nemo_rl\.set: nodes=0"),
     ],
 )
 def test_a_layout_that_contradicts_the_settings(

@@ -126,7 +126,7 @@ def test_the_whole_config(checkout: Checkout) -> None:
 
 
 def test_a_change_with_an_unknown_key_is_refused(checkout: Checkout) -> None:
-    with pytest.raises(ValueError, match=r"nemo_rl\.loss_fn\.ratio_clip_c: this version has no key"):
+    with pytest.raises(ValueError, match=r"nemo_rl\.set\.loss_fn\.ratio_clip_c: this version of NeMo-RL has no key"):
         checkout.config("grpo", {"loss_fn": {"ratio_clip_c": 3.0}})
 
 

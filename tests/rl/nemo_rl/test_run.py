@@ -19,7 +19,7 @@ TASKS = [{"id": str(n), "environment": "math", "prompt": "?", "reference": {"ans
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "algorithm: unknown None"),
+        ({}, "unknown algorithm None"),
         ({"algorithm": "gpro"}, "did you mean 'grpo'"),
         ({"algorithm": "grpo", "nemo_rl": {}}, "the key 'tasks' is missing"),
         ({"algorithm": "grpo", "nemo_rl": {}, "tasks": {}, "pairs": {}}, "unknown key 'pairs'"),
@@ -38,13 +38,13 @@ def test_invalid_settings_are_reported(config: dict[str, Any], message: str) -> 
         ({"environments": {"maths": {}}}, (), "did you mean 'math'"),
         ({"environments": {"math": {"settings": {"time_limit": -1}}}}, (), "time_limit"),
         ({}, ("++data_plane.enabled=true",), "data_plane.enabled"),
-        ({}, ("grpo.val_period=5",), "set tasks.validation"),
+        ({}, ("grpo.val_period=5",), "set tasks.validation.path"),
         ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one of the two"),
         ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl:1: task 0: reference"),
         (
             {"tasks": {"train": {"directory": ".", "blend": {"tasks": 1, "bad": 1}, "adapt": {}}}},
             ("grpo.async_grpo.enabled=true",),
-            "tasks.train.adapt with grpo.async_grpo.enabled",
+            "tasks.train.adapt cannot be combined with grpo.async_grpo.enabled",
         ),
     ],
 )

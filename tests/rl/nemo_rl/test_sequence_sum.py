@@ -150,8 +150,12 @@ def test_terms_that_it_cannot_sum_are_refused(nemo_rl: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("loss", "settings", "message"),
     [
-        ({"level": "sequence"}, (), "loss.level: must be sequence_sum, not 'sequence'; set loss_fn.token_level_loss"),
-        ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "set loss_fn.token_level_loss=false"),
+        (
+            {"level": "sequence"},
+            (),
+            "loss.level must be sequence_sum, not 'sequence'; for .* set loss_fn.token_level_loss",
+        ),
+        ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "requires loss_fn.token_level_loss=false"),
         ({"levl": "sequence_sum"}, (), "did you mean 'level'"),
     ],
 )

@@ -53,7 +53,9 @@ def test_several_processes_are_refused_before_anything_is_loaded(
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("preset=rl_zero", "model=m", "rl.schedule.steps=2", f"run_dir={tmp_path / 'run'}")
 
-    with pytest.raises(ValueError, match=r"tasks\.train\.reprofile: TRL supports it in a single process only"):
+    with pytest.raises(
+        ValueError, match=r"tasks\.train\.reprofile is supported by engine=trl only in a single process"
+    ):
         job(*words, "tasks.train={path: t.jsonl, reprofile: {every: 2}}")
     assert "loading" not in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -429,13 +429,13 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=tlr"], "engine='tlr': input should be 'trl'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={maths: {}}"], "did you mean 'math'"),
         (["preset=rl_zero", "model=m", "pairs.train=p", "tasks.train.path=t"], "trains on tasks, not on pairs"),
-        (["preset=rl_zero", "model=m", "tasks.train=t"], "tasks.train=t: write tasks.train.path=FILE"),
-        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
+        (["preset=rl_zero", "model=m", "tasks.train=t"], "tasks.train=t is not a section; set tasks.train.path=t"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "set tasks.validation.path=t"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "input should be 'path'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
         (
             ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {every: 2}}", "engine=nemo_rl"],
-            "reprofile: engine=",
+            "reprofile requires engine=trl",
         ),
         (
             [
@@ -483,7 +483,7 @@ def test_epochs_count_the_actual_pairs(tmp_path: Path, capsys: pytest.CaptureFix
     assert made("rl.batch=2").steps == 2 * 5
     assert "2 epochs over 10 pairs: 10 steps" in capsys.readouterr().err
     assert made("rl.schedule.steps=7").steps == 7
-    with pytest.raises(ValueError, match=r"has 10 pairs; lower rl\.batch=2,048"):
+    with pytest.raises(ValueError, match=r"has 10 pairs, fewer than one batch; lower rl\.batch=2048"):
         made()
 
 
