@@ -117,9 +117,10 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     key = ".".join(map(str, place))
     if first["type"] == "value_error":
         message = str(first["ctx"]["error"])
-        if key and not re.search(rf"\b{re.escape(str(first['loc'][-1]))}\b", message):  # most messages name it
-            message = f"{key}: {message}"
-        raise ValueError(message if where and message.startswith(where) else prefix + message)
+        if where and message.startswith(where):
+            raise ValueError(message)
+        named = not key or re.search(rf"\b{re.escape(str(first['loc'][-1]))}\b", message)  # most messages name it
+        raise ValueError(prefix + message if named else f"{_joined(where, key)}: {message}")
     if first["type"] == "unexpected_keyword_argument":
         known = _keys_at(cast(Any, kind), first["loc"][:-1])
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
@@ -137,7 +138,12 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     key = ".".join(map(str, place))
     why = ", or ".join(dict.fromkeys(detail["msg"] for other, detail in within if other == place))
     why = re.sub(r"a valid (tuple|array)\b", "a list", why.replace(", or Input should be ", ", or "))
-    raise ValueError(f"{prefix}{key}={first['input']!r}: {why[:1].lower()}{why[1:]}")
+    raise ValueError(f"{_joined(where, key)}={first['input']!r}: {why[:1].lower()}{why[1:]}")
+
+
+def _joined(where: str, key: str) -> str:
+    """Return the full name of a key in a section, whose name may also be words such as `benchmark mine`."""
+    return f"{where}{'.' if re.fullmatch(r'[\w.-]+', where) else ': '}{key}" if where else key
 
 
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")

@@ -112,7 +112,7 @@ def test_task_paths_are_relative_to_the_working_directory(
     [
         (("rollouts.tasks=nothing.jsonl",), "no such task file"),
         (("rollouts.samples=0",), "samples=0"),
-        (("rollouts.temperature=-1",), "rollouts: temperature=-1.0: input should be"),
+        (("rollouts.temperature=-1",), "rollouts.temperature=-1.0: input should be"),
         (("rollouts.environments={code: {max_tests: 9}}",), "no task has the environment 'code'"),
         (("rollouts.environments={math: {colour: 9}}",), "colour"),
     ],

@@ -383,9 +383,9 @@ def test_trls_trainers_note_the_phases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("memory_profile.seconds=0", r"memory_profile: seconds=0: .* 0\.1"),
-        ("memory_profile.seconds=true", r"memory_profile: seconds=True"),
-        ("memory_profile.seconds=often", r"memory_profile: seconds='often'"),
+        ("memory_profile.seconds=0", r"memory_profile.seconds=0: .* 0\.1"),
+        ("memory_profile.seconds=true", r"memory_profile.seconds=True"),
+        ("memory_profile.seconds=often", r"memory_profile.seconds='often'"),
         ("+memory_profile.second=3", "memory_profile: unknown key 'second'.*seconds"),
         ("memory_profile=5", "memory_profile=5: expected a section"),
     ],

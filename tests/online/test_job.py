@@ -86,7 +86,7 @@ def test_a_round_raises_the_reward_and_resumes_after_interrupts(
     ("words", "message"),
     [
         (("online.colour=3",), "online has no such key"),
-        (("online.temperature=-1",), "online: temperature=-1.0: input should be"),
+        (("online.temperature=-1",), "online.temperature=-1.0: input should be"),
         (
             ("online.environments={code: {colour: 1}}",),
             "online.environments.code is set, but no task has this environment",

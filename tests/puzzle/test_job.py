@@ -384,7 +384,7 @@ def test_all_stages_on_the_device(tmp_path: Path) -> None:
         (("puzzle.stages=[serch]",), "unknown stage 'serch' in puzzle.stages: did you mean 'search'"),
         (("puzzle.stages=[search]",), "search needs the unfinished output of score and cost; add it"),
         (("puzzle.child=blocks",), "this folder holds other results"),
-        (("puzzle.distill.steps=many",), "puzzle: distill.steps='many'"),
+        (("puzzle.distill.steps=many",), "puzzle.distill.steps='many'"),
         (("launcher.nodes=2",), "launcher.nodes=2: this command runs on one machine only"),
         (("data=packed", "data.packed.valid=null"), "data.packed.valid=null, but puzzle compares models"),
         (("+puzzle.serch=1",), "puzzle: unknown key 'serch': did you mean 'search'"),

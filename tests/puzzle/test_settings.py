@@ -56,7 +56,7 @@ def test_the_packaged_config_is_complete() -> None:
         ({"search": {**SEARCH, "metric": "bleu"}}, r"puzzle: search\.metric='bleu'"),
         ({"search": {**SEARCH, "sweep": {"resource": "speed"}}}, r"puzzle\.search\.sweep\.resource"),
         ({"search": SEARCH, "heal": {"teacher": "cached"}}, r"puzzle\.heal\.top_k=64"),
-        ({"search": SEARCH, "child": "a/b"}, r"puzzle: child='a/b'"),
+        ({"search": SEARCH, "child": "a/b"}, r"puzzle.child='a/b'"),
     ],
 )
 def test_invalid_values_are_named(section: dict[str, Any], message: str) -> None:

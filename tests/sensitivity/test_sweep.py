@@ -133,7 +133,7 @@ def test_the_job(
     for word, said in (
         ("precision=mxfp8", "was computed from other inputs .precision_plan"),
         ("megatron.seed=5", "was computed from other inputs .flags.seed: 1234 -> 5"),
-        ("sensitivity.share=1.5", r"sensitivity: share=1\.5: input should be less than or equal to 1"),
+        ("sensitivity.share=1.5", r"sensitivity.share=1\.5: input should be less than or equal to 1"),
         ("precision=fp8_delayed", r"precision_plan\.recipe=delayed needs Transformer Engine"),
     ):
         with pytest.raises(ValueError, match=said):

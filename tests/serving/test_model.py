@@ -66,10 +66,10 @@ def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder:
         (("port=70000",), "port=70000: expected a number from 0"),
         (("serving.replicas=2", "serving.least=3"), "least=3 exceeds replicas=2"),
         (("serving.open=true", "serving.host=0.0.0.0"), "so a key is required"),
-        (("serving.engine=vlm",), "serving: engine=.vlm."),
+        (("serving.engine=vlm",), "serving.engine=.vlm."),
         (("serving.nodes=2",), "requires engine=vllm"),
-        (("serving.max_batch=0",), "serving: max_batch=0"),
-        (("serving.replica=-1",), "serving: replica=-1"),
+        (("serving.max_batch=0",), "serving.max_batch=0"),
+        (("serving.replica=-1",), "serving.replica=-1"),
     ],
 )
 def test_settings_that_cannot_be(

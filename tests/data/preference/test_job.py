@@ -379,7 +379,7 @@ def test_the_command_without_torch(data: Path) -> None:
     ("words", "message"),
     [
         (("sources={a: {kind: delta, strong: strong.jsonl}}",), "sources.a: set both strong and weak"),
-        (("sources={a: {kind: detla, path: x}}",), "sources.a: kind='detla'"),
+        (("sources={a: {kind: detla, path: x}}",), "sources.a.kind='detla'"),
         (("sources={a: {kind: judged, pth: x}}",), "sources.a: unknown key 'pth': did you mean 'path'?"),
         (("sources={a: {kind: judged, path: no.jsonl}}",), "no.jsonl"),
         (

@@ -97,7 +97,7 @@ def test_a_block_s_variants_are_not_all_in_one_shard() -> None:
         ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected at least one shard"),
         ((DISTILL, "puzzle.shard=a/b"), "puzzle.shard=a/b: expected I/N"),
         ((DISTILL, "puzzle.shard=-1/4"), "puzzle.shard=-1/4: expected I/N"),
-        ((DISTILL, "puzzle.shard=3"), "puzzle: shard=3: "),
+        ((DISTILL, "puzzle.shard=3"), "puzzle.shard=3: "),
         (("puzzle.shard=0/4",), "puzzle.shard=0/4 requires a single stage: add 'puzzle.stages=[distill]'"),
         (("puzzle.stages=[library]", "puzzle.shard=0/4"), "puzzle.shard=0/4 requires a single stage"),
         (("puzzle.stages=[distill,score]", "puzzle.shard=0/4"), "puzzle.shard=0/4 requires a single stage"),

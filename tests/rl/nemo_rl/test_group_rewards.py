@@ -173,7 +173,7 @@ def test_an_empty_answer_is_not_a_short_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": {"baseline": "median"}}, "advantage: baseline='median': input should be 'mean'"),
+        ({"advantage": {"baseline": "median"}}, "advantage.baseline='median': input should be 'mean'"),
         ({"advantage": {"normalize": "std"}}, "did you mean 'normalise'"),
         ({"group": {"length_control": {"percentile": 200}}}, "percentile=200"),
         ({"group": {"lenght_control": {}}}, "did you mean 'length_control'"),

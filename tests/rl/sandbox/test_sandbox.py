@@ -453,7 +453,7 @@ def test_limits_are_checked() -> None:
     assert Limits().changed({"cpu_seconds": 3}).cpu_seconds == 3
     with pytest.raises(ValueError, match=r"did you mean 'cpu_seconds'"):
         Limits().changed({"cpu_second": 3})
-    with pytest.raises(ValueError, match=r"reference.limits: processes=1.5: .*integer"):
+    with pytest.raises(ValueError, match=r"reference.limits.processes=1.5: .*integer"):
         Limits().changed({"processes": 1.5}, "reference.limits")
     for odd in ({"cpu_seconds": "3"}, {"cpu_seconds": True}, ["cpu_seconds"]):
         with pytest.raises(ValueError, match="limits"):

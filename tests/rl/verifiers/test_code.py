@@ -441,9 +441,9 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"language": "pythn"}, "reference: language='pythn'.*'python'"),
-        ({"style": None}, "reference: style=None"),
-        ({"tests": []}, r"reference: tests=\[\].*at least 1"),
+        ({"language": "pythn"}, "reference.language='pythn'.*'python'"),
+        ({"style": None}, "reference.style=None"),
+        ({"tests": []}, r"reference.tests=\[\].*at least 1"),
         ({"tests": [{"input": "1"}]}, r"reference.tests\[0\]: the key 'output' is missing"),
         ({"tests": [{"input": 1, "output": ""}]}, r"reference.tests\[0\]: input=1: .*string"),
         ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\]: tolerance=2: .*less than 1"),
@@ -451,7 +451,7 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
         ({"function": "f"}, r"reference.function='f' applies only to style function"),
         ({"tests": [{"input": "\ud800", "output": ""}]}, r"tests\[0\]: .*surrogates"),
-        ({"limits": {"processes": True}}, r"reference.limits: processes=True"),
+        ({"limits": {"processes": True}}, r"reference.limits.processes=True"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
         ({"test": 1}, r"reference: unknown key 'test': did you mean 'tests'"),
     ],

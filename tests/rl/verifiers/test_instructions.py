@@ -209,7 +209,7 @@ def test_tables_leave_cells_empty_and_make_floats() -> None:
         ({"instructions": [{"id": "copy:copying_multiple", "kwargs": {"N": True, "prompt_to_repeat": "a"}}]}, "N=True"),
         ({"instructions": [{"id": "count:lowercase_counting", "kwargs": {"N": -1.0}}]}, "kwargs of .*: N=-1"),
         ({"instructions": [{"id": "language:response_language", "kwargs": {"language": "xx"}}]}, "language='xx'.*'ar'"),
-        ({"instructions": [{"id": "punctuation:no_comma"}], "mode": "half"}, "reference: mode='half'"),
+        ({"instructions": [{"id": "punctuation:no_comma"}], "mode": "half"}, "reference.mode='half'"),
     ],
 )
 def test_bad_references(reference: dict[str, Any], message: str) -> None:

@@ -174,9 +174,9 @@ def test_any_answer_can_be_shown_to_the_judge(answer: str) -> None:
     ("reference", "message"),
     [
         ({"question": "?"}, "reference: the key 'answer' is missing"),
-        ({"question": "?", "answer": ""}, "reference: answer=''"),
-        ({"question": 3, "answer": "x"}, "reference: question=3: .*string"),
-        ({"question": "?", "answer": "x", "rubric": ["y"]}, "reference: rubric=.*string"),
+        ({"question": "?", "answer": ""}, "reference.answer=''"),
+        ({"question": 3, "answer": "x"}, "reference.question=3: .*string"),
+        ({"question": "?", "answer": "x", "rubric": ["y"]}, "reference.rubric=.*string"),
         ({"question": "?", "anwser": "x"}, "did you mean 'answer'"),
     ],
 )

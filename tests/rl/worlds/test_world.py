@@ -253,14 +253,14 @@ def test_a_long_answer_is_cut() -> None:
     ("reference", "message"),
     [
         ({"seed": 0}, "calls"),
-        ({"seed": -1, "calls": []}, "reference: seed=-1"),
-        ({"seed": 0, "calls": MOVE}, "reference: calls=.*list"),
+        ({"seed": -1, "calls": []}, "reference.seed=-1"),
+        ({"seed": 0, "calls": MOVE}, "reference.calls=.*list"),
         ({"seed": 0, "calls": [{"name": "move"}]}, r"reference\.calls\[0\]: the tool move rejects the call: book"),
         ({"seed": 0, "calls": [{"name": 1}]}, r"invalid tool call: reference\.calls\[0\]: name"),
         ({"seed": 0, "calls": []}, "doing nothing would be correct"),
         ({"seed": 0, "calls": [{"name": "find", "arguments": {"title": "Dune"}}]}, "doing nothing would be correct"),
-        ({"seed": 0, "calls": [MOVE], "user": "Yes."}, "reference: user='Yes.'"),
-        ({"seed": 0, "calls": [MOVE], "answer": 2}, "reference: answer=2"),
+        ({"seed": 0, "calls": [MOVE], "user": "Yes."}, "reference.user='Yes.'"),
+        ({"seed": 0, "calls": [MOVE], "answer": 2}, "reference.answer=2"),
         ({"seed": 0, "calls": [MOVE], "usr": []}, "did you mean 'user'"),
     ],
 )

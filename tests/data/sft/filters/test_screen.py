@@ -33,7 +33,7 @@ def test_a_typo_suggests_the_nearest_name() -> None:
         load_filters({"lenght": {}})
     with pytest.raises(ValueError, match=r"filters.length: unknown key 'max_token': did you mean 'max_tokens'"):
         load_filters({"length": {"max_token": 1}})
-    with pytest.raises(ValueError, match=r"filters.repetition: window_times=1: input should be greater"):
+    with pytest.raises(ValueError, match=r"filters.repetition.window_times=1: input should be greater"):
         load_filters({"repetition": {"window_times": 1}})
     with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires a tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
