@@ -90,7 +90,7 @@ def test_tokenize_and_blend_take_the_same_words() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([TREE, "data=mock"], "streams and data=mock exclude each other"),
+        ([TREE, "data=mock"], "streams and data=mock cannot be combined"),
         (
             [TREE, "data.directory=x"],
             r"data\.directory applies only to the recipe's data; for streams, set data_root",

@@ -38,7 +38,7 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Protocol of a checkpoint reader, for either format."""
+    """Protocol of a checkpoint reader, implemented for safetensors (Hugging Face) and torch_dist (Megatron)."""
 
     path: Path
 

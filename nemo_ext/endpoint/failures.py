@@ -39,7 +39,14 @@ class Failed(Exception):
 
     @classmethod
     def from_response(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
-        """Create a failure from an error response's status and message; without a status, it may be retried."""
+        """Create a failure from an error response.
+
+        Args:
+            status: HTTP status; None if there was no response, in which case the request may be retried.
+            problem: our description.
+            words: the server's message, which is appended unless it may contain a part of the key.
+            more: further arguments of the constructor.
+        """
         # A server's message about an invalid key may contain part of the key.
         message = f": {words}" if words and status not in REFUSED else ""
         again = status is None or status in _AGAIN or status >= 500

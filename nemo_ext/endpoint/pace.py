@@ -103,7 +103,13 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Keep a limit for some rounds, and raise it more slowly from now on."""
+        """Hold a limit for `_ROUNDS` rounds, and raise it more slowly afterwards.
+
+        Args:
+            limit: maximum number of concurrent requests.
+            rate: answers per second at this limit, to which later limits are compared.
+            mean: mean seconds per answer at this limit.
+        """
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

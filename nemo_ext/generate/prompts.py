@@ -55,7 +55,7 @@ class Prompts:
                 raise ValueError(f"generate.{key}: unknown column {named!r}; {nearest(named, columns)}")
         if settings.template is not None:
             if settings.messages is not None:
-                raise ValueError("generate.messages and generate.template exclude each other: set one of them")
+                raise ValueError("generate.messages and generate.template cannot both be set: remove one of them")
             source = settings.template
             if source.endswith(".jinja"):
                 try:

@@ -146,7 +146,7 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
         ValueError: the config also has mock data, or no tokenizer.
     """
     if (config.get("megatron") or {}).get("mock_data"):
-        raise ValueError("streams and data=mock exclude each other: remove one of them")
+        raise ValueError("streams and data=mock cannot be combined: remove one of them")
     data = config.get("data") or {}
     kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
     section = {

@@ -97,7 +97,7 @@ class OutputFolder:
 
     @property
     def record(self) -> Path:
-        """File with the settings that the output is made with."""
+        """File that records the settings used to produce the output."""
         return self.own / "settings.json"
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:

@@ -55,7 +55,7 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Reject invalid `model`, `train`, `launcher` and `stability` sections, and values that exclude each other.
+    """Reject invalid `model`, `train`, `launcher` and `stability` sections, and contradictory values.
 
     Raises:
         ValueError: the message names the key, and the nearest known one if it is unknown; or see
@@ -177,7 +177,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_cached_teacher(config, arguments)
     if both and Architecture.from_config(config).pattern.mtp:
         raise ValueError(
-            f"{both[0]} and multi-token prediction (/ in model.pattern) exclude each other, as Megatron-Core computes "
+            f"{both[0]} and multi-token prediction (/ in model.pattern) cannot be combined, as Megatron-Core computes "
             "every depth's loss with the function that distillation replaces: remove the depths"
         )
     if settings.teacher is None:

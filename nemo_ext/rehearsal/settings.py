@@ -37,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.search and self.variants:
-            raise ValueError("rehearse.search and rehearse.try exclude each other: remove one of them")
+            raise ValueError("rehearse.search and rehearse.try cannot be combined: remove one of them")
         for change in self.variants:
             own = [word for word in change.split() if is_own(word)]
             if own or not change.strip():

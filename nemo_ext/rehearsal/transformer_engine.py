@@ -121,7 +121,7 @@ class Product:
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input of an FP8 product is saved in BF16.
         scatters: group over which this product scatters a row-parallel layer's output along the sequence.
-        multiple: multiple to which the FP8 copies pad the tokens of a sequential expert.
+        multiple: number to a multiple of which a sequential expert's tokens are padded in the FP8 copies.
     """
 
     engine: Engine

@@ -165,7 +165,7 @@ class Schedule:
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
-                f"schedule.steps={self.steps} and schedule.epochs={self.epochs} exclude each other; set one to null"
+                f"schedule.steps={self.steps} and schedule.epochs={self.epochs} cannot both be set; set one to null"
             )
 
     def total(self, examples_per_step: int) -> int | None:

@@ -1,7 +1,7 @@
-"""Generation with transformers' models and continuous batching, in which a sequence joins the batch after its prefill.
+"""Generation with transformers models and continuous batching: a sequence joins the batch after its prefill.
 
-The engine supports all classes whose cache consists of transformers' layers for keys and values or recurrent states.
-Sequences of different lengths share one cache that is aligned at its end: shorter sequences are padded on the left, and
+The engine supports all classes whose cache consists of transformers' cache layers for KV or recurrent states.
+Sequences of different lengths share one right-aligned cache: shorter sequences are padded on the left, and
 the attention mask hides the padding. If all layers keep all keys and values, common prefixes of prompts (a system
 message, few-shot examples, the same prompt for several answers) are computed once and reused. One thread owns the
 model; all other code uses `Engine.generate`.

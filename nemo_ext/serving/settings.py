@@ -58,7 +58,7 @@ class ServingSettings:
                 f"open=true: host={self.host} is reachable from other machines, so a key is required; set open=false"
             )
         if self.open and self.key_variable is not None:
-            raise ValueError("open=true and key_variable exclude each other: set one of them")
+            raise ValueError("open=true and key_variable cannot be combined: remove one of them")
         if self.least is not None and self.least > self.replicas:
             raise ValueError(f"least={self.least} exceeds replicas={self.replicas}; lower it")
         if own := {"host", "port", "api_key", "served_model_name", "max_model_len", "tensor_parallel_size"} & set(

@@ -411,7 +411,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
         (["generate.template=/no/such.jinja"], "cannot be read"),
         ([], "has no column messages or prompt, only question, id"),
         ([TEMPLATE, "generate.key=idd"], "did you mean 'id'"),
-        ([TEMPLATE, "generate.messages=question"], "exclude each other"),
+        ([TEMPLATE, "generate.messages=question"], "cannot both be set"),
         (["generate.messages=questions"], "did you mean 'question'"),
         ([TEMPLATE, "generate.max_dead=2"], "generate.max_dead=2"),
         ([TEMPLATE, "generate.concurrency=0"], "generate.concurrency=0"),

@@ -123,7 +123,7 @@ def test_gpus_by_name_and_by_memory() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"search": True, "try": ["megatron.micro_batch_size=2"]}, "exclude each other"),
+        ({"search": True, "try": ["megatron.micro_batch_size=2"]}, "cannot be combined"),
         (
             {"try": ["megatron.bf16=true rehearse.imbalance=2"]},
             "rehearse.try has rehearse.imbalance=2: expected arguments",

@@ -165,7 +165,7 @@ def test_changes_are_merged() -> None:
         ({"sampling": {"drop_zero_variance": True}}, "sampling.max_batches require each other"),
         ({"schedule": {"kind": "cosine"}}, "schedule.kind=cosine requires a total number of steps"),
         ({"schedule": {"warmup_share": 0.1}}, "schedule.warmup_share=0.1 requires a total number of steps"),
-        ({"schedule": {"steps": 3, "epochs": 1}}, "schedule.steps=3 and schedule.epochs=1 exclude each other"),
+        ({"schedule": {"steps": 3, "epochs": 1}}, "schedule.steps=3 and schedule.epochs=1 cannot both be set"),
     ],
 )
 def test_an_invalid_config_is_refused_with_its_key(change: dict[str, Any], message: str) -> None:

@@ -166,7 +166,7 @@ def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | N
 
 
 def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
-    """For each training stream: its number of epochs, and the values on which Megatron's order of it depends.
+    """For each training stream: its number of epochs, and the values that determine the order Megatron reads it in.
 
     These are the number of epochs begun, and whether the last one is shuffled separately
     (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).

@@ -208,7 +208,7 @@ def _domain(record: dict[str, object], key: str | None) -> str:
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
-    """Return the domain's number in `names`, to which a new domain is added."""
+    """Return the domain's number in `names`, adding the domain if it is new; `keys` is for the error message."""
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
             f"keys.domain={keys.domain} has more than {MOST_DOMAINS:,} values, such as {next(iter(names))!r} and "

@@ -292,7 +292,7 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of an Arrow table without the nulls inside structs, where every row has all rows' keys.
+    """Return an Arrow table's row without the nulls in its structs, as Arrow gives each struct the keys of all rows.
 
     JSONL rows do not pass through here, as their nulls are values, such as a JSON schema's `const: null`.
     """

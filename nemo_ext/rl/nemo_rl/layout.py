@@ -492,7 +492,15 @@ def _in_stages(model: Description, stages: int) -> Architecture:
 
 
 def put_layout(draft: Draft, run_plan: Plan, model: Description | None, algorithm: Algorithm, backend: str) -> None:
-    """Write a layout into a draft of NeMo-RL's config."""
+    """Write a planned layout (parallelism, nodes, packing, generation) into a draft of NeMo-RL's config.
+
+    Args:
+        draft: draft to write to.
+        run_plan: the plan.
+        model: the policy; None if its sizes are unknown, which rules out packing on DTensor.
+        algorithm: the algorithm, which determines whether there are pairs or rollouts.
+        backend: back end that trains the policy, megatron or dtensor.
+    """
     layout, pairs = run_plan.training.layout, not isinstance(algorithm, PolicyGradient)
     tensor, context = layout.tensor_parallel, layout.context_parallel
     ours = "nemo_rl.layout"

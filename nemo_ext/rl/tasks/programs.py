@@ -27,7 +27,7 @@ _MOST_SAME = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of task, in whose statement and solution K stands for the task's number, drawn from `least` to `most`."""
+    """Kind of task; K in its statement and solution stands for a number from `least` to `most`, drawn per task."""
 
     level: int
     least: int

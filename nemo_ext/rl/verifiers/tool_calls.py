@@ -161,7 +161,7 @@ def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Ma
 
 
 def _accepts(value: Any, accepted: Any) -> bool:
-    """Return whether a value matches an accepted one, in which each key of an object has a list of accepted values."""
+    """Return whether `value` matches `accepted`, where each key of an object maps to a list of accepted values."""
     if isinstance(value, Mapping) and isinstance(accepted, Mapping):
         return value.keys() <= accepted.keys() and all(
             any(_accepts(value[key], each) for each in values) if key in value else "" in values
