@@ -119,7 +119,8 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         message = str(first["ctx"]["error"])
         if where and message.startswith(where):
             raise ValueError(message)
-        named = not key or re.search(rf"\b{re.escape(str(first['loc'][-1]))}\b", message)  # most messages name it
+        last = next((step for step in reversed(place) if isinstance(step, str)), "")
+        named = not key or (last and re.search(rf"\b{re.escape(last)}\b", message))  # most messages name it
         raise ValueError(prefix + message if named else f"{_joined(where, key)}: {message}")
     if first["type"] == "unexpected_keyword_argument":
         known = _keys_at(cast(Any, kind), first["loc"][:-1])
