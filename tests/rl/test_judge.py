@@ -267,7 +267,7 @@ def test_a_key_that_is_invalid_in_a_header(endpoint: Any, monkeypatch: pytest.Mo
         ({"sampling": {"model": "other"}}, "judge: sampling must not contain model"),
         ({"attempts": "3"}, "judge.attempts='3'"),
         ({"concurrency": True}, "judge.concurrency=True"),
-        ({"sampling": {"stop": {1, 2}}}, "judge: {1, 2}"),
+        ({"sampling": {"stop": {1, 2}}}, "judge: the section has an invalid value"),
         ({"key_variable": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"total_second": 1}, "did you mean 'total_seconds'"),
         ({"model": None}, "judge: model is missing"),
