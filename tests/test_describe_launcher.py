@@ -197,8 +197,8 @@ def test_a_mistake_ends_with_code_2_and_says_what_is_wrong(
         ("seq_length=0", "seq_length.*0"),
         ("launcher.nodes=many", "launcher.nodes.*many"),
         ("megatron.hidden_size=0", "megatron.hidden_size"),
-        ("megatron.tensor_model_parallel_size=5", "tensor_parallel 5"),
-        ("megatron.pipeline_model_parallel_size=9", "9 stages"),
+        ("megatron.tensor_model_parallel_size=5", "tensor_parallel=5"),
+        ("megatron.pipeline_model_parallel_size=9", "9 pipeline stages"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_printed(

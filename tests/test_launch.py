@@ -242,8 +242,8 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
         (["megatron.swiglu=3"], "megatron.swiglu: expected true or false"),
         (["megatron.log_throughput=3"], "switch"),
         (["+model.qk_norm_scop=width"], "did you mean 'qk_norm_scope'?"),
-        (["train.validate_at_start=maybe"], "true or false"),
-        (["launcher.nproc_per_node=0"], "at least 1"),
+        (["train.validate_at_start=maybe"], "valid boolean"),
+        (["launcher.nproc_per_node=0"], "greater than or equal to 1"),
         (["model.backend=transformer_engine", "megatron.no_rope_fusion=true"], "Transformer Engine is not installed"),
         (["megatron.pretrained_checkpoint=/nowhere"], "/nowhere: no such directory"),
         (

@@ -67,7 +67,7 @@ WRONG = {"bytes": 8, "sha256": "0" * 64}
         ({"file": {"path": GGUF, **WRONG}}, f"{GGUF} has 8 bytes and SHA-256"),
         ({"file": {"path": "mine/other.gguf", **WRONG}}, "does not contain mine/other.gguf: correct fetch.file.path"),
         ({"parameters": 10**15}, "requires 2,000,000.0 GB"),
-        ({"version": 1.0}, "fetch: version=1.0: "),
+        ({"version": 1.0}, "fetch.version=1.0: "),
         ({"sha": "0"}, "fetch: unknown key 'sha'"),
     ],
 )

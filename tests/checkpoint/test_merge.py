@@ -505,7 +505,7 @@ def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: lis
         (2, {"weights": []}, r"weights=\[\]: expected a list"),
         (2, {"points": []}, r"points=\[\]: expected a list"),
         (2, {"points": [0, 0.1, 0.1000000001]}, "some points share a folder \\(t0, t0.1\\): remove duplicates$"),
-        (3, {"points": [0, 1]}, "requires exactly two checkpoints, but from has 3"),
+        (3, {"points": [0, 1]}, "requires exactly two checkpoints, but `from` lists 3"),
         (2, {"points": [0, 1], "weights": [0.5, 0.5]}, "weights and points are both set"),
         (2, {"iterations": [1, 2]}, r"iterations=\[1, 2\] applies to Megatron checkpoints only"),
         (2, {"iterations": ["x", 2]}, "iterations=.*: expected a list of whole numbers"),

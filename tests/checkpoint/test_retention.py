@@ -91,7 +91,7 @@ def test_a_checkpoint_is_invalidated_before_its_files_are_deleted(run: Path) -> 
     ("words", "said"),
     [
         (["retention.every=5"], "retention.every has no effect without retention.last, .*: set retention.last"),
-        (["retention.last=0"], "retention: last"),
+        (["retention.last=0"], "retention.last"),
         (["+retention.lats=2"], "retention: unknown key .lats.: did you mean .last."),
         (["retention.last=2", "+megatron.save_retain_interval=100"], "both set: remove one of them"),
     ],

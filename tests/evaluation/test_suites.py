@@ -383,7 +383,7 @@ def test_calls_are_right_if_their_values_are_accepted(tmp_path: Path) -> None:
         assert not right(wrong)
     assert not right({"base": 10}, {"base": 10})
     assert not right()
-    with pytest.raises(ValueError, match=r"reference\.accepted: f: x must be a list"):
+    with pytest.raises(ValueError, match=r"reference\.accepted: f: x must be a non-empty list"):
         environment.check({"accepted": [{"name": "f", "arguments": {"x": 1}}]})
 
 

@@ -165,7 +165,9 @@ def test_names_of_files_are_taken_literally(job: str, key: str, name: str) -> No
 
 @pytest.mark.parametrize("value", ["[a.jsonl,'b=1.jsonl']", "null", "'a','b'", "a\\=b", "{kind: byte}"])
 def test_lists_and_quoted_values_are_left_to_hydra(value: str) -> None:
-    assert hydra_words([f"input={value}"], "tokenize") == [f"input={value}"]
+    (word,) = hydra_words([f"input={value}"], "tokenize")
+
+    assert word.lstrip("+") == f"input={value}"
 
 
 @pytest.mark.parametrize("job", ["convert", "merge", "generate", "synthesize"])

@@ -190,9 +190,9 @@ def test_older_broken_checkpoints_and_other_folders_are_ignored(tmp_path: Path, 
     ("word", "said"),
     [
         ("+guard.nam=true", "guard: unknown key .nam.: did you mean .nan."),
-        ("guard.spike=-1", r"guard: spike"),
-        ("guard.minutes=0", r"guard: minutes"),
-        ("guard.nan=maybe", r"guard: nan"),
+        ("guard.spike=-1", r"guard\.spike"),
+        ("guard.minutes=0", r"guard\.minutes"),
+        ("guard.nan=maybe", r"guard\.nan"),
     ],
 )
 def test_an_invalid_setting_is_named(word: str, said: str) -> None:

@@ -31,6 +31,9 @@ def next_core(megatron: None) -> Iterator[Callable[[], None]]:
 
 def stepped(network: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of three steps and the parameters after them."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()  # it has the number of layers of the first model in a process
     optimizer, losses = torch.optim.AdamW(network.parameters(), lr=1e-3), list[float]()
     tokens = torch.randint(0, 257, (2, 33), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(32).expand(2, -1)

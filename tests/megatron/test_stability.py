@@ -116,7 +116,7 @@ def test_a_step_with_an_outlying_gradient_changes_no_weight() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stability.z_loss=-1"], "stability: z_loss"),
+        (["stability.z_loss=-1"], "stability.z_loss"),
         (["+stability.zloss=1"], "zloss"),
         (["stability.skip_beyond=6", "megatron.clip_grad=0.0"], "needs the gradient norm"),
     ],

@@ -63,7 +63,7 @@ def test_a_filled_in_template_can_be_read(tmp_path: Path) -> None:
     [
         (
             lambda table: table.update(batch=8),
-            "a scenario that differs from puzzle.serving (batch: 8 -> 4): make them agree",
+            "a scenario that differs from puzzle.serving (batch: 8 -> 4); make them agree",
         ),
         (lambda table: table["latencies"].pop(), "lacks the latencies of outside: add them, or narrow puzzle.variants"),
         (lambda table: table["latencies"].append(table["latencies"][1]), " twice: remove one entry"),

@@ -121,7 +121,7 @@ def test_a_plan_adapts_between_the_files_of_its_blend(tmp_path: Path) -> None:
     assert plan_tasks(blend, steps=2, prompts=8).adaptive() is None
     for wrong, said in (
         ({"path": "x", "adapt": {}}, r"adapt requires tasks\.train\.directory"),
-        ({**blend, "adapt": {"keep": 0}}, r"tasks\.train: adapt\.keep=0"),
+        ({**blend, "adapt": {"keep": 0}}, r"tasks\.train\.adapt\.keep=0"),
         ({**blend, "adapt": {"kept": 1}}, "did you mean 'keep'"),
         ({**blend, "blend": {"a": {"share": 3, "cap_epochs": 9}, "b": 1}, "adapt": {}}, "cannot respect cap_epochs"),
         ({**blend, "blend": {"a": 3}, "adapt": {}}, "at least two streams with a share"),

@@ -253,7 +253,7 @@ def test_a_key_that_is_invalid_in_a_header(endpoint: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint: the endpoint's URL must be like"),
+        ({"endpoint": "ftp://localhost:8000"}, "judge: endpoint is not a valid URL; the endpoint's URL must be like"),
         (
             {"endpoint": "http://me:secret@host/v1"},
             "the endpoint's URL must not contain a name, password",

@@ -38,9 +38,7 @@ def test_precision_is_none_without_a_plan_or_fp8(policy: str) -> None:
 
 
 def test_mistakes_are_reported(policy: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"nemo_rl: fp8_in='train': input should be 'generation', 'training' or 'both'"
-    ):
+    with pytest.raises(ValueError, match=r"nemo_rl.fp8_in='train': input should be 'generation', 'training' or 'both'"):
         checked(NemoRl, {"backend": "megatron", "set": {}, "fp8_in": "train"}, "nemo_rl")
     with pytest.raises(ValueError, match=r"precision_plan requires .* model=.*no config\.json"):
         Precision.from_config({"precision_plan": {"default": "fp8"}, "policy": str(tmp_path / "none")})

@@ -56,7 +56,10 @@ def two(random_llama: Path, tmp_path: Path) -> str:
     ("words", "said"),
     [
         ((*ONLINE, "model=m", "tasks.train.path=t"), ["model=m: not found", "tasks.train.path=t: not found"]),
-        (("job=online", "preset=rl_zero", "model=m"), ["preset=rl_zero: grpo generates during training"]),
+        (
+            ("job=online", "preset=rl_zero", "model=m"),
+            ["preset=rl_zero does not train on pairs"],
+        ),
         ((*ONLINE, "model=m", "tasks.train.path=t", "serving.nodes=2"), ["serving.nodes=2: job=online serves"]),
         ((*ONLINE, "model=m", "tasks.train.path=t", "online.colour=1"), ["online has no such key"]),
         (SWEEP, ["from=a: not found", "from=b: not found"]),

@@ -36,7 +36,7 @@ def test_what_can_be_evaluated_passes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("evaluate.every=0",), "evaluate: every"),
+        (("evaluate.every=0",), "evaluate.every"),
         (("evaluate.suite=quik",), "unknown name 'quik'"),
         (("+evaluate.benchmark=x",), "unknown key 'benchmark'"),
         (("evaluate.tokenizer=null",), "the data config names none"),

@@ -159,7 +159,7 @@ def test_a_file_of_another_model_or_data_is_refused(parent: Callable[..., Parent
     with pytest.raises(ValueError, match=r"measured with 3 blocks .* this run has 4 blocks"):
         measure_dependency(parent(pattern="*--*"), data, file)
     file.write_text(file.read_text() + '{"block": 3}\n')
-    with pytest.raises(ValueError, match=r"dependency\.jsonl:3: not a row"):
+    with pytest.raises(ValueError, match=r"dependency\.jsonl:3: expected a row"):
         measure_dependency(opened, data, file)
 
 

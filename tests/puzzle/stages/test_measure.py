@@ -233,7 +233,7 @@ def test_other_files_are_refused(opened: Opened, tmp_path: Path) -> None:
     for line, text, message in (
         (1, '{"block": 1}', r"measured\.jsonl:1: expected the conditions"),
         (1, "", r"measured\.jsonl:1: expected the conditions"),
-        (2, '{"block": "-"}', r"measured\.jsonl:2: not a measurement"),
+        (2, '{"block": "-"}', r"measured\.jsonl:2: expected a measurement"),
     ):
         file.write_text("\n".join([*lines[: line - 1], text, *lines[line:]]) + "\n")
         with pytest.raises(ValueError, match=message):

@@ -114,5 +114,5 @@ def test_scores_of_another_calibration_set_are_not_mixed(opened: Callable[..., A
     with pytest.raises(ValueError, match="calibration set is empty"):
         score_blocks(parent, keep, lambda v: parent.layers[v.number], [], file)
     file.write_text("nonsense\n" + json.dumps({"block": 1}) + "\n")
-    with pytest.raises(ValueError, match=r"scores\.jsonl:1: not a score"):
+    with pytest.raises(ValueError, match=r"scores\.jsonl:1: expected a score"):
         read_scores(file)

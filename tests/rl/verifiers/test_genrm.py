@@ -55,9 +55,9 @@ def test_unknown_scores_add_no_term() -> None:
     [
         ({}, "ranking"),
         ({"ranking": None}, "reference.ranking=None"),
-        ({"ranking": 7}, "reference.ranking=7.0: expected a ranking from 1 to 6"),
+        ({"ranking": 7}, "reference: ranking=7.0: expected a ranking from 1 to 6"),
         ({**TRUTH, "score_1": 0}, "reference: score_1=0.0: expected a score from 1 to 5"),
-        ({**TRUTH, "score_2": "4"}, "reference: score_2='4'"),
+        ({**TRUTH, "score_2": "4"}, "reference.score_2='4'"),
         ({**TRUTH, "scores": 4}, "did you mean"),
     ],
 )

@@ -180,5 +180,5 @@ def test_a_judge_of_answers_is_checked_before_a_run(endpoint: Any, reply: Any) -
 
     with pytest.raises(ValueError, match=r"unknown model 'judge'"):
         asyncio.run(made.reach())
-    with pytest.raises(ValueError, match=r"reference\.answer: environment=\['math'\]"):
+    with pytest.raises(ValueError, match=r"reference\.answer\.environment=\['math'\]"):
         made.check({"answer": {"environment": ["math"], "reference": {}}})
