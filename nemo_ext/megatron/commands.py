@@ -1,5 +1,6 @@
 """The `nemo-ext train` command: trains a model; also defines what all commands with a training config share."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def _figures(run_dir: Path) -> Figures:
     if step is None:
         return Figures()
     text = f"loss {step['loss']:.3f}" + (f", validation {validation['val_loss']:.3f}" if validation else "")
+    if depths := [f"{step[key]:.3f}" for key in sorted(step) if re.fullmatch(r"mtp_\d+_loss", key)]:
+        text += f", MTP {', '.join(depths)}"
     return Figures(text=text, tokens=step.get("tokens"), step=int(step["step"]), target=target_of(run_dir))
 
 

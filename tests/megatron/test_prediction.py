@@ -10,6 +10,8 @@ import torch
 from nemo_ext.architecture.cost import total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import compose
+from nemo_ext.job.job import invoke
+from nemo_ext.megatron.commands import TRAIN
 from nemo_ext.megatron.report import write_report
 
 Train = Callable[..., list[dict[str, Any]]]
@@ -101,6 +103,9 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
         assert [line[key] for line in parts][-5:] == [line[key] for line in whole][-5:], key
     report = write_report(tmp_path / "whole").read_text()
     assert f"loss of MTP depth 2, last step | {whole[-1]['mtp_2_loss']:.4f}" in report
+    depths = f"MTP {whole[-1]['mtp_1_loss']:.3f}, {whole[-1]['mtp_2_loss']:.3f}"
+    assert TRAIN.figures is not None
+    assert invoke(TRAIN.figures, tmp_path / "whole").text.endswith(depths)  # shown by `status`
 
 
 @pytest.mark.parametrize(
