@@ -206,6 +206,17 @@ class Roofline:
             flops = cost.head_forward_flops_per_token(model)
             head = _Work(flops=flops, pairs=0.5, sharded=counted.sharded, replicated=counted.replicated)
             work = _plus(work, head)
+            counted = cost.mtp_parameters(model)
+            work = _plus(
+                work,
+                _Work(
+                    flops=cost.mtp_forward_flops_per_token(model, seq_length=self.length),
+                    sharded=counted.sharded,
+                    replicated=counted.replicated,
+                    expert_weights=counted.experts,
+                    expert_biases=counted.experts_replicated,
+                ),
+            )
         return work
 
     def _micro_batch(

@@ -127,8 +127,10 @@ class Description:
 
     def without_prediction(self) -> "Description":
         """Return the same model without multi-token prediction."""
-        pattern = Pattern(self.architecture.pattern.blocks)
-        return replace(self, architecture=replace(self.architecture, pattern=pattern))
+        architecture = replace(self.architecture, pattern=Pattern(self.architecture.pattern.blocks))
+        if "E" in self.kinds:
+            return replace(self, architecture=architecture)
+        return replace(self, architecture=replace(architecture, moe_latent_size=None), router=None)
 
     @property
     def kinds(self) -> set[str]:

@@ -58,6 +58,8 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's names for the weights of the embedding and the output layer."""
 PADDED = 128
 """Multiple to which Megatron pads the vocabulary (its `make_vocab_size_divisible_by`)."""
+PREDICTION_KEYS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+"""Keys of config.json that only models with multi-token prediction have."""
 ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "use_rope_scaling")
 
 
@@ -392,6 +394,8 @@ def _plan_to_hf(
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     kept = kept_keys(extras, hf_format)
+    if not description.prediction:
+        kept = {key: value for key, value in kept.items() if key not in PREDICTION_KEYS}
     of_bytes = extras is None and tokenizer == {"kind": "byte"}
     if of_bytes:
         kept["eos_token_id"] = ByteTokenizer.eod

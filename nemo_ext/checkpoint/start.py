@@ -1,9 +1,11 @@
 """Training configs with the model of the checkpoint that a run starts from. Does not import torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.beside import config_beside, extras_beside
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
@@ -97,7 +99,13 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 
 def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    return with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
+    changed = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
+    pattern = parse(str(beside["model"]["pattern"]))
+    if pattern.mtp:  # a description has depths with the same weights only once
+        model = {**changed["model"], "pattern": str(replace(parse(changed["model"]["pattern"]), depths=pattern.depths))}
+        flags = {name: value for name, value in beside["megatron"].items() if name.startswith("mtp_")}
+        changed = {**changed, "model": model, "megatron": {**flags, **changed["megatron"]}}
+    return changed
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:

@@ -113,7 +113,7 @@ def read_blend(config: Mapping[str, object]) -> Blend:
     Raises:
         ValueError: A key is missing or invalid, or the input cannot be read.
     """
-    settings = checked(BlendSettings, flattened(config), "data")
+    settings = checked(BlendSettings, flattened(config), "data", strict=True)
     return Blend(
         tokenizer=load_tokenizer(settings.tokenizer),
         validation_share=settings.validation_share,
@@ -133,10 +133,12 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
     Raises:
         ValueError: neither or both are set, `output` is missing, or the kind of the input is unknown.
     """
-    settings = checked(TextSettings, {field.name: config[field.name] for field in fields(TextSettings)})
+    settings = checked(TextSettings, {field.name: config[field.name] for field in fields(TextSettings)}, strict=True)
     data = config["data"]
     blend = flattened(data) if isinstance(data, Mapping) else {}
     if settings.input is not None:
+        if not all(settings.input):
+            raise ValueError(f"input={config['input']!r} contains an empty name: name files, globs or a directory")
         if blend.get("streams"):
             raise ValueError(
                 "input cannot be combined with a blend (data=... or data.streams): use a separate command for each"

@@ -48,6 +48,8 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     with quiet_imports():
         mamba_modules.install()
         with patches.applied():
+            check_prediction(config, parse(config["model"]["pattern"]))
+            check_latent(config)
             arguments = parse_arguments(command_line(config), world_size=world_size(config))
             check_resiliency(arguments)
             check_distillation(config, arguments)
@@ -324,6 +326,48 @@ def check_machine(config: Mapping[str, Any]) -> None:
         raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory; set it to {start}/checkpoints")
 
 
+def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
+    """Reject multi-token prediction, and flags for it, that would fail in a rank or have no effect.
+
+    Raises:
+        ValueError: the message names the setting.
+    """
+    from nemo_ext.megatron.specs import check_pattern, hybrid_stack
+
+    if not pattern.mtp:
+        if config["megatron"].get("mtp_use_repeated_layer"):
+            raise ValueError(
+                "megatron.mtp_use_repeated_layer=true requires multi-token prediction: write its depths after / in "
+                "model.pattern, such as ME*-/*E/*E"
+            )
+        return
+    if config.get("precision_plan"):
+        raise ValueError(
+            "precision_plan cannot be combined with multi-token prediction (/ in model.pattern) yet, as its rules name "
+            "blocks of the main model only: use precision=bf16, or remove the depths"
+        )
+    options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
+    try:
+        check_pattern(options, [block.kind for block in pattern.mtp], 0)
+    except ValueError as error:
+        raise ValueError(f"multi-token prediction: {error}") from error
+
+
+def check_latent(config: Mapping[str, Any]) -> None:
+    """Reject flags that Megatron-Core's latent experts do not support in training.
+
+    Raises:
+        ValueError: the message names the flag.
+    """
+    megatron = config["megatron"]
+    if not megatron.get("moe_latent_size"):
+        return
+    if megatron.get("moe_shared_expert_overlap"):
+        raise ValueError("megatron.moe_latent_size requires megatron.moe_shared_expert_overlap=false in training")
+    if backend_of(config) == "local" and not megatron.get("disable_bias_linear"):
+        raise ValueError("megatron.moe_latent_size with model.backend=local requires megatron.disable_bias_linear=true")
+
+
 def check_packs(config: Mapping[str, Any]) -> None:
     """Reject packs for which Transformer Engine has no attention kernel on this machine.
 
@@ -373,7 +417,7 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
                 f"stage {place} (of 0 to {stages - 1}) of model.pattern has no block, and Megatron-Core's gradients "
                 "become NaN after an empty stage: move a cut `|`"
             )
-    experts = any(block.kind == "E" for block in pattern.blocks)
+    experts = any(block.kind == "E" for block in (*pattern.blocks, *pattern.mtp))
     if experts and pipeline > 1 and trained:
         check_experts_on_every_rank(pattern, pipeline)
     if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
@@ -419,10 +463,11 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
         )
     communication = megatron.get("cp_comm_type") or "p2p"
     kinds = [communication] if isinstance(communication, str) else list(communication)
-    for number, block in enumerate(architecture.sizes, start=1):
+    depth = [(f"multi-token prediction: block {n}", n, block) for n, block in enumerate(architecture.depth.sizes, 1)]
+    for where, number, block in [*((f"block {n}", n, block) for n, block in enumerate(architecture.sizes, 1)), *depth]:
         if parts == 1 or block.kind != "*" or block.is_linear:
             continue
-        where, kind = f"block {number} ({block.kind})", kinds[(number - 1) % len(kinds)]
+        where, kind = f"{where} ({block.kind})", kinds[(number - 1) % len(kinds)]
         if block.get("window") and kind not in ("a2a", "all_gather"):
             raise ValueError(
                 f"{where}: a window of {block.size('window')} with context_parallel_size={parts} requires "
@@ -448,7 +493,9 @@ def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
     """
     for rank in range(pipeline):
         stages = pattern.stages[rank::pipeline]
-        if not any(block.kind == "E" for first, last in stages for block in pattern.blocks[first:last]):
+        blocks = [block for first, last in stages for block in pattern.blocks[first:last]]
+        blocks += pattern.mtp if rank == pipeline - 1 else ()
+        if not any(block.kind == "E" for block in blocks):
             raise ValueError(
                 f"pipeline rank {rank} has no MoE block (E), so Megatron-Core cannot log MoE losses: write the cuts "
                 "`|` in model.pattern so that every rank has one, or use fewer stages"

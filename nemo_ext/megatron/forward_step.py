@@ -183,7 +183,9 @@ def forward_step(
     if distillation is not None:
         distillation.before_student(batch, bounds)
     with _stragglers, transformer_engine.explained():
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
+        # The mask is for multi-token prediction; without it, every token would count in its losses.
+        targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+        output = model(batch["tokens"], batch["position_ids"], None, **targets, **bounds)
     divergence = None
     if distillation is not None:
         divergence, output = distillation.take(), distillation.after_student(output)

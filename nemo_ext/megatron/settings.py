@@ -30,8 +30,8 @@ class ModelSettings:
         virtual_pipeline_stages: stages per pipeline rank.
     """
 
-    name: str | None = None
-    family: str | None = None
+    name: str | int | None = None
+    family: str | int | None = None
     pattern: str | None = None
     backend: str | None = None
     norm_affine: bool | None = None

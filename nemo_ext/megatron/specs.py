@@ -340,6 +340,7 @@ class BlockPredictionLayer(MultiTokenPredictionLayer):
         hybrid_submodules: HybridStackSubmodules,
         **kwargs: Any,
     ) -> None:
+        check_pattern(options, list(kwargs.get("mtp_layer_pattern") or ""), 0)
         norm, linear = norm_builder(config, options), backend(config.transformer_impl).column_parallel_linear()
         parts = MultiTokenPredictionLayerSubmodules(enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm)
         super().__init__(config, parts, *args, hybrid_submodules=stack_submodules(config, options), **kwargs)

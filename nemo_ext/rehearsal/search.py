@@ -108,7 +108,7 @@ class Search:
         self.world, self.per_node = world_size(config), int(config["launcher"]["nproc_per_node"])
         self.batch, self.length = (int(self.megatron[name]) for name in ("global_batch_size", "seq_length"))
         written = parse(config["model"]["pattern"])
-        bare = {**config, "model": {**config["model"], "pattern": format_pattern(Pattern(written.blocks))}}
+        bare = {**config, "model": {**config["model"], "pattern": format_pattern(replace(written, cuts=()))}}
         self.architecture = Architecture.from_config(bare)
         self.own = Layout.from_config(bare)
         self.kinds = {block.kind for block in self.architecture.sizes if not block.is_linear}
@@ -195,9 +195,8 @@ class Search:
         }
         written = parse(self.config["model"]["pattern"])
         if written.cuts and written.cuts != candidate.pattern.cuts:
-            changes["model.pattern"] = format_pattern(
-                Pattern(written.blocks)
-            )  # training places cuts as the search does
+            # Training places cuts as the search does.
+            changes["model.pattern"] = format_pattern(replace(written, cuts=()))
         if layout.virtual_stages != (self.config["model"].get("virtual_pipeline_stages") or 1):
             changes["model.virtual_pipeline_stages"] = layout.virtual_stages
         return changes

@@ -84,7 +84,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     files = _files_of_run(source, run_dir) if files_from is None else Path(files_from).expanduser()
-    settings = hf.Settings(files_from=files)
+    settings = hf.Settings(files_from=files, mtp="drop")  # as no engine here predicts several tokens
     with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
         plan = hf.plan(source, run_dir / _EXPORT / checkpoint_folder(source, None).name, settings)
         if not hf.is_made(plan, settings):

@@ -64,6 +64,29 @@ def test_published_checkpoints_have_the_tensors_that_are_expected(
     assert from_config(written) == description
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000 makes more than 2048 blocks"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers='1'"),
+        ({"num_nextn_predict_layers": False}, "num_nextn_predict_layers=False"),
+        (
+            {"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": [["attention"]]},
+            "mtp_layers_block_type=.*expected",
+        ),
+        ({"mtp_hybrid_override_pattern": None, "mtp_layers_block_type": []}, "mtp_layers_block_type=.*expected"),
+        ({"mtp_hybrid_override_pattern": "*E/*E"}, "mtp_hybrid_override_pattern=.* only the letters"),
+        ({"hybrid_override_pattern": "ME*|-"}, "hybrid_override_pattern=.* only the letters"),
+        ({"moe_latent_size": 0}, "moe_latent_size=0"),
+    ],
+)
+def test_an_invalid_config_is_one_error(change: dict[str, Any], message: str) -> None:
+    facts = choose(from_config(compose("describe", [*SMALL, "model.pattern=ME*-/*E"])))[1]
+
+    with pytest.raises(ValueError, match=message):
+        read({**facts, **change})
+
+
 def test_depths_with_one_set_of_weights_are_one_depth_in_a_checkpoint() -> None:
     repeated = compose("describe", [*SMALL, "model.pattern=ME*-/*E/*E", "+megatron.mtp_use_repeated_layer=true"])
     once = compose("describe", [*SMALL, "model.pattern=ME*-/*E"])

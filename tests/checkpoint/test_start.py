@@ -41,6 +41,17 @@ def test_a_run_uses_the_model_of_its_start(child: Path) -> None:
     assert model_of_start(run_of(child, asked=False)) == {}
 
 
+def test_depths_with_one_set_of_weights_stay_the_runs(child: Path) -> None:
+    made = compose("describe", ["model=nemotron3_super_tiny", "model.name=child"])
+    (child / "model" / "child.yaml").write_text(yaml.safe_dump({name: made[name] for name in ("model", "megatron")}))
+
+    changed = {**run_of(child), **model_of_start(run_of(child))}
+
+    assert changed["model"]["pattern"] == "MEM*EME-/*E/*E"
+    flags = {name: value for name, value in changed["megatron"].items() if name.startswith("mtp_")}
+    assert flags == {"mtp_use_repeated_layer": True, "mtp_loss_scaling_factor": 0.3}
+
+
 def test_a_run_directory_means_its_checkpoints(child: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

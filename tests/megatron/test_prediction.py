@@ -1,6 +1,7 @@
 """Multi-token prediction: sizes of its blocks, its losses and gradients against plain torch, and resuming."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from nemo_ext.megatron.report import write_report
 Train = Callable[..., list[dict[str, Any]]]
 PATTERN = "ME{ffn=64}*-/*{heads=4,kv=2}E{experts=4,ffn=96}M/*{heads=4,kv=2}E{experts=4,ffn=96}M"
 """Two depths, whose blocks 1 and 2 have other values than the main blocks 1 and 2."""
+PIPELINE = ("megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2")
+CONTEXT = ("megatron.context_parallel_size=2", "launcher.nproc_per_node=2", "model.backend=transformer_engine")
+LATENT = ("+megatron.moe_latent_size=48",)
 WORDS = ["run_dir=unused", "data=mock", f"model.pattern={PATTERN}"]
 
 
@@ -43,52 +47,65 @@ def test_a_model_has_the_parameters_that_the_cost_model_counts(megatron: None, r
     assert [depth[1].config.moe_ffn_hidden_size, model.decoder.layers[1].config.moe_ffn_hidden_size] == [96, 64]
 
 
-def test_losses_and_gradients_are_those_of_plain_torch(megatron: None) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_and_gradients_are_those_of_plain_torch(megatron: None, packed: bool) -> None:
+    """On the tokens that the mask keeps, also where sequences are packed, beyond whose ends nothing is predicted."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    from nemo_ext.megatron.forward_step import forward_step
+    from nemo_ext.megatron.packed import BOUNDS
     from nemo_ext.megatron.session import build_model
 
     depths = "/*{heads=4,kv=2}-/*{heads=4,kv=2}-"
-    model, _ = build_model(compose("train", ["run_dir=unused", "data=mock", f"model.pattern=M*-{depths}"]))
+    model, _ = build_model(compose("train", ["run_dir=unused", "data=mock", f"model.pattern=*-{depths}"]))
     model.train()
-    ids = torch.randint(0, 257, (2, 49), generator=torch.Generator().manual_seed(3))
-    tokens, labels = ids[:, :-1], ids[:, 1:].contiguous()
-    positions, mask = torch.arange(tokens.shape[1]).expand_as(tokens), torch.ones(labels.shape)
-    mask[0, 10:20] = 0
+    ids = torch.randint(0, 257, (1 if packed else 2, 49), generator=torch.Generator().manual_seed(3))
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:].contiguous(), "loss_mask": torch.ones(len(ids), 48)}
+    batch["loss_mask"][0, 10:16] = 0
+    batch["position_ids"] = torch.arange(48).expand_as(batch["tokens"])
+    bounds = [0, 20, 48]
+    if packed:
+        batch[BOUNDS] = torch.tensor([bounds], dtype=torch.int32)
+    names = ("tokens", "labels", "loss_mask")
+    parts = list(pairwise(bounds)) if packed else [(0, 48)]
+    sequences = [tuple(batch[name][row : row + 1, i:j] for name in names) for row in range(len(ids)) for i, j in parts]
     MTPLossLoggingHelper.tracker.clear()
-    losses = model(tokens, positions, None, labels=labels, loss_mask=mask)
-    ((losses * mask).sum() / mask.sum()).backward()
+    output, loss_of = forward_step(iter([batch]), model)
+    loss, tokens, _ = loss_of(output)
+    (loss / tokens).backward()
     logged = MTPLossLoggingHelper.tracker.pop("loss_values").tolist()
     MTPLossLoggingHelper.tracker.clear()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
 
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
+    table = model.embedding.word_embeddings.weight
+    sums, counts = [torch.zeros(()) for _ in range(3)], [0.0] * 3
+
+    def add(number: int, hidden: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> None:
         logits = (hidden @ model.output_layer.weight.T).transpose(0, 1)
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        return (nats * mask.flatten()).sum() / mask.sum()
+        sums[number] = sums[number] + (nats * mask.flatten()).sum()
+        counts[number] += float(mask.sum())
 
-    table = model.embedding.word_embeddings.weight
-    hidden = model.decoder(
-        hidden_states=torch.nn.functional.embedding(tokens, table).transpose(0, 1), attention_mask=None
-    )
-    total = loss(hidden)
-    for number, depth in enumerate(model.mtp.layers):
-        tokens, labels, mask = rolled(tokens), rolled(labels), rolled(mask)
-        embedded = torch.nn.functional.embedding(tokens, table).transpose(0, 1)
-        joined = torch.cat([rms_norm(embedded, depth.enorm), rms_norm(hidden, depth.hnorm)], dim=-1)
-        hidden = joined @ depth.eh_proj.weight.T
-        for layer in depth.mtp_model_layer.layers:
-            hidden, _ = layer(hidden_states=hidden, attention_mask=None)
-        hidden = rms_norm(hidden, depth.final_layernorm)
-        assert logged[number] == pytest.approx(loss(hidden).item(), rel=1e-5)
-        total = total + 0.1 / 2 * loss(hidden)  # Megatron's default weight, over two depths
-    total.backward()
+    for following, labels, mask in sequences:
+        embedded = torch.nn.functional.embedding(following, table).transpose(0, 1)
+        hidden = model.decoder(hidden_states=embedded, attention_mask=None)
+        add(0, hidden, labels, mask)
+        for number, depth in enumerate(model.mtp.layers, start=1):
+            following, labels, mask = rolled(following), rolled(labels), rolled(mask)
+            embedded = torch.nn.functional.embedding(following, table).transpose(0, 1)
+            joined = torch.cat([rms_norm(embedded, depth.enorm), rms_norm(hidden, depth.hnorm)], dim=-1)
+            hidden = joined @ depth.eh_proj.weight.T
+            for layer in depth.mtp_model_layer.layers:
+                hidden, _ = layer(hidden_states=hidden, attention_mask=None)
+            hidden = rms_norm(hidden, depth.final_layernorm)
+            add(number, hidden, labels, mask)
+    main, *predicted = (total / count for total, count in zip(sums, counts, strict=True))
+    (main + sum(0.1 / 2 * loss for loss in predicted)).backward()  # Megatron's default weight, over two depths
 
+    assert logged == pytest.approx([loss.item() for loss in predicted], rel=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ranks: Train) -> None:
@@ -111,6 +128,14 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("model.pattern=ME*-/*G",), "multi-token prediction: blocks \\['G'\\]"),
+        (("model.pattern=M*-/*E", "model.norm_placement=output"), "multi-token prediction: norm_placement=output"),
+        (("model.pattern=ME*-", "megatron.mtp_use_repeated_layer=true"), "requires multi-token prediction"),
+        (("model.pattern=ME*-/*E", "precision=fp8_current"), "precision_plan cannot be combined with multi-token"),
+        (("model.pattern=M*|*-/*E", *PIPELINE), "pipeline rank 0 has no MoE block"),
+        (("model.pattern=M*-/*{window=8}-", *CONTEXT), "multi-token prediction: block 1 .* a window of 8"),
+        (("model.pattern=ME*-", *LATENT, "megatron.moe_shared_expert_overlap=true"), "moe_shared_expert_overlap"),
+        (("model.pattern=ME*-", *LATENT, "megatron.disable_bias_linear=false"), "disable_bias_linear=true"),
         (("model.pattern=ME*-/*E", "distillation.teacher=/nowhere"), "distillation.teacher and multi-token prediction"),
         (("model.pattern=ME*-/*E{topk=9}",), "multi-token prediction: block 2 .* topk=9 is more than the 8 experts"),
         (

@@ -87,6 +87,21 @@ def test_arguments_reproduce_the_timed_layout(model: str) -> None:
         assert again["megatron"]["global_batch_size"] == 16
 
 
+def test_prediction_depths_are_kept_and_counted() -> None:
+    words = ["run_dir=unused", "data=mock", "model=nemotron3_super_tiny", "launcher.nproc_per_node=2"]
+    with_depths = compose("train", [*words, "model.pattern=MEM*|EME-/*E/*E"])
+    without = compose("train", [*words, "model.pattern=MEM*|EME-"])
+    without["megatron"]["mtp_use_repeated_layer"] = False
+
+    candidates = Search(with_depths, GPU).ranked()
+
+    assert all(candidate.pattern.depths == 2 for candidate in candidates)
+    one = next(candidate for candidate in candidates if candidate.layout.pipeline_parallel == 1)
+    assert Search(with_depths, GPU).changes(one).get("model.pattern", "/*E/*E").endswith("/*E/*E")
+    fastest, plain = candidates[0].time.total, Search(without, GPU).ranked()[0].time.total
+    assert fastest > 1.1 * plain
+
+
 def test_a_layout_that_does_not_fit_by_rehearsal_is_dropped_and_counted() -> None:
     rehearsed = []
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import CONV_KERNEL
-from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.architecture.pattern import MAX_BLOCKS, Pattern, parse
 from nemo_ext.checkpoint.description import Description, Router
 from nemo_ext.checkpoint.formats.format import (
     Format,
@@ -217,10 +217,15 @@ def _pattern(keys: Keys) -> Pattern:
 
 def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
     """Return the blocks of a depth of multi-token prediction, and the number of depths."""
-    if not keys.get("num_nextn_predict_layers", 0):
+    name = "num_nextn_predict_layers"
+    depths = keys.get(name, 0)
+    if depths == 0 and not isinstance(depths, bool):
         return (), 0
     types = keys.get("mtp_layers_block_type", ["attention", "moe"])  # transformers' default
-    return _blocks(keys, "mtp_hybrid_override_pattern", types).blocks, keys.integer("num_nextn_predict_layers")
+    blocks = _blocks(keys, "mtp_hybrid_override_pattern", types).blocks
+    if keys.integer(name) * len(blocks) > MAX_BLOCKS:
+        raise ValueError(f"config.json: {name}={depths} makes more than {MAX_BLOCKS} blocks, which is not supported")
+    return blocks, depths
 
 
 def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
@@ -228,10 +233,13 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     text = keys.get(key)
     if text is not None:
         try:
-            return parse(str(text))
+            pattern = parse(str(text))
         except ValueError as error:
             raise ValueError(f"config.json: {key}: {error}") from None
-    if not isinstance(types, list) or not set(types) <= set(_TYPES):
+        if pattern.mtp or pattern.cuts:
+            raise ValueError(f"config.json: {key}={text!r}: expected only the letters of blocks, without / and |")
+        return pattern
+    if not isinstance(types, list) or not types or not all(isinstance(kind, str) and kind in _TYPES for kind in types):
         name = key.replace("hybrid_override_pattern", "layers_block_type")
         raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_TYPES)}")
     return Pattern(tuple(Block.from_values(_TYPES[kind]) for kind in types))

@@ -46,7 +46,7 @@ def audit(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: The blend is missing or invalid, or a stream is read more than `refuse_epochs` times.
     """
-    settings = checked(Settings, {field.name: config[field.name] for field in fields(Settings)})
+    settings = checked(Settings, {field.name: config[field.name] for field in fields(Settings)}, strict=True)
     data = config.get("data")
     if data is not None and data.get("packed") is not None:
         raise ValueError(

@@ -287,11 +287,6 @@ def check_packed(config: Mapping[str, Any]) -> None:
         raise ValueError(
             "data.packed requires megatron.micro_batch_size=1; use longer packs instead of several per micro-batch"
         )
-    if megatron.get("mtp_num_layers"):
-        raise ValueError(
-            "data.packed cannot be combined with multi-token prediction, which would cross samples: remove "
-            "megatron.mtp_num_layers"
-        )
     # Packs differ in their number of tokens in the loss, and every token of a global batch should have the same weight.
     if megatron.get("calculate_per_token_loss", True) is not True:
         raise ValueError("data.packed requires megatron.calculate_per_token_loss=true, to weight all tokens equally")

@@ -348,7 +348,6 @@ def test_a_training_config_with_packs(tmp_path: Path) -> None:
         ((), "micro_batch_size=1"),
         ((one, "megatron.seq_length=32"), "packs require megatron.seq_length=64"),
         ((one, "megatron.context_parallel_size=2"), "packs with align=4"),
-        ((one, "megatron.mtp_num_layers=1"), "mtp_num_layers"),
         ((one, "megatron.calculate_per_token_loss=false"), "requires megatron.calculate_per_token_loss=true"),
         ((one, "megatron.padded_vocab_size=64"), "100 ids, but the model has 64 "),
     ):
