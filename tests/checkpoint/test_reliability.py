@@ -427,7 +427,7 @@ def test_a_file_size_limit_is_a_users_error(to_format: str, small: dict[str, Pat
     )
 
     assert limited.returncode == 2, limited.stderr
-    assert re.search(r"error: to=.*/out: .*File too large", limited.stderr)
+    assert re.search(r"error: to=.*/out cannot be written .*File too large", limited.stderr)
     assert not (tmp_path / "out").exists()
     run(compose("convert", words))
 

@@ -302,7 +302,8 @@ def test_a_model_is_served_while_a_stage_uses_it(tmp_path: Path, standins: Any) 
         next(line for line in output.splitlines() if line.startswith("ask: finished, ")),
         "judge: stopped",
     ]
-    assert f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={model}" in output
+    command = f"nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={model}"
+    assert f"public: not started; to start it: {command}" in output
     assert not (tmp_path / "r" / "judge" / "endpoint.json").exists()
     assert (tmp_path / "answers" / "report.md").is_file()
     again = end(start(tmp_path, *words, PATH=path), tmp_path)

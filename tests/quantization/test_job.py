@@ -392,7 +392,7 @@ def test_a_tensor_that_changed_is_found(
     changed = tmp_path / "changed"
     changed.mkdir()
     save_file(weights, changed / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight changed"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight differs"):
         export.check(changed, source=reader, listed=none, tensors=work.tensors)
 
 

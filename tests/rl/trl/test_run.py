@@ -530,7 +530,7 @@ def test_errors_found_by_a_run_are_one_line(model: Path, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: model=nowhere: has no config.json")
+    assert done.stderr.splitlines()[-1].startswith("error: model=nowhere has no config.json")
     assert "no such task file" in refusal(*words, "tasks.train.path=nowhere.jsonl")
     assert "did you mean 'learning_rate'" in refusal(*words, f"tasks.train.path={path}", "trl.learning_rat=1")
     assert "unknown key 'foo'" in refusal(
