@@ -538,7 +538,7 @@ def test_errors_found_by_a_run_are_one_line(model: Path, tmp_path: Path) -> None
     )
     low = (*words, f"tasks.train.path={path}", "precision=fp8_current", "on_inexpressible=error")
     assert "precision_plan: TRL trains and generates in the data type of the model" in refusal(*low)
-    for content, said in (("{", "not JSON"), ("", "no pairs"), ('{"a": 1}\n', "a pair is {prompt, chosen")):
+    for content, said in (("{", "not JSON"), ("", "no pairs"), ('{"a": 1}\n', "expected a pair with prompt, chosen")):
         (tmp_path / "pairs.jsonl").write_text(content)
         dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")
         own = ("rl.schedule={kind: constant, steps: 1, warmup_share: null}", "on_inexpressible=warn")
