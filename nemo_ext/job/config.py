@@ -40,7 +40,10 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Return the number of steps closest to `tokens` tokens, at least 1 unless that is 0; None if it is None."""
+    """Return the number of training steps whose total is closest to `tokens` tokens; None if `tokens` is None.
+
+    The result is 0 for 0 tokens, and otherwise at least 1.
+    """
     if tokens is None:
         return None
     if not isinstance(tokens, int | float) or tokens < 0:
@@ -109,7 +112,7 @@ def _package_of(config_name: str) -> str:
 
 
 def _search(package: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Overrides that add folders, and packages with config groups other than `package`, to Hydra's search path."""
+    """Return the overrides that extend Hydra's search path by `folders` and by all config packages but `package`."""
     places = [hydra_value(f"file://{folder}") for folder in folders]
     places += [f"pkg://{other}" for other in config_packages() if other != package]
     return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
@@ -248,10 +251,10 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
     """Translate command line arguments to Hydra's grammar, as specified by the `Grammar` of the config's command.
 
-    Keys of a settings class or an open mapping are added with `++` if no config file has them, as Hydra only knows keys
-    in files. A section marked `REPLACED` (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's section, with
-    which Hydra would merge it. Text, names of files and folders, and `model.pattern`, whose braces are special in
-    Hydra, are quoted.
+    Hydra only knows keys that are in config files, so other keys of a settings class or an open mapping are added with
+    `++`. A section marked `REPLACED`, such as `puzzle.search.shares={parameters: 0.6}`, replaces the recipe's section;
+    Hydra would merge the two. Text, names of files and folders, and `model.pattern`, whose braces are special in Hydra,
+    are quoted.
 
     Raises:
         ValueError: both `streams` and `data.directory` are set, although streams are not read from that directory.
@@ -316,9 +319,9 @@ def _split(key: str, text: str) -> list[str]:
 
 
 def _is_text(grammar: Grammar, key: str, value: str) -> bool:
-    """True for a value, such as a file or folder name, that Hydra would misinterpret unless it is quoted.
+    """Return whether a value, such as a file or folder name, must be quoted because Hydra would misinterpret it.
 
-    Lists, mappings, escapes and quoted values (of sweeps as well) are left to Hydra.
+    False for lists, mappings, values with escapes, and values that are already quoted (one, or several in a sweep).
     """
     if value in ("", "null", "???") or "\\" in value or (value[0], value[-1]) in (("[", "]"), ("{", "}")):
         return False
@@ -358,11 +361,7 @@ def hydra_value(text: str) -> str:
 
 
 def check_place(key: str, place: object) -> None:
-    """Reject a path that cannot be quoted in the arguments of jobs.
-
-    Raises:
-        ValueError: the path contains quotes, backslashes or `${`; names them.
-    """
+    """Reject the path `place` if it cannot be quoted in the arguments of jobs; the message calls its setting `key`."""
     if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
         characters = " ".join(sorted(wrong))
         raise ValueError(f"{key}={place}: choose a path without {characters}, which cannot be passed to other jobs")
@@ -389,18 +388,24 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
 
 
 def group_folders(group: str, folders: Sequence[Path], job: str = "") -> list[Path]:
-    """Folders that may contain files of a config group, in packages and in the --config-dir folders `folders`."""
+    """Return the folders that may contain the files of a config group, whether or not they exist.
+
+    Args:
+        group: name of the config group.
+        folders: folders of --config-dir.
+        job: name of a job, whose package is searched in addition to those with config groups; "" for none.
+    """
     packages = dict.fromkeys([*config_packages(), _package_of(job)])
     return [root / group for root in (*(Path(str(files(package))) for package in packages), *folders)]
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Sorted names of the config files in folders, relative to the folder and without suffix."""
+    """Return the sorted names of the config files in `places`: their paths relative to the folder, without suffix."""
     return sorted({str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")})
 
 
 def _help(config_name: str, words: Sequence[str]) -> str:
-    """Text that `--help` prints for a job."""
+    """Return the text that `--help` prints for a job; of the arguments `words`, only --config-dir has an effect."""
     command, (folders, _) = with_config(config_name), config_folders(words)
     assert command is not None
     package = _package_of(config_name)
@@ -444,7 +449,12 @@ def mistake(error: Exception, job: str) -> str:
 
 
 def _near(error: Exception, grammar: Grammar) -> str:
-    """Suggestion of the key nearest to an unknown one in its section, as a question; "" if none is near."""
+    """Return a suggestion for an unknown key, such as `: did you mean 'lr'?`; "" if no key of its section is similar.
+
+    Args:
+        error: Hydra's error, whose cause has the key and its section.
+        grammar: the command's grammar, for keys that are in no config file.
+    """
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]
     near = did_you_mean(str(cause.key), known)

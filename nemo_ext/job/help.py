@@ -39,7 +39,7 @@ def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequen
 
 
 def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
-    """Yield entries for the keys in the command's config files that its introduction does not explain."""
+    """Yield an entry for each key in the command's config files that is not in `explained`, its introduction's keys."""
     for key, default, comment in keys_of(command.configs, command.config or command.name):
         shown = next((name for name, meant in command.grammar.aliases.items() if meant == key), key)
         if any(shown == name or (name.endswith(".") and key.startswith(name)) for name in explained):

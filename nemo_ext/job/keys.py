@@ -17,22 +17,25 @@ from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields, keys_of
 
 
 def is_place(settings: Any, key: str) -> bool:
-    """True if, in a type tree, the value of a dotted key names a file or folder, or a list of them."""
+    """Return whether a dotted key's value names files or folders; `settings` is a type tree (see the module)."""
     return is_marked(settings, key, PLACE)
 
 
 def is_marked(settings: Any, key: str, mark: str) -> bool:
-    """True if, in a type tree, the type of a dotted key carries a mark that `nemo_ext.job.settings` defines."""
+    """Return whether a dotted key's type in the type tree `settings` carries `mark`, one of `nemo_ext.job.settings`."""
     return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
 
 
 def may_be_new(settings: Any, key: str) -> bool:
-    """True if a class or an open mapping accepts a dotted key, so that it need not be in a config file."""
+    """Return whether a dotted key may be set without being in any config file.
+
+    This holds if a settings class or an open mapping in the type tree `settings` (see the module) accepts it.
+    """
     return any(known for _, known in _types(settings, key.split(".")))
 
 
 def choices(settings: Any, key: str) -> tuple[str, ...]:
-    """Literal values that the type of a dotted key lists; it may allow other values as well."""
+    """Return the `Literal` values in a dotted key's type, which may allow others too; `settings` is a type tree."""
     kinds = [kind for kind, _ in _types(settings, key.split("."))]
     words = [
         word
@@ -45,14 +48,14 @@ def choices(settings: Any, key: str) -> tuple[str, ...]:
 
 
 def names(settings: Any, section: str) -> list[str]:
-    """Keys of the classes that read a dotted section; "" stands for the whole config."""
+    """Return the keys of all settings classes that read a dotted section ("" for the whole config) in a type tree."""
     kinds = [kind for kind, _ in _types(settings, section.split(".") if section else [])]
     classes = [member for kind in kinds for member in (kind, *_members(kind)) if dataclasses.is_dataclass(member)]
     return [key for kind in classes for key in keys_of(cast(type[Any], kind))]
 
 
 def description(settings: Any, key: str) -> str:
-    """Description of a dotted key in the docstring of its class; "" if there is none."""
+    """Return a dotted key's description from its settings class's docstring, or ""; `settings` is a type tree."""
     above, _, name = key.rpartition(".")
     for kind, _ in _types(settings, above.split(".") if above else []):
         for member in (kind, *_members(kind)):
@@ -81,7 +84,13 @@ def _has(kind: Any, mark: str) -> bool:
 
 
 def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the types of a key (split at dots) in a type tree, and whether a class or open mapping accepts it."""
+    """Yield the possible types of a key in a type tree (see the module), and whether each allows keys missing in files.
+
+    Args:
+        kind: the type tree.
+        parts: the key, split at its dots.
+        known: whether the section above was accepted by a settings class or an open mapping.
+    """
     if kind is None:
         return
     if isinstance(kind, str):

@@ -104,7 +104,7 @@ def _place() -> str:
 
 
 def _runs(holder: dict[str, float]) -> bool:
-    """True if the process that took a lease on this machine is still running."""
+    """Return whether the process that took a lease on this machine still runs; `holder` has its pid and start time."""
     try:
         return abs(psutil.Process(int(holder["pid"])).create_time() - holder["started"]) < _CLOCK
     except (psutil.NoSuchProcess, KeyError):

@@ -45,7 +45,7 @@ def describe(changed: Mapping[str, str]) -> str:
 
 
 def note(record: Path, made_of: Mapping[str, Any]) -> None:
-    """Write to the file `record` the settings that an output is made with."""
+    """Write the settings used to produce an output to the file `record`."""
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 
@@ -70,7 +70,7 @@ def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where_they_differ(*values: Any) -> Iterator[str]:
-    """Yield each value as JSON; a long one is cut to the part around the first difference from the other."""
+    """Yield each value as JSON, a long one shortened to the part around the first difference between the values."""
     texts = [json.dumps(value) for value in values]
     alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
     for text in texts:

@@ -57,8 +57,8 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
 def reserve_port() -> socket.socket:
     """Bind a socket to a free port of this machine.
 
-    Until the socket is closed, the system assigns the port to no other process, but one that sets SO_REUSEADDR, as
-    servers do, can listen on it.
+    Until the socket is closed, the system gives the port to no process that asks for a free one. A server can still
+    listen on it, because servers set SO_REUSEADDR.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +150,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Log file of a rank; the first rank has one only on several nodes, for user errors that it finds."""
+    """Return the path of a rank's log; rank 0 writes one only on several nodes, for errors that the user can correct."""
     return logs / f"rank{rank}.log"
 
 

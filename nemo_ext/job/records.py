@@ -47,12 +47,15 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
 
 
 def read_lines[T](file: Path, kind: Callable[..., T], *, what: str) -> list[T]:
-    """Read a file's records as instances of the dataclass `kind` (see `read_records`)."""
+    """Read a file's records as instances of the dataclass `kind`; `what` names a record in error messages."""
     return read_records(file, lambda record: kind(**record), what=what)
 
 
 def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T], *, what: str) -> None:
-    """Append records to a file, dropping a truncated last line."""
+    """Append instances of the dataclass `kind` to a file as records, dropping a truncated last line.
+
+    `what` names a record in the message of the ValueError that an invalid line raises.
+    """
     known = read_lines(file, kind, what=what)
     write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))
 

@@ -27,7 +27,10 @@ CONFIG_GROUP = "nemo_ext.configs"
 
 @cache
 def ours(group: str) -> dict[str, EntryPoint]:
-    """Mapping from name to this package's entry point; in a checkout, from pyproject.toml, as pip's may be outdated."""
+    """Return a mapping from name to entry point, for this package's own entry points in a group.
+
+    In a source checkout, they are read from pyproject.toml, because the metadata that pip installed may be outdated.
+    """
     file = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
     if project.get("name") == "nemo_ext":

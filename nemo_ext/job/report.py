@@ -212,7 +212,13 @@ def tidy(
 
 
 def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns: int = 4) -> None:
-    """Draw one legend outside the axes of a picture, with every label once, unless there is only one label."""
+    """Draw one legend outside the axes of a picture, with every label once, unless there is only one label.
+
+    Args:
+        axes: axes whose labels are collected.
+        place: side of the picture, as for matplotlib's `loc`.
+        columns: maximum number of columns.
+    """
     pairs = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in pairs}
     if len(handles) > 1:

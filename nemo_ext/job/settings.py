@@ -143,7 +143,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
 
 
 def _joined(where: str, key: str) -> str:
-    """Return the full name of a key in a section, whose name may also be words such as `benchmark mine`."""
+    """Return the full name of `key` in the section `where`, a dotted key or words such as `benchmark mine`."""
     return f"{where}{'.' if re.fullmatch(r'[\w.-]+', where) else ': '}{key}" if where else key
 
 
@@ -151,7 +151,13 @@ _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 
 def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False) -> tuple[str | int, ...]:
-    """Keys and indices that lead to a pydantic error in a section, without pydantic's names of union members."""
+    """Return the keys and indices that lead to a pydantic error in a section.
+
+    Args:
+        section: section that was validated.
+        loc: location that pydantic reports, which also contains names of union members.
+        with_last: whether to keep the last part of `loc` even if the section does not have it, as for a missing key.
+    """
     place: list[str | int] = []
     for number, step in enumerate(loc, start=1):
         in_list = isinstance(step, int) and isinstance(section, Sequence) and step < len(section)
@@ -227,13 +233,13 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
 
 
 def _shown(parts: _Parts) -> _Parts:
-    """Mapping from key in the section to nested dataclass field, with the fields of flat ones on the same level."""
+    """Return the nested dataclass fields by key in the section; fields inside `FLAT` ones are on the same level."""
     flat = [_shown(inner) for is_flat, _, inner in parts.values() if is_flat]
     return {name: part for level in (parts, *flat) for name, part in level.items() if not part[0]}
 
 
 def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
-    """Keys of the subsection at a place in a dataclass's section."""
+    """Return the allowed keys of the subsection that the keys and indices in `place` lead to in a dataclass's section."""
     adapter, keys, parts = _adapter(cast(Any, kind))
     for step in map(str, place):
         if step not in parts:
@@ -243,7 +249,7 @@ def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
 
 
 def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """Copy a section, with the keys of flat fields moved into a subsection with the field's name."""
+    """Copy a section, moving the keys of fields marked `FLAT` into subsections, which the dataclass's validation expects."""
     nested = dict(section)
     for name, (flat, keys, inner) in parts.items():
         if flat:
@@ -254,7 +260,7 @@ def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
 
 
 def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:
-    """Names of the fields at a place in a JSON schema; empty if the schema does not determine them."""
+    """Return the field names at the keys and indices `place` of a JSON schema; empty if it does not determine them."""
     definitions = schema.get("$defs", {})
 
     def resolved(part: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -285,7 +291,7 @@ def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: 
 
 
 def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
-    """Return a value if it is a whole number of at least `least`; otherwise raise ValueError."""
+    """Return a whole number of at least `least`; for any other value, raise a ValueError that names `name`."""
     # bool is a subclass of int, but true and false are not numbers in a config.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         return value
@@ -293,7 +299,7 @@ def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
 
 
 def checked_share(name: str, value: object, *, below_one: bool = False) -> float:
-    """Return a value if it is a number from 0 to 1 (or below 1, if `below_one`); otherwise raise ValueError."""
+    """Return a number from 0 to 1 (below 1 if `below_one`); for any other value, raise a ValueError that names `name`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= cast(float, value) <= 1 and not (below_one and value == 1):
         return float(cast(float, value))

@@ -149,7 +149,7 @@ def _drawn_means(rows: Floats, draws: int, rng: np.random.Generator, weights: np
 
 
 def _kinds(columns: Floats) -> tuple[Floats, Whole]:
-    """Distinct rows, [K, M], and how often each occurs, [K]; similar rows are binned if there are too many."""
+    """Return the distinct rows, [K, M], and the number of problems with each, [K]; many distinct rows are binned."""
     kinds, sizes = np.unique(columns, axis=0, return_counts=True)
     steps = round(GROUPS ** (1 / columns.shape[1]))
     if len(kinds) <= GROUPS or steps < 16:
@@ -164,7 +164,14 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """Yield batches of draws: the count of each kind in each draw, [batch, K]."""
+    """Yield the draws in batches: how often each kind is drawn, [batch, K].
+
+    Args:
+        shares: probability of each kind, [K].
+        total: number of problems in each draw.
+        draws: number of draws in all batches together.
+        rng: random generator.
+    """
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -303,10 +310,10 @@ def difference(
 
 
 def _alike(apart: float, problems: int, level: float) -> Interval:
-    """Interval of a difference, of scores in [0, 1], that all problems share, in which case a bootstrap is degenerate.
+    """Return the interval of a difference `apart` between scores in [0, 1] that is the same for all problems.
 
-    Wilson's upper bound for 0 of P ("Probable Inference", 1927) is the share of problems that may still differ, by up
-    to 1.
+    A bootstrap interval would have no width. Instead, some problems may have a difference of -1 or 1: a share of up to
+    Wilson's upper bound for 0 of P ("Probable Inference", 1927).
     """
     from scipy.stats import binomtest
 

@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """Return a value that a template writes, unless it is null, which is an error."""
+    """Return a value that a template is about to write; raise ValueError if it is null."""
     if value is None:
         raise ValueError("a value is null; write a default for it, such as {{ value or '' }}")
     return value

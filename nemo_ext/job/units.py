@@ -101,7 +101,10 @@ class OutputFolder:
         return self.own / "settings.json"
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
-        """Raise ValueError if the output was begun with other settings."""
+        """Raise ValueError if the output was begun with other settings than `made_of`.
+
+        The message begins with the output folder and `begun`, followed by the differences.
+        """
         check_same(noted(self.record), made_of, f"output={self.folder} {begun}", "choose another folder")
 
     def lock(self) -> FileLock:

@@ -74,7 +74,7 @@ def in_workers[Item, Result](
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, as it would end a process started within with a traceback."""
+    """Defer Ctrl-C until the block ends, because a process that is just starting would end with a traceback."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -90,7 +90,10 @@ def _collect[Item, Result](running: dict[Future[Result], Item], ordered: bool) -
 
 
 def prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent is killed, after which a pool's worker would wait forever."""
+    """Make a worker process ignore Ctrl-C, which its parent handles, and exit when the parent dies.
+
+    Otherwise, a pool's worker would wait for work forever after its parent is killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # No thread pools in workers.
