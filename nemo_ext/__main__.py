@@ -1,4 +1,4 @@
-"""Entry point of `python -m nemo_ext JOB`, which equals `nemo-ext JOB` and also works from a wheel not installed."""
+"""Entry point of `python -m nemo_ext JOB`, which equals `nemo-ext JOB` and can even run from an uninstalled wheel."""
 
 from nemo_ext.cli import main
 

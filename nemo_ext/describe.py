@@ -42,7 +42,7 @@ def describe(config: Mapping[str, Any]) -> None:
     """Print the costs of the config's model as tables or JSON, and draw it if `draw` names a file.
 
     Raises:
-        ValueError: the output format is unknown, the picture cannot be written, or the model or layout is invalid.
+        ValueError: the output format is unknown, the picture cannot be written, or the model or parallelism is invalid.
     """
     from nemo_ext.architecture.describe import to_json
 
@@ -59,7 +59,7 @@ def describe(config: Mapping[str, Any]) -> None:
 
 
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the figures of `architecture.describe` for a config, including its layout's if the model is distributed.
+    """Compute the figures of `architecture.describe` for a config, including those per GPU if the model is distributed.
 
     Adds `recipe` (None if there is none), `pipeline_cuts` (1-based numbers of the blocks after which a cut follows) and
     `pipeline_cuts_from`: `model.pattern`, `balance` if computed as in `nemo-ext train`, or None without cuts.

@@ -1,4 +1,4 @@
-"""The `nemo-ext doctor` command: checks which engines work here, and names each other's first missing requirement."""
+"""The `nemo-ext doctor` command: checks which engines work here, and what the others lack first."""
 
 import argparse
 import importlib.metadata
@@ -35,7 +35,15 @@ _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-veri
 class Finding(NamedTuple):
     """Result for one engine.
 
-    If it is usable, `missing` and `command` are empty, and `note` states its limits or lists the GPUs.
+    Attributes:
+        name: name of the engine.
+        version: installed version; None if it is unknown or the engine is not installed.
+        usable: whether nemo_ext can use the engine here.
+        required: whether training is impossible without it.
+        enables: features of nemo_ext that it enables.
+        missing: its first missing requirement; "" if it is usable.
+        command: command that resolves this; "" if the engine is usable.
+        note: limits of a usable engine, or a list of the GPUs; "" if there is nothing to note.
     """
 
     name: str
@@ -93,7 +101,7 @@ def works(findings: Iterable[Finding]) -> bool:
 
 
 def _note(engine: Engine, devices: list[Mapping[str, Any]]) -> str:
-    """Describe a usable engine's limits ("" if it has none), or for `cuda` the GPUs, identical ones as one count."""
+    """Describe a usable engine's limits ("" if it has none); for `cuda`, list the GPUs, such as "8 x NVIDIA H100"."""
     if engine is _CUDA:
         words = "{name}, compute capability {capability[0]}.{capability[1]}, {gib:.1f} GiB"
         alike = Counter(words.format(**device, gib=device["memory_bytes"] / 2**30) for device in devices)
@@ -141,7 +149,13 @@ def _missing(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], 
 
 
 def _missing_of_gpu(*, build: str | None, devices: list[Mapping[str, Any]], problem: str) -> tuple[str, str]:
-    """Return the first reason why torch cannot use a GPU, and a command to resolve it; two empty strings if it can."""
+    """Return the first reason why torch cannot use a GPU, and a command to resolve it; two empty strings if it can.
+
+    Args:
+        build: CUDA version that torch is built for; None for a build without CUDA.
+        devices: GPUs that torch finds.
+        problem: error message from using them; "" if there was none.
+    """
     if devices:
         return (f"working GPUs: {problem}", "nvidia-smi") if problem else ("", "")
     if not shutil.which("nvidia-smi"):

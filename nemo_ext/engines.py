@@ -330,7 +330,10 @@ def _cuda() -> dict[str, Any]:
 
 
 def _main() -> None:
-    """Write the answer to stdout and the engine's own output to stderr; exit at once, as some engines hang at exit."""
+    """Probe the engine named in this process's arguments, and write the answer as JSON to stdout.
+
+    The engine's own output goes to stderr. The process exits at once, as some engines hang at exit.
+    """
     channel = os.dup(1)
     os.dup2(2, 1)
     answer = _import_here(json.loads(sys.argv[1]))

@@ -93,7 +93,12 @@ def shown(report: str) -> str:
 
 
 def _plan(wanted: list[str], time_limit: float) -> tuple[dict[str, str], str]:
-    """Return the versions that pip would install, keyed by distribution, and pip's error ("" if it succeeds)."""
+    """Return the versions that pip would install, keyed by distribution, and pip's error ("" if it succeeds).
+
+    Args:
+        wanted: requirements, as on pip's command line.
+        time_limit: time limit in seconds.
+    """
     options = ["--dry-run", "--quiet", "--report=-", "--no-color", "--no-input", "--timeout=5", "--retries=1"]
     command = [sys.executable, "-m", "pip", "install", *options, *wanted]
     plain = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}

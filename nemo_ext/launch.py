@@ -190,7 +190,13 @@ def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step:
 
 
 def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, Any]]:
-    """Return the settings and data of the first `step` steps, one entry per phase, from a segment's config."""
+    """Return the settings and data of a run's first `step` steps according to its config, one entry per phase.
+
+    Args:
+        config: config of the run, as written for a segment.
+        plan: the phases of this config.
+        step: number of steps.
+    """
     return [
         {
             "steps": (phase.seq_length, phase.global_batch_size, min(phase.last_step, step)),

@@ -168,7 +168,7 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's phases without their own data, so that all of them use the run's data."""
+    """Return the config's section `phases` without each phase's own data, so that all phases use the run's data."""
     return {
         name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
         for name, phase in phases.items()

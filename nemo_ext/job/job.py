@@ -214,7 +214,7 @@ class Job(Command):
 
 
 def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:
-    """Turn a function that checks only a config's settings, and no files, into a `Job.check`."""
+    """Turn a function that only checks a config's settings into a `Job.check`, which is also called with paths."""
     return lambda config, coming: invoke(function, config)
 
 

@@ -17,25 +17,37 @@ from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields, keys_of
 
 
 def is_place(settings: Any, key: str) -> bool:
-    """Return whether a dotted key's value names files or folders; `settings` is a type tree (see the module)."""
+    """Return whether the value of a dotted key names a file or folder, or a list of them.
+
+    `settings` is the tree of the config's types (see the module).
+    """
     return is_marked(settings, key, PLACE)
 
 
 def is_marked(settings: Any, key: str, mark: str) -> bool:
-    """Return whether a dotted key's type in the type tree `settings` carries `mark`, one of `nemo_ext.job.settings`."""
+    """Return whether a dotted key's type carries a mark that `nemo_ext.job.settings` defines.
+
+    Args:
+        settings: tree of the config's types (see the module).
+        key: dotted key.
+        mark: the mark, such as `PLACE` for files and folders.
+    """
     return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
 
 
 def may_be_new(settings: Any, key: str) -> bool:
-    """Return whether a dotted key may be set without being in any config file.
+    """Return whether a dotted key may be set even if no config file has it.
 
-    This holds if a settings class or an open mapping in the type tree `settings` (see the module) accepts it.
+    This holds if a settings class or an open mapping in `settings`, the tree of the config's types, accepts it.
     """
     return any(known for _, known in _types(settings, key.split(".")))
 
 
 def choices(settings: Any, key: str) -> tuple[str, ...]:
-    """Return the `Literal` values in a dotted key's type, which may allow others too; `settings` is a type tree."""
+    """Return the `Literal` values that a dotted key's type lists; it may allow other values as well.
+
+    `settings` is the tree of the config's types (see the module).
+    """
     kinds = [kind for kind, _ in _types(settings, key.split("."))]
     words = [
         word
@@ -48,14 +60,20 @@ def choices(settings: Any, key: str) -> tuple[str, ...]:
 
 
 def names(settings: Any, section: str) -> list[str]:
-    """Return the keys of all settings classes that read a dotted section ("" for the whole config) in a type tree."""
+    """Return the keys of all settings classes that read a dotted section, or the whole config if `section` is "".
+
+    `settings` is the tree of the config's types (see the module).
+    """
     kinds = [kind for kind, _ in _types(settings, section.split(".") if section else [])]
     classes = [member for kind in kinds for member in (kind, *_members(kind)) if dataclasses.is_dataclass(member)]
     return [key for kind in classes for key in keys_of(cast(type[Any], kind))]
 
 
 def description(settings: Any, key: str) -> str:
-    """Return a dotted key's description from its settings class's docstring, or ""; `settings` is a type tree."""
+    """Return a dotted key's description in the docstring of its settings class; "" if there is none.
+
+    `settings` is the tree of the config's types (see the module).
+    """
     above, _, name = key.rpartition(".")
     for kind, _ in _types(settings, above.split(".") if above else []):
         for member in (kind, *_members(kind)):
@@ -84,12 +102,12 @@ def _has(kind: Any, mark: str) -> bool:
 
 
 def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the possible types of a key in a type tree (see the module), and whether each allows keys missing in files.
+    """Yield the possible types of a key, and whether a settings class or an open mapping accepts it.
 
     Args:
-        kind: the type tree.
+        kind: tree of the config's types (see the module).
         parts: the key, split at its dots.
-        known: whether the section above was accepted by a settings class or an open mapping.
+        known: whether a settings class or an open mapping led to `kind`.
     """
     if kind is None:
         return

@@ -37,8 +37,8 @@ SECONDS_TO_AGREE = 2.0
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run a command as `ranks` processes, and wait for them; if one fails, the rest are stopped.
 
-    A single rank gets no process group. With `ON_NODES`, the ranks run on all nodes. The output of all ranks but the
-    first is written to files in the folder `logs`.
+    A single rank gets no process group. If the batch process has set NEMO_EXT_ON_NODES, the ranks run on all nodes. The
+    output of all ranks but the first is written to files in the folder `logs`.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -79,7 +79,7 @@ def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
     """Have the batch process start Python with the arguments `words` on all ranks, and wait for them.
 
     Args:
-        words: arguments.
+        words: Python's arguments, such as `-m MODULE CONFIG`.
         log: file for the ranks' output; if None, the job's output.
 
     Returns:
@@ -150,7 +150,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """Return the path of a rank's log; rank 0 writes one only on several nodes, for errors that the user can correct."""
+    """Return the path of a rank's log; rank 0 has one only on several nodes, for errors that the user can correct."""
     return logs / f"rank{rank}.log"
 
 

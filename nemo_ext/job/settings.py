@@ -239,7 +239,7 @@ def _shown(parts: _Parts) -> _Parts:
 
 
 def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
-    """Return the allowed keys of the subsection that the keys and indices in `place` lead to in a dataclass's section."""
+    """Return the allowed keys of the part of a dataclass's section that the keys and indices in `place` lead to."""
     adapter, keys, parts = _adapter(cast(Any, kind))
     for step in map(str, place):
         if step not in parts:
@@ -249,7 +249,7 @@ def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
 
 
 def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """Copy a section, moving the keys of fields marked `FLAT` into subsections, which the dataclass's validation expects."""
+    """Copy a section, moving the keys of each field marked `FLAT` into a subsection, as the validation expects."""
     nested = dict(section)
     for name, (flat, keys, inner) in parts.items():
         if flat:
@@ -299,7 +299,7 @@ def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
 
 
 def checked_share(name: str, value: object, *, below_one: bool = False) -> float:
-    """Return a number from 0 to 1 (below 1 if `below_one`); for any other value, raise a ValueError that names `name`."""
+    """Return a number from 0 to 1 (below 1 if `below_one`); raise a ValueError that names `name` for other values."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= cast(float, value) <= 1 and not (below_one and value == 1):
         return float(cast(float, value))

@@ -26,7 +26,14 @@ Floats = npt.NDArray[np.float64]
 
 
 def signals_of(rewards: npt.ArrayLike) -> Floats:
-    """Return the mean absolute advantage in standard deviations, 0 to 1, `[groups]`; rewards `[groups, responses]`."""
+    """Return the signal of each group: its mean absolute advantage, divided by the standard deviation of its rewards.
+
+    Args:
+        rewards: rewards, `[groups, responses]`.
+
+    Returns:
+        Signals from 0 to 1, `[groups]`.
+    """
     signals: Floats = np.abs(group_advantages(rewards, baseline="mean", normalise="std")).mean(axis=-1)
     return signals
 

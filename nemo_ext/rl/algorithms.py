@@ -169,7 +169,10 @@ class Schedule:
             )
 
     def total(self, examples_per_step: int) -> int | None:
-        """Return the total number of steps; None unless `steps`, or both `epochs` and `examples`, are set."""
+        """Return the total number of steps; None unless `steps`, or both `epochs` and `examples`, are set.
+
+        `examples_per_step` is the number of prompts or pairs per step.
+        """
         if self.steps is not None:
             return self.steps
         return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None

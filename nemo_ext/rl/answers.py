@@ -197,7 +197,10 @@ def normal(text: str) -> str:
 
 
 def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Return the letters of the choices with this text; if there are none, compare again after `_unwrap` of both."""
+    """Return the letters of all choices whose text equals `text` after `normal`.
+
+    If there are none, both are also stripped of font commands, brackets and punctuation (`_unwrap`) and compared again.
+    """
     for form in (normal, lambda text: normal(_unwrap(text))):
         sought = form(text)
         named = {

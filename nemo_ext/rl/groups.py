@@ -67,7 +67,12 @@ def group_reward(group: Mapping[str, Any], where: str = "group") -> GroupReward 
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
-    """Raise ValueError, before training starts, if a judge is missing, unreachable or serves a different model."""
+    """Raise ValueError, before training starts, if a judge is missing, unreachable or serves a different model.
+
+    Args:
+        environments: environments of the run, some of which have a judge of their own.
+        group: settings of `algorithms.GroupReward`, which may contain another judge.
+    """
     environments = list(environments)
     checks = [environment.reach for environment in environments if environment.reach is not None]
     if group.get("judge"):
@@ -115,10 +120,15 @@ async def judged(
     All groups are judged concurrently. The environment's rewards are ignored. Requests without an answer are logged.
 
     Args:
+        groups: for each prompt, its responses.
+        judge: judge or reward model.
         control: length control; not applied if None.
         show: function that writes the judge's messages for two responses; None for a reward model, which scores each
             response separately.
         both_orders: whether each pair is judged in both orders.
+
+    Returns:
+        For each group, the rewards of its responses.
 
     Raises:
         ValueError: the judge answered no request, so the step has no training signal.

@@ -92,7 +92,7 @@ class Answer[T]:
 
 
 class Judge:
-    """Client for a judge; picklable and usable from several event loops."""
+    """Client that sends questions to a judge model; picklable and usable from several event loops."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings

@@ -88,7 +88,7 @@ class TaskFile:
         """Remove the tasks for which `unwanted` is true and return their ids.
 
         Raises:
-            ValueError: no task remains; the message says why, ending in `because`.
+            ValueError: no task remains; the message ends in the reason `because`.
         """
         excluded = {row for row, task in enumerate(self.tasks) if unwanted(task)}
         if len(excluded) == len(self.tasks):
@@ -162,11 +162,19 @@ class PlannedTasks:
         return None if self._adapt is None else AdaptiveShares(self._shares, self._adapt, seed=self._seed)
 
     def nth(self, stream: int, number: int) -> Task:
-        """Return the task at a position of a stream's order, as returned by `AdaptiveShares.draw`; files repeat."""
+        """Return the task at a position of a stream's order, as drawn by adaptive shares.
+
+        Args:
+            stream: index of the stream.
+            number: 0-based position; beyond the last task, the file is repeated in the order of its next epoch.
+        """
         return self.files[stream].tasks[self._row(stream, number)]
 
     def exclude(self, unwanted: Callable[[Task], bool], because: str) -> list[str]:
-        """Remove unwanted tasks from all files and return their ids; call it before training reads any task."""
+        """Remove the tasks for which `unwanted` is true from all files and return their ids.
+
+        Call this before training reads any task. If a file has no task left, the ValueError gives the reason `because`.
+        """
         return [task_id for file in self.files for task_id in file.exclude(unwanted, because)]
 
     def environments(self) -> list[str]:

@@ -37,7 +37,10 @@ def findings(
 def _reinforcement(
     config: Mapping[str, Any], settings: Any, model_to_come: Mapping[str, Any] | None, *, rehearsed: bool
 ) -> Iterator[Finding]:
-    """Yield errors for inconsistent algorithm settings, a missing engine, or a config that NeMo-RL's setup rejects."""
+    """Yield errors for inconsistent algorithm settings, a missing engine, or a config that NeMo-RL's setup rejects.
+
+    NeMo-RL's setup is only tried if `rehearsed` is True and the site's hardware is known.
+    """
     on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
     try:
         algorithm = checked_algorithm(config)
@@ -87,7 +90,12 @@ def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Ite
 def rehearsal(rendered: Mapping[str, Any], root: Path) -> tuple[int, str]:
     """Run `nemo_ext.rl.nemo_rl.rehearsal` in a process that imports torch and NeMo-RL.
 
-    Return its exit code and last line of output; the code is 3 if it failed without printing to stdout.
+    Args:
+        rendered: mapping with NeMo-RL's `config`, and the name of the algorithm's `section` in it (grpo or dpo).
+        root: folder of NeMo-RL's source checkout.
+
+    Returns:
+        Exit code and last line of output; the code is 3 if the process failed without printing to stdout.
     """
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"

@@ -22,7 +22,12 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """Arguments of this array task, which is a run of a sweep or a shard of a job; `words` itself outside an array.
+    """Return the arguments of this array task, which does one run of a sweep or one shard of a job.
+
+    Args:
+        job: name of the job.
+        words: arguments of the whole job, which are returned unchanged outside an array.
+        slurm: environment variables, including those that Slurm sets.
 
     Raises:
         ValueError: a sweep is not started as an array, or has fewer runs than the task's index requires.

@@ -21,18 +21,23 @@ _SERVERS, _ASKING = "beside.json", "asking.json"
 
 
 def note_servers(record: Path, servers: Mapping[str, str]) -> None:
-    """Record the servers that a run uses, as a mapping from job id to run directory."""
+    """Store the servers that a run uses in its record folder; `servers` maps their job ids to their run directories."""
     write_text(record / attempts.FOLDER / _SERVERS, json.dumps(dict(servers), indent=1) + "\n")
 
 
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
-    """Record the runs that use a server, as a list of their record folders, empty for a standalone server."""
+    """Store in a server's record folder which runs use it.
+
+    Args:
+        record: record folder of the server.
+        asking: record folders of the runs; empty for a server that runs independently of a pipeline.
+    """
     clients = [str(client.resolve()) for client in asking]
     write_text(record / attempts.FOLDER / _ASKING, json.dumps(clients, indent=1) + "\n")
 
 
 def asking(record: Path) -> list[Path]:
-    """Record folders of the runs that use a server."""
+    """Return the record folders of the runs that use the server with the record folder `record`."""
     file = record / attempts.FOLDER / _ASKING
     return [Path(client) for client in json.loads(file.read_text())] if file.is_file() else []
 
@@ -44,7 +49,13 @@ def is_asked(records: Sequence[Path]) -> bool:
 
 
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
-    """Wait until a run's servers are up or have left the queue, or until a signal is added to `stopped`."""
+    """Wait until each server that a run uses is up or has left the queue, or until a signal arrives.
+
+    Args:
+        record: record folder of the run.
+        say: function that prints a message.
+        stopped: list to which the caller's signal handler adds signals; waiting ends once it is not empty.
+    """
     file = record / attempts.FOLDER / _SERVERS
     servers: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
     for job, run_dir in servers.items():

@@ -57,10 +57,14 @@ _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """Find the last start's first error, as one line, in a log read from a byte position; "" if there is none.
+    """Return the first error of the last start in a log, as one line; "" if there is none.
 
     An error is the exception in a rank's traceback, or a line "error: ...". Running out of memory takes precedence, as
     it makes other ranks fail. If there is neither, Slurm's message about the job's end is returned.
+
+    Args:
+        log: path of the log.
+        position: byte offset from which the log is read.
     """
     if not log.is_file():
         return ""
@@ -148,7 +152,7 @@ def why(folder: Path, job: str) -> str:
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explanation for a job for which `why` finds no reason: its last line of output, or that it has no output."""
+    """Explain the end of a job for which `why` finds no reason, by its last line of output or the lack of any."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (
@@ -161,13 +165,13 @@ def unknown(folder: Path, job: str) -> str:
 
 
 def note(folder: Path, job: str, *, by: str) -> None:
-    """Record that the user `by` is cancelling a job."""
+    """Record in a run's folder `slurm` that the user `by` is cancelling a job now."""
     at = time.strftime("%Y-%m-%dT%H:%M:%S")
     write_text(folder / CANCELLED, json.dumps({"job": job, "by": by, "at": at}) + "\n")
 
 
 def noted(folder: Path, job: str) -> str:
-    """User and time of a recorded cancellation, as "by NAME at TIME"; "" if none is recorded."""
+    """Return who cancelled a job and when, as "by NAME at TIME", if `note` recorded it in this folder; otherwise ""."""
     path = folder / CANCELLED
     note = json.loads(path.read_text()) if path.is_file() else {}
     return f"by {note['by']} at {note['at']}" if note.get("job") == job else ""
@@ -192,7 +196,7 @@ def _cancelled(fields: dict[str, str]) -> str:
 
 
 def is_own(folder: Path, job: str) -> bool:
-    """False if Slurm has reused a job id for a job of another run."""
+    """Return False if Slurm has reused a job id for another run's job; `folder` is the folder `slurm` of this run."""
     return _is_of(folder, job, _shown(job))
 
 
@@ -221,7 +225,10 @@ def _real(text: str) -> str:
 
 
 def _shown(job: str) -> dict[str, str]:
-    """A job's fields from Slurm's controller, which keeps them for some minutes after its end; empty if it has none."""
+    """Return what `scontrol` shows about a job, by field name (JobState, ExitCode, ...).
+
+    Slurm's controller forgets a job some minutes after its end; then, the result is empty.
+    """
     fields: dict[str, str] = {}
     if shutil.which("scontrol"):
         shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
@@ -234,7 +241,7 @@ def _shown(job: str) -> dict[str, str]:
 
 
 def _fields(job: str) -> dict[str, str]:
-    """An ended job's fields, from Slurm's controller and, if available, its accounting."""
+    """Return what Slurm's controller and, if available, its accounting know about a job; keys are as in `_shown`."""
     shown = _shown(job)
     if shown.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
         names = ("State", "ExitCode", "Timelimit", "End", "NodeList", "JobName")

@@ -14,7 +14,7 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config
 
 
 def prepared(words: list[str]) -> dict[str, object]:
-    """Compose a training run's config, check it, and write it.
+    """Compose a training run's config from the arguments `words`, check it, and write it.
 
     Returns:
         `run_dir`, `config` (path of the config), `step` (of the newest complete checkpoint), `target` (final step of
@@ -52,7 +52,7 @@ def prepared(words: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run one of the two commands above; a user error is printed as one line with exit code 2."""
+    """Run the command `compose` or `report` (see the module); a user error is printed as one line with exit code 2."""
     verb, place, *words = sys.argv[1:]
     with mistakes_are_one_line():
         if verb == "compose":

@@ -5,12 +5,12 @@
 
 Each node has a Slurm step that keeps `ray start --block` running while its standard input is open. The step therefore
 ends with the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the
-cluster through RAY_ADDRESS, with which `ray.init` (and NeMo-RL's `init_ray`) connects or fails, but never starts a
-local cluster.
+cluster through RAY_ADDRESS. If it is set, `ray.init` (and NeMo-RL's `init_ray`) connects to that cluster or fails, but
+never starts a local one.
 
 `ray symmetric-run` (Ray 2.50 and later; NeMo-RL 0.5 has 2.49) is not used: it refuses to start on a machine with
-another job's Ray and finally stops both, exits with 0 if Ray does not start, does not detect a lost node, and leaves
-processes and files behind when Slurm ends it.
+another job's Ray, stops that Ray as well at its end, exits with 0 if Ray does not start, does not detect a lost node,
+and leaves processes and files behind when Slurm ends it.
 """
 
 import ctypes
@@ -254,7 +254,12 @@ def _raise_open_files() -> None:
 
 
 def _hold(folder: Path, options: Sequence[str]) -> int:
-    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code."""
+    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code.
+
+    Args:
+        folder: folder for Ray's temporary files.
+        options: further options of `ray start`.
+    """
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of Ray become children of this process
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)

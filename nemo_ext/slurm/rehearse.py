@@ -117,7 +117,12 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """Model config in a folder, whose content may change between rehearsals; None if there is none."""
+    """Return the sections `model` and `megatron` of the model in a folder; None if there is none.
+
+    Args:
+        folder: folder of the model, whose content may change between rehearsals.
+        key: config key that names the folder.
+    """
     with contextlib.suppress(ValueError):
         config = model_of(str(folder), key)
         return {name: config[name] for name in ("model", "megatron")}
@@ -133,7 +138,16 @@ def _version(package: str) -> str | None:
 def _result(
     config: Mapping[str, Any], folder: Path, limit: float | None
 ) -> tuple[list[Finding], Mapping[str, Any] | None]:
-    """Result of an earlier or new rehearsal; if there is none, None with findings that say why."""
+    """Return the result of the rehearsal in a folder, which is run if there is none yet.
+
+    Args:
+        config: composed config of the training run.
+        folder: folder of the rehearsal.
+        limit: time limit in seconds; None for no limit.
+
+    Returns:
+        No findings and the result, or findings that say why there is no result, and None.
+    """
     file = folder / _RESULT
     if not file.is_file():
         write_text(folder / _ASKED, json.dumps(config))
@@ -170,7 +184,12 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
-    """Yield a finding on the peak memory of the rank with the highest peak."""
+    """Yield a finding on the peak memory of the rank that needs the most.
+
+    Args:
+        result: result of a rehearsal.
+        node: hardware of each node; None if unknown.
+    """
     if not result["ranks"]:
         yield Finding("note", "nothing to rehearse: no stage runs a model")
         return

@@ -46,10 +46,10 @@ _LATE = 30
 
 
 def reserve_port_from(first: int, count: int, number: int) -> socket.socket:
-    """Bind a socket to the port that a job's number selects, or to the next one that no other process has.
+    """Bind a socket to one of `count` ports from `first` on: port `first + number % count`, or the next free one.
 
-    Until the socket is closed, other jobs that select the port this way get the next one. The job's own process can
-    listen on it with SO_REUSEADDR, as torch.distributed does.
+    `number` is the job's number, so that jobs on one node usually get different ports. Other jobs skip the port until
+    the socket is closed. The job's own process can listen on it with SO_REUSEADDR, as torch.distributed does.
     """
     for offset in range(count):
         place = ("", first + (number + offset) % count)
@@ -88,7 +88,13 @@ class Prepared:
 
 @dataclass
 class Batch(ABC):
-    """Base class for the start of a job; `stopped` lists the signals received so far."""
+    """Base class for the start of a job.
+
+    Attributes:
+        settings: site and queue settings.
+        words: arguments of the job.
+        stopped: numbers of the signals received so far.
+    """
 
     settings: Settings
     words: list[str]

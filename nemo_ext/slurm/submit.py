@@ -136,7 +136,13 @@ class Submission:
 
 
 def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
-    """CPU cores per task, in proportion to its GPUs; all cores if it uses no GPUs, None if unknown."""
+    """CPU cores per task, in proportion to its GPUs; None if the site's hardware is unknown.
+
+    Args:
+        settings: site and queue settings.
+        gpus: number of GPUs that the job uses on each node; with 0, it gets all cores.
+        ranks: number of tasks per node.
+    """
     node = settings.cluster.node
     if node is None:
         return None
@@ -222,7 +228,10 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
 def _nodes_of_the_site(
     words: Sequence[str], config: Mapping[str, Any], settings: Settings
 ) -> tuple[list[str], list[Finding]]:
-    """Launcher overrides that keep the recipe's total number of GPUs on the site's nodes, and a note about them."""
+    """Launcher overrides that keep the recipe's total number of GPUs on the site's nodes, and a note about them.
+
+    Both lists are empty if the recipe fits the nodes as it is, or if `words` contain launcher settings.
+    """
     node, launcher = settings.cluster.node, config["launcher"]
     world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
     if node is None or any(word.startswith("launcher.") for word in words):
@@ -235,7 +244,10 @@ def _nodes_of_the_site(
 
 
 def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding]:
-    """Collect the findings of our checks, of Megatron if installed, of bash, `sbatch --test-only` and a rehearsal.
+    """Collect all findings on a job before it is submitted.
+
+    They come from our own checks, Megatron (if installed), bash (syntax of the batch script), `sbatch --test-only`, and
+    a rehearsal.
 
     Args:
         submission: the job.
@@ -256,7 +268,10 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
 
 
 def _checked_here(submission: Submission, collected: list[Finding]) -> list[Finding]:
-    """Add the findings of bash, and those of Megatron and Slurm unless there are errors already."""
+    """Add the findings of Megatron, bash and Slurm on this machine to those collected so far, and return all.
+
+    Bash checks the syntax of the batch script. Megatron and `sbatch --test-only` are skipped after earlier errors.
+    """
     settings, coming = submission.settings, submission.coming
     if not errors(collected) and find_spec("megatron") and find_spec("torch"):
         every = [
@@ -341,7 +356,8 @@ def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
 
     Args:
         submission: the job.
-        stage: stage whose `variable` is set to the last job's id, for later lines; None if no later line needs it.
+        stage: name of the job's pipeline stage, if later lines need its job id; the last line stores the id in the
+            shell variable `variable(stage)`. None if no later line needs it.
     """
     rounds, before = submission.every_round, ""
     for number, round_ in enumerate(rounds, start=1):

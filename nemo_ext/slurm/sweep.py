@@ -16,7 +16,7 @@ MULTIRUN = "--multirun"
 
 
 def points(job: str, words: Sequence[str]) -> list[list[str]]:
-    """Arguments for each run of a sweep, in the order of Hydra's own sweeper, in which the last key changes fastest.
+    """Return the arguments for each run of a sweep, in the order of Hydra's own sweeper: the last key changes fastest.
 
     Each run gets a folder in the job's run directory that is named after the swept values, such as
     `megatron.lr=1e-4,megatron.seed=1`.

@@ -107,7 +107,14 @@ class Task(Batch):
     def _ranks(
         self, job: subprocess.Popen[bytes], environment: dict[str, str], words: list[str], log: str | None
     ) -> int:
-        """Run ranks on all nodes until they end or the job that requested them does, and return srun's exit code."""
+        """Run ranks on all nodes until they or the job that requested them ends, and return srun's exit code.
+
+        Args:
+            job: process of the job.
+            environment: environment variables of the ranks.
+            words: Python's arguments on each rank.
+            log: path of the file to append the ranks' output to; None for the job's output.
+        """
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
@@ -203,7 +210,10 @@ class Task(Batch):
             self.signal_steps("TERM" if self.training else "INT")
 
     def margin(self) -> float:
-        """Margin of the job; a quarter of it for NeMo-RL, which starts saving at a set time within the full margin."""
+        """Seconds before the time limit at which the job is interrupted.
+
+        For NeMo-RL, this is a quarter of the usual margin: it starts saving by itself when the full margin begins.
+        """
         return super().margin() / 4 if self.on_ray else super().margin()
 
     def saved(self) -> int | None:

@@ -51,7 +51,7 @@ class Training(Batch):
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 
     def interrupt(self) -> None:
-        """Send SIGTERM, on which Megatron saves and exits."""
+        """Send SIGTERM to the ranks, which makes Megatron save a checkpoint and exit."""
         self.signal_steps("TERM")
 
     def saved(self) -> int:
@@ -59,7 +59,7 @@ class Training(Batch):
         return last_checkpoint(Path(self.made["run_dir"])) or 0
 
     def verdict(self, code: int) -> str | None:
-        """Reason why the ranks ended; None if the target step is saved and no signal stopped them."""
+        """Reason why the ranks ended; None if the target step is saved and no signal stopped them. `code` is srun's."""
         if self.stopped:
             return "time limit (SIGUSR2)"
         if self.saved() >= self.made["target"]:

@@ -184,7 +184,13 @@ def _for_server(name: str, task: Task) -> Task:
 
 
 def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]:
-    """Return a mapping from paths in the server's folder to the contents of the files to write."""
+    """Return the contents of the files to write, by their paths in the server's folder.
+
+    Args:
+        names: names of the servers.
+        seed: seed of the example data.
+        tasks: task files to convert into Gym's rows.
+    """
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),
         "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),

@@ -84,7 +84,11 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
 
 
 def messages(conversation: Any) -> tuple[Message, ...]:
-    """Convert OpenAI's Responses input into messages; ValueError names an item that is not text or lacks its call."""
+    """Convert the input of an OpenAI Responses request, a string or a list of items, into messages without reasoning.
+
+    Raises:
+        ValueError: an item is invalid, for example not text, or a tool result without its call; the message names it.
+    """
     if isinstance(conversation, str):
         return (Message(role="user", content=conversation),)
     parsed: list[Message] = []
@@ -147,7 +151,16 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """Return the reference for a row of one of Gym's own servers; raise ValueError if its keys are unknown."""
+    """Return the environment's reference for a row of one of Gym's own servers.
+
+    Args:
+        row: row in the format of the Gym server.
+        environment: our equivalent of that server.
+        tools: declared tools of the row.
+
+    Raises:
+        ValueError: the row does not have the keys of such a server.
+    """
     for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return convert(row)

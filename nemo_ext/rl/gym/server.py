@@ -157,7 +157,10 @@ class VerifierServer(SimpleResourcesServer):
         return VerifyResponse(**{**row, **_outcome(turn), "tool_outputs": outputs})
 
     async def get_reverify_mode(self) -> str:
-        """Return how `gym eval reverify` (Gym 0.7) is supported: only without turns, as conversations are not kept."""
+        """Return how `gym eval reverify` (Gym 0.7) can verify again: "stateless", or "unsupported" with several turns.
+
+        Conversations are not kept, so they cannot be verified again.
+        """
         return "unsupported" if self._has_turns else "stateless"
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any
 
 
 def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments that the installed TRL's config does not have, suggesting the nearest one."""
+    """Raise ValueError if a key of `names` is no argument of the installed TRL's config; suggest the nearest one."""
     known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
     check_keys(names, known, required=(), where="trl")
 

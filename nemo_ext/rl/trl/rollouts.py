@@ -125,7 +125,16 @@ class Rollouts:
         ]
 
     def conversations(self, texts: Sequence[str], generate: Generate) -> list[Rollout]:
-        """Generate turn by turn, inserting the environments' observations, until all conversations are over."""
+        """Generate turn by turn, inserting the environments' observations, until all conversations are over.
+
+        Args:
+            texts: the prompts' texts, as returned by `prompt`.
+            generate: function that takes prompts and the maximum number of new tokens, and returns responses; prompts
+                and responses are token ids.
+
+        Returns:
+            The conversations' rollouts, in the order of `texts`.
+        """
         initial = [self._begun[text] for text in texts]
         current = list(initial)
         prompts = self.encoded(texts)

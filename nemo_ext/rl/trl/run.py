@@ -139,6 +139,12 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
     """Train from the last checkpoint to the end of the run, or until pass rates must be measured again.
 
+    Args:
+        config: composed config of the run.
+        algorithm: algorithm to train with.
+        phases: log of the run's phases, such as generation.
+        ready: model, tokenizer and settings.
+
     Returns:
         Whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
     """
@@ -221,7 +227,15 @@ def _measure(
 ) -> None:
     """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted.
 
-    `make` creates a trainer for a model folder and settings.
+    Args:
+        config: composed config of the run.
+        algorithm: algorithm to train with.
+        curricula: the run's curricula.
+        checkpoint: newest checkpoint; None if there is none.
+        make: function that creates a trainer for a model folder and settings.
+        settings: arguments for TRL's config.
+        ready: model, tokenizer and settings.
+        phases: log of the run's phases, such as generation.
     """
     updates = algorithm.updates_per_step
     if checkpoint is not None:
@@ -272,7 +286,13 @@ def _free_memory() -> None:
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
-    """Return the checkpoint with the best validation reward, the latest among equals; `checkpoint` if there is none."""
+    """Return the checkpoint with the best validation reward among those that still exist, the latest among equals.
+
+    Args:
+        checkpoint: newest checkpoint, which is returned if no validated one exists.
+        validated: (step, reward) of each validation.
+        updates: number of optimizer updates per step, by which TRL numbers checkpoints.
+    """
     for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
         candidate = checkpoint.with_name(f"checkpoint-{step * updates}")
         if (candidate / "trainer_state.json").is_file():
@@ -310,7 +330,14 @@ def _tasks(
 ) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
     """Return rollouts, planned training tasks, validation tasks, and the curricula to be made during training.
 
-    `done` is the number of updates before the run is resumed.
+    The last two are None if the config has none.
+
+    Args:
+        config: composed config of the run.
+        algorithm: algorithm to train with.
+        settings: arguments for TRL's config.
+        tokenizer: Hugging Face tokenizer.
+        done: number of optimizer updates before the run is resumed.
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
@@ -372,7 +399,14 @@ def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any
 
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
-    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if a curriculum has any."""
+    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum.
+
+    Args:
+        rollouts: renderer of the prompts.
+        tasks: planned tasks.
+        limit: maximum length of a prompt in tokens.
+        settings: section of the config that the tasks come from, in which `curriculum` may be set.
+    """
     excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if not excluded:
         return

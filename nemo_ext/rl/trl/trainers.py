@@ -186,7 +186,12 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return loss
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
-        """Estimate the KL divergence from the initial model in nats per response token, with k3 as in TRL."""
+        """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL).
+
+        Args:
+            model: current policy.
+            inputs: TRL's batch of prompts and responses.
+        """
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
@@ -299,7 +304,7 @@ _COLUMNS = ("prompt_ids", "completion_ids", "tool_mask", "completions", "logprob
 
 
 def _merged(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Join groups into the result of TRL's `_generate`, whose extra columns are passed to the reward function."""
+    """Join groups into the tuple that TRL's `_generate` returns; its extra columns go to the reward function."""
 
     def column(name: str) -> list[Any] | None:
         parts = [group[name] for group in groups]
@@ -561,7 +566,16 @@ def preference(
 def _pairs(
     path: Path, where: str, prompts: Prompts | None, tokenizer: Any, limit: int | None, *, with_rewards: bool
 ) -> Dataset:
-    """Tokenize a file's pairs, except those longer than `limit` tokens, which TRL would truncate and train on."""
+    """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
+
+    Args:
+        path: path of the file.
+        where: config key that names the file, for messages.
+        prompts: the model's chat template; None if the pairs are already rendered.
+        tokenizer: Hugging Face tokenizer.
+        limit: maximum length of prompt and response together, in tokens; None for no limit.
+        with_rewards: whether the pairs must have true rewards.
+    """
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
     except ValueError as error:
@@ -627,7 +641,12 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Make the trainer draw its tasks.
+    """Make the trainer draw its tasks through a `Drawn` callback instead of reading them from a dataset.
+
+    Args:
+        trainer: the trainer.
+        tasks: the run's tasks.
+        saved: state of `Drawn` from the checkpoint that the run resumes from; None at the start.
 
     Raises:
         ValueError: there are several processes, or different tasks have the same prompt.
@@ -645,18 +664,21 @@ def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) ->
 
 
 class Due(TrainerCallback):
-    """Callback that ends training with a checkpoint when pass rates must be measured; a step has `updates` updates."""
+    """Callback that ends training with a checkpoint when pass rates must be measured.
+
+    A training step has `updates` optimizer updates.
+    """
 
     def __init__(self, curricula: Curricula, updates: int) -> None:
         self.now = False
         self._curricula, self._updates = curricula, updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each update; called by the trainer."""
+        """Check after each optimizer update whether pass rates must be measured."""
         self._check(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each validation, before the checkpoint; called by the trainer."""
+        """Check after each validation, before its checkpoint, whether pass rates must be measured."""
         self._check(state, control)
 
     def _check(self, state: Any, control: Any) -> None:
