@@ -50,7 +50,7 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
 
 
 def _make_room(about: dict[str, Any], key: str) -> None:
-    """Free a reserved key for our use, by appending underscores to the record's own key."""
+    """Free `key` in a record's metadata for our use: its value moves to `key_`, or to `key__` if that is taken, etc."""
     if key in about:
         other = f"{key}_"
         while other in about:

@@ -75,7 +75,7 @@ class Through:
 
 
 def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
-    """Negate an entry's hash, since `heapq` removes the smallest item, but the largest hash has to go."""
+    """Negate the hash of an example, so that `heapq`, which removes the smallest item, removes the largest hash."""
     return -entry[0], entry[1], entry[2]
 
 

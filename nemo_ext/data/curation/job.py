@@ -166,7 +166,10 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
 
 
 def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
-    """Raise ValueError if the numbers of documents of consecutive stages do not add up."""
+    """Raise ValueError if a stream's documents are not all accounted for.
+
+    Each of the stages `names` must have received all documents that the previous stage kept, and kept or dropped each.
+    """
     before = counts.stage(READ).kept
     for name in names:
         through = counts.stage(name)
@@ -186,7 +189,7 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
 
 
 def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
-    """Return the data config for the output's streams, weighted by bytes times their buckets' rates."""
+    """Return a data config (YAML) for training on the output; a stream's weight is its bytes times its bucket rate."""
     folder = plan.settings.folder.absolute()
     rated = (stage for stage in plan.stages.values() if isinstance(stage, Buckets) and stage.rate is not None)
     buckets = next(rated, None)
@@ -204,7 +207,7 @@ def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
 
 
 def _made_of(plan: Plan) -> dict[str, Any]:
-    """Return the settings and input that determine the output, which shards, workers and memory do not."""
+    """Return the settings and input that determine the output; shards, workers and memory do not affect it."""
     curate = dataclasses.asdict(plan.curate)
     del curate["memory"]
     curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}

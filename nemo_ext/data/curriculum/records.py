@@ -128,7 +128,10 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
-    """Raise ValueError if the files have no records, or if more than a fraction `most` of them are malformed."""
+    """Raise ValueError if there are no records, or if more than a fraction `most` of them are malformed.
+
+    `what` names the kind of records and opens the message.
+    """
     if not report.records:
         raise ValueError(f"{what}: the files have no records; give at least one file with records")
     report.check_bad_share(what, most)
@@ -137,7 +140,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
 def read_parts[Result](
     parts: Sequence[Part], read: Callable[[Part], Result], *, workers: int, label: str
 ) -> Iterator[Result]:
-    """Yield the result of `read` for each part, in order; `read` must be picklable."""
+    """Yield the result of `read` for each part, in order; `read` must be picklable. `label` names the progress bar."""
     total = sum(part.size for part in parts)
     with progress_of(label, total) as advance:
         few = len(parts) == 1 or total < PART_BYTES // 4

@@ -40,7 +40,10 @@ class Rules:
 
 
 def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair strong over weak models' answers, whatever they contain (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
+    """Pair answers of strong models (chosen) with answers of weak ones (rejected), whatever they contain.
+
+    This is delta learning (Geng et al. 2025; OLMo 3; Domyn-Small 4.3).
+    """
     strong = [answer for answer in group.generations if _is(answer, "strong", rules.strong_models)]
     weak = [answer for answer in group.generations if _is(answer, "weak", rules.weak_models)]
     both = [answer for answer in strong if answer in weak]
@@ -56,7 +59,10 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 
 
 def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair a scored pool's best answers over its worst (Domyn-Small 4.3), if the pool satisfies the rules."""
+    """Pair the answers with the highest score (chosen) with those with the lowest (rejected) (Domyn-Small 4.3).
+
+    Without two scored answers that differ enough, or an answer that `rules.require_weak` demands, there are no pairs.
+    """
     scored = [answer for answer in group.generations if answer.score is not None]
     if len(scored) < len(group.generations):
         report.skip("answers without a score", group.id, count=len(group.generations) - len(scored))
@@ -76,7 +82,7 @@ def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair safe answers over unsafe ones for harmful prompts, and safe answers over refusals for safe prompts.
+    """Pair safe answers (chosen) with unsafe ones for harmful prompts, and with refusals for safe prompts.
 
     A refusal is a safe answer to a harmful prompt (Nemotron 3 Nano, appendix D).
     """

@@ -29,7 +29,9 @@ did not restore.
 
 
 def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
-    """Count held-out text by stream and by language, under the keys `stream` and `language`.
+    """Count bytes, words, tokens and changed texts of the held-out text, as encoded by each tokenizer.
+
+    The results are keyed by `stream` or `language`, then by its name, then by tokenizer; small languages are `others`.
 
     Args:
         tokenizers: tokenizers, keyed by name.
