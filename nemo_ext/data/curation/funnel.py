@@ -42,7 +42,7 @@ class Reason:
 
 @dataclass
 class Through:
-    """Counts for one stage: documents that came in, were kept or were changed, and those dropped, by reason."""
+    """Counts for one stage: documents received, kept and changed, and documents dropped, keyed by reason."""
 
     came: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -50,7 +50,14 @@ class Through:
     dropped: dict[str, Reason] = field(default_factory=dict)
 
     def drop(self, reason: str, amount: Amount, document: str, detail: str) -> None:
-        """Count a dropped document, and keep it as an example if its hash is among the smallest."""
+        """Count a dropped document, and keep it as an example if its hash is among the smallest.
+
+        Args:
+            reason: reason for which it was dropped.
+            amount: size of the document.
+            document: id of the document.
+            detail: text to show with the example.
+        """
         counts = self.dropped.setdefault(reason, Reason())
         counts.amount.add(amount)
         document, detail = (text.encode(errors="replace").decode() for text in (document, detail))

@@ -82,7 +82,7 @@ def _check_folder(plan: Plan) -> dict[str, Any]:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Curate as a composed config describes, as far as this shard can, resuming from existing files.
+    """Do this shard's work on the curation that a composed config describes, resuming from existing files.
 
     Raises:
         ValueError: a setting, a file or the input is invalid, or the folder has output made with different settings.
@@ -138,7 +138,7 @@ def _remove(work: Work, units: Sequence[Unit]) -> None:
 
 
 def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
-    """Write the funnel, the report and the data file, and print how much was kept."""
+    """Write the funnel, the report and the data file, and print how much was kept; `last` is the last pass."""
     folder, passes = plan.settings.folder, passes_of(plan.stages)
     counts = {stream: Counts() for stream in plan.streams}
     for current in passes:
@@ -168,7 +168,7 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
 def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
     """Raise ValueError if a stream's documents are not all accounted for.
 
-    Each of the stages `names` must have received all documents that the previous stage kept, and kept or dropped each.
+    Each of the stages `names` must have received all documents kept by the previous stage.
     """
     before = counts.stage(READ).kept
     for name in names:

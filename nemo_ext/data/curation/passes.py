@@ -151,7 +151,7 @@ def _counter(config: str) -> Callable[[str], int]:
 
 
 def decide(work: Work, units: Sequence[Unit]) -> None:
-    """Let the barrier of a pass decide, once all units are done.
+    """Write the verdicts of the barrier at the end of a pass, if there is one, once all units of the pass are done.
 
     Raises:
         ValueError: a file is damaged, or too many records of a stream were malformed.

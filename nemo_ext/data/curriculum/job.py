@@ -163,7 +163,7 @@ def _used(settings: Settings) -> tuple[Keys, Numbers]:
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
-    """Save the plan's arrays, which tell the next curriculum which prompts were trained on."""
+    """Save the plan's arrays and `used` (see `_used`), from which the next curriculum knows the prompts trained on."""
     candidates = selection.candidates
     with complete_file(output / ARRAYS) as file:
         np.savez(

@@ -148,7 +148,7 @@ def _draw(
     repeated: npt.NDArray[np.bool_] | None,
     settings: Settings,
 ) -> Iterator[int | str]:
-    """Draw the prompts of each step from the pools; yield the step's number of prompts off target.
+    """Draw the prompts of each step from the pools; yield how many are from other levels than requested.
 
     If a step is impossible, the reason is yielded instead, as the last item.
 

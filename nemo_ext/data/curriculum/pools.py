@@ -56,7 +56,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Start a pass over these candidates; the first `carried` ones come first within their levels."""
+        """Start a pass over `members`, candidates of these levels; the first `carried` ones lead their levels."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -219,7 +219,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """Return the number still wanted from each level, [levels], at most `quota` in total."""
+    """Return how many prompts a step still wants from each level after `taken`, [levels]; at most `quota` in total."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

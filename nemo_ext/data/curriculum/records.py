@@ -96,7 +96,7 @@ def required(record: Mapping[str, Any], key: str) -> Any:
 
 
 def checked_id(value: Any, path: str) -> str:
-    """Return an id as a string; raises Malformed."""
+    """Return an id as a string; raises Malformed, naming the key `path`, if it is not a string or a whole number."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -120,7 +120,7 @@ def digest(data: bytes) -> bytes:
 
 
 def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) -> None:
-    """Count a malformed record; for the first few, keep the file and line."""
+    """Count a malformed record; for the first few, keep file, line and `problem`, the reason, as examples."""
     if len(report.examples.get(MALFORMED, [])) < EXAMPLES_PER_REASON:
         report.skip(MALFORMED, f"{part.path}:{_line_number(part, offset)}: {problem}")
     else:

@@ -127,14 +127,17 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 
 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
-    """Yield the records in order, in lists of up to `ROWS`."""
+    """Yield the records of the prompts `rows`, in this order, as lists of up to `ROWS` lines."""
     maps = _maps(prompts.files, mmap.MADV_RANDOM)
     for begin in range(0, len(rows), ROWS):
         yield _slices(prompts, rows[begin : begin + ROWS], maps)
 
 
 def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
-    """Yield the records in order, like `_gathered`, but read each file once from front to back."""
+    """Yield records like `_gathered`, but read each source file once from front to back.
+
+    The records are first copied into buckets in a folder next to `path`; each takes at most half of `memory`, in bytes.
+    """
     bytes_of_rows = int(prompts.length[rows].sum(dtype=np.int64))
     bucket_bytes = max(1, min(BUCKET_BYTES, memory // 2))
     count = max(1, -(-bytes_of_rows // bucket_bytes))

@@ -214,7 +214,7 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
 
 
 def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys) -> bool:
-    """Return whether a record is an RL task, which has a prompt but no answer."""
+    """Return whether a record is an RL task without an answer; `prompt` is its prompt, or None if it has none."""
     task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
     answers = ANSWER_KEYS if keys.answer is None else (keys.answer,)
     return task and not any(value_at(record, key) is not None for key in answers)

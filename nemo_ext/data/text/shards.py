@@ -65,7 +65,7 @@ def shards_in(directory: Path) -> Units:
 
 
 def open_shards(directory: Path, plan_hash: str) -> None:
-    """Create the shard directory; if it holds shards of a different plan, empty it first."""
+    """Create the shard directory; if its shards were made with a different `plan_hash`, empty it first."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
         notice(f"{directory} was begun with other settings or input files: starting over")

@@ -35,7 +35,7 @@ class Selection:
 
 
 def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
-    """Select each split's documents from the rows of all shards, in order.
+    """Select each split's documents from the rows of the first `count` shards, in order.
 
     Raises:
         ValueError: There are no documents, or too many records of the source are malformed.

@@ -346,7 +346,10 @@ def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List (relative path, path) of the files below `root` whose relative path `takes` accepts, sorted."""
+    """List (path below `root`, path) of the files for which `takes`, given the path below `root`, is True; sorted.
+
+    Directories that match a glob in `skip_directories` are not entered.
+    """
     listed = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if not matches(name, skip_directories)]

@@ -130,7 +130,7 @@ def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
 
 
 def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
-    """Return the tokens that do not occur in the texts, as decoded strings, without single bytes and special tokens."""
+    """Return the decoded tokens that do not occur in the texts, except single bytes and special tokens."""
     seen: set[int] = set()
     for batch in batched(texts, 1000):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -231,7 +231,13 @@ class NearDuplicates(Barrier):
     def _similarity(
         self, units: Sequence[Features], firsts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots."""
+        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots.
+
+        Args:
+            units: features of all units.
+            firsts: number of the first document of each unit.
+            pairs: [pairs, 2] numbers of documents, counted over all units.
+        """
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
         for start in range(0, len(pairs), 1 << 16):
