@@ -153,9 +153,9 @@ class BlendPlan:
         ]
 
     def _other_epochs(self, group: Group) -> list[str]:
-        """Return a note on children whose epochs differ by more than 5 % from the configured ones, which are relative.
+        """Return a list with a note on children whose epochs differ by more than 5 % from the config's relative ones.
 
-        The list is empty if there are none, or if the run's length is unknown.
+        It is empty if there are none, or if the run's length is unknown.
         """
         if group.by != "epochs" or self.tokens is None:
             return []

@@ -168,7 +168,8 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
 def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
     """Raise ValueError if a stream's documents are not all accounted for.
 
-    Each of the stages `names` must have received all documents kept by the previous stage.
+    Each of the stages `names` must have received all documents that the previous stage kept, and kept or dropped each
+    of them; all documents that the last stage kept must have been written.
     """
     before = counts.stage(READ).kept
     for name in names:

@@ -11,7 +11,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
-    """Scale the domains' shares in every step to sum to 1, [domains]; 0 for a domain that is not in `shares`."""
+    """Return the share of each domain in every step, [domains], scaled to sum to 1; 0 if it is not in `shares`."""
     weights = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
     return weights / weights.sum()
 

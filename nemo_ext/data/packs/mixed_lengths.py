@@ -26,7 +26,7 @@ class Reading:
 
     Attributes:
         length: sequence length, in tokens.
-        documents: part of every stream from which the sequences are read.
+        documents: part of every stream that is read, as (start, end) fractions of its tokens.
     """
 
     length: int

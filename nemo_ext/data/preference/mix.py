@@ -60,11 +60,11 @@ def is_validation(row: Row, share: float, seed: int) -> bool:
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Limit the number of units (see `Row`): return the lines of a random `most` of them, in order; None for all lines.
+    """Return the lines of a random subset of at most `most` units (see `Row`), in order.
 
     Args:
         lines: lines to select from.
-        most: maximum number of units.
+        most: maximum number of units; None for no limit.
         reports: report of each line's source, which counts the dropped lines.
         reason: reason under which they are counted.
         redraw: True to draw new random numbers for the units, since an earlier limit has kept the smallest ones.

@@ -107,7 +107,7 @@ class Shard:
 
 @lru_cache(maxsize=4)
 def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
-    """Return the cached encoder for a template and a tokenizer, whose config is given as JSON."""
+    """Return the encoder for a template and a tokenizer (its config as JSON), cached per process."""
     return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
 
 

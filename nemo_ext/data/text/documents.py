@@ -172,7 +172,7 @@ class Source:
 
 
 def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
-    """Group the streams' parts into units within limits of documents and bytes; a larger part becomes a unit alone."""
+    """Group the streams' parts into units within limits of documents and bytes; a larger part is a unit on its own."""
     number = 0
     for stream, source in streams.items():
         parts: list[Part] = []

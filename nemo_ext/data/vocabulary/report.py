@@ -29,9 +29,10 @@ did not restore.
 
 
 def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
-    """Count bytes, words, tokens and changed texts of the held-out text, as encoded by each tokenizer.
+    """Encode the held-out texts with each tokenizer, and count them by stream and by language.
 
-    The results are keyed by `stream` or `language`, then by its name, then by tokenizer; small languages are `others`.
+    Bytes, words, tokens, and texts that decoding does not restore are counted (see `Counts`), under the keys `stream`
+    and `language`. Languages with little text are counted together as `others`.
 
     Args:
         tokenizers: tokenizers, keyed by name.

@@ -94,7 +94,7 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once; otherwise, Python would handle it only when training returns."""
+    """Within this context, Ctrl-C ends the process at once; Python would handle it only when training returns."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
