@@ -191,7 +191,7 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
 
 
 def run_unit(work: Work, unit: Unit) -> None:
-    """Run a pass over one unit.
+    """Run a pass over one unit: write the documents it keeps, the barrier's features, and last the counts.
 
     Raises:
         ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.

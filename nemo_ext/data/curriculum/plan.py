@@ -205,7 +205,7 @@ def _draw(
 def _order(
     pools: list[DomainPools], steps: int, batch: int, keys: Keys, *, first_step: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the candidates drawn in each step, [steps, batch], shuffled by `seed` and `keys`, their unique keys."""
+    """Return the indices of the candidates drawn in each step, [steps, batch], in an order set by `seed` and `keys`."""
     drawn = [piece for pool in pools for piece in pool.drawn(steps)]
     items = np.concatenate([items for items, _ in drawn])
     at = np.concatenate([at for _, at in drawn])

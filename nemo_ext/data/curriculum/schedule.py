@@ -32,7 +32,7 @@ def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
 
 
 def rounded(owed: Floats, batch: int) -> Counts:
-    """Round `owed` by largest remainders to the number of prompts from each domain, [domains], `batch` in total."""
+    """Round `owed`, the number of prompts due from each domain, by largest remainders, so that the sum is `batch`."""
     row = np.maximum(np.floor(owed), 0).astype(np.int64)
     missing = batch - int(row.sum())
     order = np.argsort(row - owed, kind="stable")
