@@ -16,7 +16,7 @@ TEXT = {"input": Places, "output": Place, "tokenizer": Place, "data_root": Place
 
 
 def _files(*keys: str) -> Any:
-    """Return a function that lists the inputs under these config keys that match no file yet."""
+    """Return a function from a config to its missing inputs: paths and globs under `keys` that match no file yet."""
 
     def missing(config: Config) -> list[Input]:
         words = [(key, word) for key in keys for word in strings(config.get(key))]

@@ -338,7 +338,7 @@ Drawn = Mapping[Reading, Mapping[str, int]]
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
-    """Return how many sequences of each stream earlier phases have read, for each phase, keyed by name.
+    """Return an upper bound on the sequences read before each phase, keyed by phase, reading and prefix of the stream.
 
     Args:
         plan: phases of the run.

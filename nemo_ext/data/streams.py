@@ -166,7 +166,7 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict[str, tuple[Source, float]]:
-    """Return the sources of a config's streams with their weights, of which at least one is positive, keyed by name.
+    """Return (source, weight) of each of a config's streams, keyed by name; at least one weight is positive.
 
     Args:
         config: composed config.

@@ -71,7 +71,7 @@ def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def check_validation(config: Mapping[str, Any], job: str) -> None:
-    """Check that a job that compares models has validation data, which is optional for packs.
+    """Check that `job`, a job that compares models, has validation data; `data.packed` may otherwise omit it.
 
     Raises:
         ValueError: the packs have no validation set.

@@ -19,7 +19,7 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
     """Return a `data` section with its blend as a flat list of `streams`.
 
     Args:
-        data: A `data` section. If it already has `streams`, only the limits for planning are removed.
+        data: A `data` section. If it already has `streams`, only `max_epochs` and `refuse_epochs` are removed.
         shares: Weights of the streams; None for equal weights, which suffice for tokenising.
 
     Raises:
@@ -129,7 +129,10 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Reject files whose manifest names a different tokenizer; files made elsewhere have none and are accepted."""
+    """Raise ValueError if the manifest of a stream's files names a different tokenizer.
+
+    Files made by other tools have no manifest and are accepted.
+    """
     if not Path(f"{leaf.prefix}.json").is_file():
         return
     manifest = read_manifest(leaf.prefix)
@@ -166,10 +169,11 @@ def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | N
 
 
 def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
-    """For each training stream: its number of epochs, and the values that determine the order Megatron reads it in.
+    """Return the number of epochs of each training stream and its order key, keyed by prefix.
 
-    These are the number of epochs begun, and whether the last one is shuffled separately
-    (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
+    Megatron reads a stream in the same order if its order key is the same: the number of epochs begun, and whether the
+    last one is shuffled separately (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
+    Packs and streams without files are omitted.
     """
     megatron = config["megatron"]
     words = megatron.get("train_data_path")

@@ -48,7 +48,7 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """Return the parts of the children by the group's rule, ignoring caps, summing to 1.
+    """Return each child's part of the group by the group's rule, before caps, in order; the parts sum to 1.
 
     Raises:
         ValueError: The rule requires a size that is unknown.
@@ -133,7 +133,7 @@ def _allot(node: Node, budget: Fraction, sizes: Mapping[str, Size], shares: dict
 
 
 def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction | None]) -> list[Fraction]:
-    """Divide `budget` in proportion to `parts`, with no part above its limit.
+    """Divide `budget` in proportion to `parts` without exceeding their limits; return the amounts in the same order.
 
     Args:
         budget: Amount to divide; at most the sum of the limits, if every part has one.

@@ -61,7 +61,7 @@ class Leaf:
         return ()
 
     def leaves(self) -> Iterator["Leaf"]:
-        """Yield the stream itself, as groups yield their streams."""
+        """Yield only this stream; `Group.leaves` yields all streams of a group."""
         yield self
 
 

@@ -130,7 +130,11 @@ def _check_files(plan: BlendPlan) -> None:
 
 
 def _often_in_total(plans: Sequence[BlendPlan]) -> str:
-    """List, for a warning, the streams that only all blends together read too often; "" if there are none."""
+    """List the streams that exceed `max_epochs` in total, but not in any single blend.
+
+    Returns:
+        Names and epochs on one line, for a warning; "" if there are none.
+    """
     total: dict[Path, float] = {}
     alone: set[Path] = set()
     for plan in plans:

@@ -153,7 +153,10 @@ class BlendPlan:
         ]
 
     def _other_epochs(self, group: Group) -> list[str]:
-        """Note on epochs that differ from the config's by more than 5 %, since the config's epochs are relative."""
+        """Return a list with a note on children whose epochs differ by more than 5 % from the config's relative ones.
+
+        It is empty if there are none, or if the run's length is unknown.
+        """
         if group.by != "epochs" or self.tokens is None:
             return []
         parts = [part for part in self.parts if part.node in group.children]

@@ -50,7 +50,7 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
 
 
 def indexed_tokens(index: Path) -> int:
-    """Read the number of tokens in a Megatron .bin from its .idx in constant time; any tool may have made them.
+    """Read the number of tokens in a Megatron .bin from its .idx in constant time; the files may come from any tool.
 
     Raises:
         ValueError: The file is not an .idx or is truncated, or its .bin is missing or of a different size.

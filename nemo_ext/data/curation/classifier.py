@@ -49,7 +49,7 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text on one line, as fastText requires, without its label prefix `__label__`."""
+    """Return the beginning of a text on one line for fastText; `__label__`, its mark of labels, becomes `label`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 

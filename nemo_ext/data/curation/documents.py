@@ -19,7 +19,7 @@ _OURS = ("id", "text")
 
 
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
-    """Yield documents from parts of a source; other keys become metadata, in which `source` names the stream.
+    """Yield documents from parts of a source; their metadata are the record's other keys and `source`, the stream.
 
     Blank and unencodable documents are only counted. A record keeps its own `id`; its own `source` is kept as
     `source_` and, if `text_key` is a different key, its own `text` as `text_`. Numbers that JSON cannot represent (NaN)
@@ -50,7 +50,7 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
 
 
 def _make_room(about: dict[str, Any], key: str) -> None:
-    """Free a reserved key for our use, by appending underscores to the record's own key."""
+    """Free `key` in a record's metadata for our use: its value moves to `key_`, or to `key__` if that is taken, etc."""
     if key in about:
         other = f"{key}_"
         while other in about:

@@ -42,7 +42,7 @@ class Reason:
 
 @dataclass
 class Through:
-    """Counts for one stage: documents that came in, were kept or were changed, and those dropped, by reason."""
+    """Counts for one stage: documents received, kept and changed, and documents dropped, keyed by reason."""
 
     came: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -50,7 +50,14 @@ class Through:
     dropped: dict[str, Reason] = field(default_factory=dict)
 
     def drop(self, reason: str, amount: Amount, document: str, detail: str) -> None:
-        """Count a dropped document, and keep it as an example if its hash is among the smallest."""
+        """Count a dropped document, and keep it as an example if its hash is among the smallest.
+
+        Args:
+            reason: reason for which it was dropped.
+            amount: size of the document.
+            document: id of the document.
+            detail: text to show with the example.
+        """
         counts = self.dropped.setdefault(reason, Reason())
         counts.amount.add(amount)
         document, detail = (text.encode(errors="replace").decode() for text in (document, detail))
@@ -75,7 +82,7 @@ class Through:
 
 
 def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
-    """Negate an entry's hash, since `heapq` removes the smallest item, but the largest hash has to go."""
+    """Negate the hash of an example, so that `heapq`, which removes the smallest item, removes the largest hash."""
     return -entry[0], entry[1], entry[2]
 
 

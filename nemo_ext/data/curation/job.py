@@ -82,7 +82,7 @@ def _check_folder(plan: Plan) -> dict[str, Any]:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Curate as a composed config describes, as far as this shard can, resuming from existing files.
+    """Do this shard's work on the curation that a composed config describes, resuming from existing files.
 
     Raises:
         ValueError: a setting, a file or the input is invalid, or the folder has output made with different settings.
@@ -138,7 +138,7 @@ def _remove(work: Work, units: Sequence[Unit]) -> None:
 
 
 def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
-    """Write the funnel, the report and the data file, and print how much was kept."""
+    """Write the funnel, the report and the data file, and print how much was kept; `last` is the last pass."""
     folder, passes = plan.settings.folder, passes_of(plan.stages)
     counts = {stream: Counts() for stream in plan.streams}
     for current in passes:
@@ -166,7 +166,11 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
 
 
 def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
-    """Raise ValueError if the numbers of documents of consecutive stages do not add up."""
+    """Raise ValueError if a stream's documents are not all accounted for.
+
+    Each of the stages `names` must have received all documents that the previous stage kept, and kept or dropped each
+    of them; all documents that the last stage kept must have been written.
+    """
     before = counts.stage(READ).kept
     for name in names:
         through = counts.stage(name)
@@ -186,7 +190,7 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
 
 
 def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
-    """Return the data config for the output's streams, weighted by bytes times their buckets' rates."""
+    """Return a data config (YAML) for training on the output; a stream's weight is its bytes times its bucket rate."""
     folder = plan.settings.folder.absolute()
     rated = (stage for stage in plan.stages.values() if isinstance(stage, Buckets) and stage.rate is not None)
     buckets = next(rated, None)
@@ -204,7 +208,7 @@ def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
 
 
 def _made_of(plan: Plan) -> dict[str, Any]:
-    """Return the settings and input that determine the output, which shards, workers and memory do not."""
+    """Return the settings and input that determine the output; shards, workers and memory do not affect it."""
     curate = dataclasses.asdict(plan.curate)
     del curate["memory"]
     curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}

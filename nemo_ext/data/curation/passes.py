@@ -151,7 +151,7 @@ def _counter(config: str) -> Callable[[str], int]:
 
 
 def decide(work: Work, units: Sequence[Unit]) -> None:
-    """Let the barrier of a pass decide, once all units are done.
+    """Write the verdicts of the barrier at the end of a pass, if there is one, once all units of the pass are done.
 
     Raises:
         ValueError: a file is damaged, or too many records of a stream were malformed.
@@ -191,7 +191,7 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
 
 
 def run_unit(work: Work, unit: Unit) -> None:
-    """Run a pass over one unit.
+    """Run a pass over one unit: write the documents it keeps, the barrier's features, and last the counts.
 
     Raises:
         ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.
@@ -206,7 +206,7 @@ def run_unit(work: Work, unit: Unit) -> None:
         out = Writer(stack)
 
         def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
-            """Count a stage's decision on a document; return whether the document is dropped."""
+            """Count a stage's decision on a document of size `before`; return whether the document is dropped."""
             through = counts.stage(name)
             through.came.add(before)
             if drop is None:
@@ -267,7 +267,10 @@ class _Size:
 def _documents(
     work: Work, unit: Unit, report: ReadReport
 ) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
-    """Yield a unit's documents before a pass, each with a function that applies the last barrier's verdict to it."""
+    """Yield the documents that enter a pass, each with a function that applies the previous barrier's verdicts to it.
+
+    The function returns the reason to drop the document; None to keep it, as always in the first pass.
+    """
     if work.number == 0:
         for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
             yield document, lambda document: None
@@ -299,7 +302,10 @@ def _documents(
 
 @contextmanager
 def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
-    """Context manager that yields a function for appending a document's features to files, named when it exits."""
+    """Yield a function that appends the features of a unit's next document to the unit's files.
+
+    The files get their final names when the context exits.
+    """
     ends = [0]
     with complete_file(work.units.file(unit.number, VALUES)) as file:
 

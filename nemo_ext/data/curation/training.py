@@ -180,7 +180,15 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Write the report; return the path of its HTML page."""
+    """Write the report; return the path of its HTML page.
+
+    Args:
+        settings: settings of the job.
+        engine: engine of the classifier.
+        sets: the two sets of documents, keyed by name.
+        scores: scores of each set's held-out documents, keyed by its name.
+        least: recommended threshold.
+    """
     from scipy.stats import mannwhitneyu
 
     positives, negatives = (scores[name] for name in _NAMES)
@@ -215,7 +223,7 @@ def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
 
 
 def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:
-    """Return precision, recall and share of negatives kept at threshold `least`, formatted for the report."""
+    """Return precision, recall and share of negatives kept at threshold `least`, as text, given both sets' scores."""
     recall, kept = float((positives >= least).mean()), float((negatives >= least).mean())
     precision = recall / (recall + kept) if recall + kept else 0.0
     return f"{precision:.3f}", f"{recall:.3f}", f"{kept:.3f}"

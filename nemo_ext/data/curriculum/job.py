@@ -125,8 +125,8 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
     The learning signal of a prompt that is solved with probability p is 4 p (1 - p). It is proportional to the variance
     of the reward, and so to advantages that are not divided by the standard deviation. A domain's signal is the mean
     over its prompts, but at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new
-    profile, gets new weights. OLMo 3's slides mention adaptive weights of datasets without details; all of this is a
-    (choice).
+    profile, gets new weights. OLMo 3's slides mention adaptive weights of datasets without details, so the method is
+    our own (choice).
 
     Args:
         shares: shares of the domains, keyed by name.
@@ -163,7 +163,7 @@ def _used(settings: Settings) -> tuple[Keys, Numbers]:
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
-    """Save the plan's arrays, which tell the next curriculum which prompts were trained on."""
+    """Save the plan's arrays and `used` (see `_used`), from which the next curriculum knows the prompts trained on."""
     candidates = selection.candidates
     with complete_file(output / ARRAYS) as file:
         np.savez(

@@ -57,6 +57,11 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
     An earlier curriculum's files must have been removed with `remove_order`.
 
+    Args:
+        output: directory of the curriculum.
+        domains: names of the domains.
+        drawn: [steps, batch] number of each drawn prompt's domain.
+
     Raises:
         ValueError: two domains would have the same file name, no domain is in every step, or the folder has .jsonl
             files that this job did not write.
@@ -97,7 +102,7 @@ def remove_order(output: Path) -> None:
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
-    """Write the order file next to the domain files: the domain of every prompt in every step."""
+    """Write the order file next to the domain `files`: the domain of every prompt, given as `drawn`, [steps, batch]."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)
     number[list(files)] = np.arange(len(files))
     with complete_file(output / DOMAINS / ORDER) as file:

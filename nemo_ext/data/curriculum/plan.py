@@ -148,7 +148,18 @@ def _draw(
     repeated: npt.NDArray[np.bool_] | None,
     settings: Settings,
 ) -> Iterator[int | str]:
-    """Draw step by step; yield the number of prompts off target, or finally why no further step is possible."""
+    """Draw the prompts of each step from the pools; yield how many are from other levels than requested.
+
+    If a step is impossible, the reason is yielded instead, as the last item.
+
+    Args:
+        candidates: prompts to choose from.
+        pools: pools of each domain, which record what is drawn.
+        needed: [steps, domains] number of prompts.
+        targets: target mean pass rate of each step of the schedule, from step 0.
+        repeated: mask of the candidates that share their text with another one; None if none do.
+        settings: settings of the job.
+    """
     first_step = settings.first_step
     starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
@@ -194,7 +205,7 @@ def _draw(
 def _order(
     pools: list[DomainPools], steps: int, batch: int, keys: Keys, *, first_step: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the prompts of each step in shuffled order, [steps, batch]."""
+    """Return the indices of the candidates drawn in each step, [steps, batch], in an order set by `seed` and `keys`."""
     drawn = [piece for pool in pools for piece in pool.drawn(steps)]
     items = np.concatenate([items for items, _ in drawn])
     at = np.concatenate([at for _, at in drawn])

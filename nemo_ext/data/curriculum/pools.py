@@ -56,7 +56,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Start a pass over these candidates; the first `carried` ones come first within their levels."""
+        """Start a pass over `members`, candidates of these levels; the first `carried` ones lead their levels."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -139,7 +139,18 @@ class DomainPools:
         check: npt.NDArray[np.bool_] | None,
         in_step: set[int] | None,
     ) -> int:
-        """Take prompts from the front of each level; return their number, lower if texts are already in the step."""
+        """Take prompts for a step from the front of each level; see `draw`.
+
+        Args:
+            take: [levels] number of prompts to take.
+            step: number of the step.
+            texts: text keys of all candidates.
+            check: mask of the candidates whose text may already be in the step; None to check none.
+            in_step: texts in the step; see `draw`.
+
+        Returns:
+            Number of prompts taken, fewer than requested if texts are already in the step.
+        """
         epoch = self._epochs[-1]
         if check is not None and in_step is not None:
             take = take.copy()
@@ -158,7 +169,10 @@ class DomainPools:
     def _bring_forward(
         self, level: int, count: int, texts: Keys, check: npt.NDArray[np.bool_], in_step: set[int]
     ) -> int:
-        """Move up to `count` prompts whose text is not in the step to the front of a level; return their number."""
+        """Move up to `count` prompts whose text is not in the step to the front of a level; return their number.
+
+        Only candidates in the mask `check` are compared with `in_step`, and their texts are added to it.
+        """
         items, front = self._epochs[-1].items, int(self._front[level])
         marked = check[items[front : front + count]]
         if not marked.any():
@@ -205,7 +219,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """Return the number still wanted from each level, [levels], at most `quota` in total."""
+    """Return how many prompts a step still wants from each level after `taken`, [levels]; at most `quota` in total."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

@@ -188,7 +188,7 @@ def rows_of(known: Keys, keys: Keys) -> Numbers:
 
 
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
-    """Read a part's sums per prompt as a table, and the report on records read and skipped."""
+    """Return an Arrow table with the sums of a part's rollouts, one row per prompt, and counts of the records read."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
     for offset, line in lines_of(part):
         report.records += 1

@@ -68,7 +68,7 @@ class Prompts:
 
 
 def key_of(identity: str) -> np.uint64:
-    """Return the key of one id."""
+    """Return the key of one id: its eight-byte digest as an integer."""
     return np.frombuffer(digest(identity.encode()), dtype=np.uint64)[0]
 
 

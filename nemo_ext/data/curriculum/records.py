@@ -96,7 +96,7 @@ def required(record: Mapping[str, Any], key: str) -> Any:
 
 
 def checked_id(value: Any, path: str) -> str:
-    """Return an id as a string; raises Malformed."""
+    """Return an id as a string; raises Malformed, naming the key `path`, if it is not a string or a whole number."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -120,7 +120,7 @@ def digest(data: bytes) -> bytes:
 
 
 def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) -> None:
-    """Count a malformed record; for the first few, keep the file and line."""
+    """Count a malformed record; for the first few, keep file, line and `problem`, the reason, as examples."""
     if len(report.examples.get(MALFORMED, [])) < EXAMPLES_PER_REASON:
         report.skip(MALFORMED, f"{part.path}:{_line_number(part, offset)}: {problem}")
     else:
@@ -128,7 +128,10 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
-    """Raise ValueError if the files have no records, or if more than a fraction `most` of them are malformed."""
+    """Raise ValueError if there are no records, or if more than a fraction `most` of them are malformed.
+
+    `what` names the kind of records and opens the message.
+    """
     if not report.records:
         raise ValueError(f"{what}: the files have no records; give at least one file with records")
     report.check_bad_share(what, most)
@@ -137,7 +140,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
 def read_parts[Result](
     parts: Sequence[Part], read: Callable[[Part], Result], *, workers: int, label: str
 ) -> Iterator[Result]:
-    """Yield the result of `read` for each part, in order; `read` must be picklable."""
+    """Yield the result of `read` for each part, in order; `read` must be picklable. `label` names the progress bar."""
     total = sum(part.size for part in parts)
     with progress_of(label, total) as advance:
         few = len(parts) == 1 or total < PART_BYTES // 4

@@ -11,7 +11,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
-    """Scale the domains' shares in every step to sum to 1, [domains]; 0 for a domain that is not in `shares`."""
+    """Return the share of each domain in every step, [domains], scaled to sum to 1; 0 if it is not in `shares`."""
     weights = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
     return weights / weights.sum()
 
@@ -32,7 +32,7 @@ def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
 
 
 def rounded(owed: Floats, batch: int) -> Counts:
-    """Round `owed` by largest remainders to the number of prompts from each domain, [domains], `batch` in total."""
+    """Round `owed`, the number of prompts due from each domain, by largest remainders, so that the sum is `batch`."""
     row = np.maximum(np.floor(owed), 0).astype(np.int64)
     missing = batch - int(row.sum())
     order = np.argsort(row - owed, kind="stable")

@@ -110,7 +110,10 @@ def select(
 
 
 def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numbers:
-    """Return the rows of the prompts to copy: as many in each domain as make copies `off_share` of its candidates."""
+    """Draw prompts to copy from `row` by the seed; return their indices, ascending.
+
+    In each domain, the copies will be a fraction `off_share` of all candidates, copies included.
+    """
     if not off_share:
         return row[:0]
     draw = ordering_keys(prompts.key[row], digest(seed, "curriculum", "thinking"))

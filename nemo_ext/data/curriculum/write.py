@@ -83,7 +83,10 @@ def write_ordered(
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
-    """Return a function that writes the mode into records, and adds the mode's system message, if there is one."""
+    """Return a function that writes the mode into a record, and adds the mode's system message, if there is one.
+
+    `prompt_key` is the key of the prompt in a record; dots lead into nested objects.
+    """
     field = f'"{settings.key}":'.encode()
     marked = re.compile(re.escape(field[:-1]) + rb"\s*:")
     systems = {ON: settings.system_on, OFF: settings.system_off}
@@ -103,7 +106,10 @@ def marker(settings: Thinking, prompt_key: str) -> Change:
 
 
 def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: str) -> None:
-    """Insert a system message at the beginning; an existing system message is appended to it."""
+    """Insert the system message `system` at the beginning of a record's prompt, before the text of an existing one.
+
+    The prompt is under the nested keys `steps`; `key` is the same path with dots, for the error message.
+    """
     owner = record
     for step in steps[:-1]:
         owner = owner[step]
@@ -121,14 +127,17 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 
 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
-    """Yield the records in order, in lists of up to `ROWS`."""
+    """Yield the records of the prompts `rows`, in this order, as lists of up to `ROWS` lines."""
     maps = _maps(prompts.files, mmap.MADV_RANDOM)
     for begin in range(0, len(rows), ROWS):
         yield _slices(prompts, rows[begin : begin + ROWS], maps)
 
 
 def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
-    """Yield the records in order, like `_gathered`, but read each file once from front to back."""
+    """Yield records like `_gathered`, but read each source file once from front to back.
+
+    The records are first copied into buckets in a folder next to `path`; each takes at most half of `memory`, in bytes.
+    """
     bytes_of_rows = int(prompts.length[rows].sum(dtype=np.int64))
     bucket_bytes = max(1, min(BUCKET_BYTES, memory // 2))
     count = max(1, -(-bytes_of_rows // bucket_bytes))
@@ -165,7 +174,10 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
 
 
 def _maps(files: Sequence[Path], advice: int) -> Maps:
-    """Return a function that memory-maps a file, given its number; `MOST_OPEN` maps, the last used, stay open."""
+    """Return a function that memory-maps a file, given its number; the `MOST_OPEN` most recently used maps stay open.
+
+    `advice` is an `madvise` constant that describes the order of the reads.
+    """
 
     @functools.lru_cache(maxsize=MOST_OPEN)
     def mapped(number: int) -> mmap.mmap:

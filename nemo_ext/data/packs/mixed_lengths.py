@@ -26,7 +26,7 @@ class Reading:
 
     Attributes:
         length: sequence length, in tokens.
-        documents: part of every stream from which the sequences are read.
+        documents: part of every stream that is read, as (start, end) fractions of its tokens.
     """
 
     length: int
@@ -55,7 +55,9 @@ class MixedLengths:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
-        """Read the settings from a training config, validated against its sequence length and layout; None if not set.
+        """Read the settings from a training config; return None if it has none.
+
+        They are validated against the config's sequence length, micro-batch size and context parallelism.
 
         Raises:
             ValueError: a key is unknown or missing, or a value is invalid.
@@ -93,7 +95,10 @@ class MixedLengths:
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """Return how many sequences `rows` rows contain, keyed by reading; with `mixed`, the long reading first."""
+    """Return how many sequences the given number of rows contains, keyed by reading.
+
+    With `mixed`, there are two readings, long sequences first; otherwise one, of length `seq_length`.
+    """
     if mixed is None:
         return {Reading(seq_length): rows}
     short, share = mixed.schedule.short_before(rows), mixed.short_share

@@ -338,7 +338,16 @@ def _write_tokens(
     *,
     progress: bool,
 ) -> tuple[int, int]:
-    """Write the .bin and .idx of tokens and mask; return the manifest's `trained_tokens` and `without_loss`."""
+    """Write the .bin and .idx of tokens and loss mask; return the manifest's `trained_tokens` and `without_loss`.
+
+    Args:
+        prefix: prefix of the files to write.
+        files: sample files.
+        fitted: samples to pack, and their lengths.
+        packs: assignment of these samples to packs.
+        dtype: type in which token ids are stored.
+        progress: True to show progress on stderr.
+    """
     lengths = fitted.lengths[packs.samples]
     samples = fitted.samples[packs.samples]
     outputs = {"": dtype, "_loss": np.uint8}
@@ -363,7 +372,10 @@ def _write_tokens(
 
 
 def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, last) of samples with about `_WINDOW_TOKENS` tokens each; `last` is exclusive."""
+    """Yield ranges (first, last) of samples with about `_WINDOW_TOKENS` tokens each; `last` is exclusive.
+
+    `ends` is the total number of tokens up to the end of each sample, [samples].
+    """
     first, before = 0, 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, before + _WINDOW_TOKENS, side="right")))
@@ -374,7 +386,14 @@ def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
 def _gather(
     files: Sequence[SampleFile], samples: Lengths, lengths: Lengths, dtype: type[np.uint16] | type[np.int32]
 ) -> tuple[npt.NDArray[Any], Mask]:
-    """Read the tokens and masks of these samples, concatenated; each file is opened once and read forwards."""
+    """Read samples, opening each file once and reading it forwards; return their tokens and loss mask, concatenated.
+
+    Args:
+        files: sample files.
+        samples: numbers of the samples to read, counted over all files.
+        lengths: number of tokens to read of each of these samples.
+        dtype: type of a token in the files.
+    """
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
     tokens, mask = np.empty(total, dtype=dtype), np.empty(total, dtype=np.uint8)
@@ -391,7 +410,15 @@ def _gather(
 
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
-    """Copy pieces of a binary file from `offsets` to `targets` in `out`, which count items, as `lengths` do."""
+    """Copy pieces of a binary file into `out`.
+
+    Args:
+        path: file of items of the same type as `out`.
+        offsets: start of each piece in the file, in items.
+        out: array to write to.
+        targets: start of each piece in `out`, in items.
+        lengths: length of each piece, in items.
+    """
     # One read per piece, directly into its place: a memory map reads whole pages, with 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)

@@ -219,7 +219,10 @@ def _place(
 
 
 def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
-    """Assign each sample to the emptiest of `packs` packs, or by best fit if it is full; pack numbers, [samples]."""
+    """Assign each sample to the emptiest of `packs` packs; return the pack numbers, [samples].
+
+    A sample that does not fit there is placed by best fit at the end, in a new pack if necessary. See `_place`.
+    """
     pack_of_sample = np.empty(len(places), dtype=np.int64)
     taken, sizes = [0] * packs, [0] * packs
     emptiest = [(0, number) for number in range(packs)]

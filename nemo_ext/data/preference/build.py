@@ -128,7 +128,7 @@ def counts_path(output: Path) -> Path:
 
 
 def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Yield the lines of a part, each with its row."""
+    """Yield the content of each line of a part, built from the file `records`, and its row; update `counts`."""
     source = work.source
     for same in gathered(records):
         if source.kind == "genrm":
@@ -155,7 +155,7 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
 
 
 def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Iterator[Group]:
-    """Merge the records with the same id into one group for each set of declared tools."""
+    """Yield the groups of `same`, records with one id: one for each set of declared tools, or one per existing pair."""
     groups: list[Group] = []
     for placed in same:
         try:
@@ -184,7 +184,10 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
 
 
 def _separate(groups: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
-    """Yield the distinct existing pairs with one id, each as a separate group; ids after the first get a number."""
+    """Yield groups that hold one existing pair each and share an id; all but the first get a number after the id.
+
+    Identical pairs are yielded once and counted in `counts`; `same` are the records of the groups.
+    """
     distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in groups}
     if len(groups) > len(distinct):
         counts.groups.skip("identical pairs", same[0].where, count=len(groups) - len(distinct))

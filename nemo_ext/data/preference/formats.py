@@ -23,7 +23,10 @@ _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Return a pair as a record for TRL's DPOTrainer, with an explicit prompt; as text if it is rendered."""
+    """Return a pair as a record for TRL's DPOTrainer, with an explicit prompt.
+
+    `staged` is a pair's line as written by `build`. If it has `texts`, rendered by a template, the record holds these.
+    """
     labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
@@ -38,7 +41,9 @@ def trl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Return a pair for NeMo-RL's PreferenceDataset; if rendered, set `policy.tokenizer.chat_template: null`.
+    """Return a pair as a record for NeMo-RL's PreferenceDataset; see `trl_record` for `staged`.
+
+    Rendered pairs require `policy.tokenizer.chat_template: null` in NeMo-RL's config.
 
     NeMo-RL does not pass tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so the model sees
     a pair's tools only if the pair is rendered; the `tools` column is for human readers.
@@ -58,7 +63,7 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def genrm_line(staged: Mapping[str, Any]) -> JsonObject:
-    """Return a reward model sample's record: its `genrm_record`, with source, task and language added."""
+    """Return the record of a reward model sample: the `genrm_record` in its line, and its source, task and language."""
     return {**staged["genrm"], **{key: staged[key] for key in ("source", "task", "language")}}
 
 

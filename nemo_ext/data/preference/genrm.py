@@ -103,7 +103,7 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
 
 
 def from_pair(pair: Pair, *, chosen: int, rejected: int, ranking: int) -> GenrmSample:
-    """Convert a pair to a sample with these labels and the chosen answer first."""
+    """Convert a pair to a sample; `chosen` and `rejected` are the helpfulness of its answers, in this order."""
     answers = (pair.chosen.messages, pair.rejected.messages)
     return GenrmSample(id=pair.id, group=pair.group, answers=answers, helpfulness=(chosen, rejected), ranking=ranking)
 

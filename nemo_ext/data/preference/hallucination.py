@@ -107,7 +107,7 @@ class HallucinationRules:
 
 
 def tool_hallucination(group: Group, rules: HallucinationRules, seed: int, report: ReadReport) -> list[Pair]:
-    """Make a task's pairs: for with_tools if its prompt declares tools, otherwise for the other two groups."""
+    """Return a task's pairs: with_tools if the prompt declares tools, otherwise no_tools and hallucination_penalty."""
     unknown = sum(answer.correct is None for answer in group.generations)
     if unknown:
         report.skip("answers without a mark of correctness", group.id, count=unknown)

@@ -68,7 +68,7 @@ def _run(settings: Settings, files: Mapping[str, Mapping[str, RecordSource]], ou
 def _built(
     source: SourceSettings, settings: Settings, files: Mapping[str, RecordSource], folder: Path
 ) -> tuple[list[tuple[Path, list[Any]]], Counts]:
-    """Build the parts of one source; return the parts with their rows, and the total counts."""
+    """Build the parts of one source in `folder`; return (path, rows) of each part, and the total counts."""
     work = Work(
         source=source,
         tokenizer=json.dumps(settings.tokenizer),

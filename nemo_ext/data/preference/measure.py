@@ -15,9 +15,10 @@ Texts = tuple[str, str, str]
 def rendered_pair(
     question: Sample, chosen: tuple[Message, ...], rejected: tuple[Message, ...], template: Template
 ) -> Texts:
-    """Render the prompt, including the generation prompt, and the two answers after it, up to the end-of-turn token.
+    """Return the texts of the prompt (with generation prompt) and of both answers (up to the end-of-turn token).
 
-    The mode is the sample's; if that is None, thinking is on if an answer has reasoning.
+    The thinking mode is that of `question`, the sample with the prompt; if that is None, thinking is on if an answer
+    has reasoning.
 
     Raises:
         ValueError: the template rejects a side, omits a part of it, or does not start an answer with its generation

@@ -10,7 +10,7 @@ from nemo_ext.job.seeds import digest, uniform
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a part: number of the source, number of the part within the source, and the row."""
+    """A line of a part: number of the source, number of the part within the source, and the line's `Row`."""
 
     source: int
     part: int
@@ -60,7 +60,15 @@ def is_validation(row: Row, share: float, seed: int) -> bool:
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Return the lines of the `most` smallest units; `redraw` draws new units, as earlier limits left small ones."""
+    """Return the lines of a random subset of at most `most` units (see `Row`), in order.
+
+    Args:
+        lines: lines to select from.
+        most: maximum number of units; None for no limit.
+        reports: report of each line's source, which counts the dropped lines.
+        reason: reason under which they are counted.
+        redraw: True to draw new random numbers for the units, since an earlier limit has kept the smallest ones.
+    """
     drawn = [digest(0, line.row.unit, line.source) if redraw else line.row.unit for line in lines]
     units = sorted(set(drawn))
     if most is None or len(units) <= most:

@@ -40,7 +40,10 @@ class Rules:
 
 
 def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair strong over weak models' answers, whatever they contain (Geng et al. 2025; OLMo 3, Domyn-Small 4.3)."""
+    """Pair answers of strong models (chosen) with answers of weak ones (rejected), whatever they contain.
+
+    This is delta learning (Geng et al. 2025; OLMo 3; Domyn-Small 4.3).
+    """
     strong = [answer for answer in group.generations if _is(answer, "strong", rules.strong_models)]
     weak = [answer for answer in group.generations if _is(answer, "weak", rules.weak_models)]
     both = [answer for answer in strong if answer in weak]
@@ -56,7 +59,11 @@ def delta(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 
 
 def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair a scored pool's best answers over its worst (Domyn-Small 4.3), if the pool satisfies the rules."""
+    """Pair the best-scored answers (chosen) with the worst-scored ones (rejected), as in Domyn-Small, section 4.3.
+
+    The list is empty, and the reason counted in `report`, if the scores are equal or differ by less than
+    `rules.min_margin`, or if no scored answer is by a weak model although `rules.require_weak` is set.
+    """
     scored = [answer for answer in group.generations if answer.score is not None]
     if len(scored) < len(group.generations):
         report.skip("answers without a score", group.id, count=len(group.generations) - len(scored))
@@ -76,7 +83,7 @@ def judged(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair safe answers over unsafe ones for harmful prompts, and safe answers over refusals for safe prompts.
+    """Pair safe answers (chosen) with unsafe ones for harmful prompts, and with refusals for safe prompts.
 
     A refusal is a safe answer to a harmful prompt (Nemotron 3 Nano, appendix D).
     """
@@ -98,7 +105,7 @@ def safety(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pa
 
 
 def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pair]:
-    """Pair the answers labelled chosen and rejected, for data that already consist of pairs."""
+    """Return the pair of the answers labelled chosen and rejected, for data that already consist of pairs."""
     good = [answer for answer in group.generations if answer.label == "chosen"]
     bad = [answer for answer in group.generations if answer.label == "rejected"]
     return balanced(group, good, bad, limit=rules.pairs_per_prompt, kind="pairs", seed=seed)
@@ -107,9 +114,15 @@ def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 def balanced(
     group: Group, good: Sequence[Generation], bad: Sequence[Generation], *, limit: int, kind: str, seed: int
 ) -> list[Pair]:
-    """Make at most `limit` distinct pairs that use all answers about equally often; ids end with the pair's number.
+    """Make distinct pairs that use all answers about equally often, by a random matching.
 
-    The first pairs are a random matching, so that even a small limit uses different answers.
+    Args:
+        group: group of the answers.
+        good: answers to choose.
+        bad: answers to reject.
+        limit: maximum number of pairs; above 1, the pairs' ids end with a number.
+        kind: kind of the pairs, which is part of their ids.
+        seed: seed of the matching.
     """
     places = grid(len(good), len(bad))
     good, bad = (
@@ -123,7 +136,7 @@ def balanced(
 
 
 def grid(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield every (row, column) once, such that the use counts of rows, or columns, never differ by more than one."""
+    """Yield every (row, column) once, in an order that uses all rows, and all columns, equally often to within one."""
     if rows and columns:
         # Along the diagonals: each closes after the least common multiple, and the next starts one column to the right.
         period = math.lcm(rows, columns)

@@ -77,7 +77,7 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
 
 
 def key_names(record: Mapping[str, Any]) -> str:
-    """Return the keys of a record for an error message."""
+    """List the keys of a record for an error message."""
     return ", ".join(sorted(map(str, record))) or "none"
 
 
@@ -126,7 +126,7 @@ def to_group(
 def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Group | None:
     """Merge groups with the same id, regardless of their order; None if they have no prompt or different prompts.
 
-    Duplicate generations, and groups for which the result is None, are counted in `report`.
+    Duplicate generations, and groups for which the result is None, are counted in `report` under the place `where`.
     """
     prompts = {json.dumps(message_records(group.prompt)): group.prompt for group in groups if group.prompt}
     if len(prompts) != 1:
@@ -157,7 +157,9 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """Read an answer: a string, a message, or messages that start and end with the assistant's.
+    """Read an answer: a string, a message, or messages of which the first and last are the assistant's.
+
+    `where` is the path of the value in its record, for error messages.
 
     Raises:
         FormatError: the value is something else.
@@ -178,7 +180,7 @@ def completion(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def number(value: Any, where: str) -> float | None:
-    """Return the value as a float; None stays None.
+    """Return a value of a record as a float, or None if it is None; `where` is its path, for error messages.
 
     Raises:
         FormatError: the value is not a finite number.
@@ -212,14 +214,17 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
 
 
 def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys) -> bool:
-    """Return whether a record is an RL task, which has a prompt but no answer."""
+    """Return whether a record is an RL task without an answer; `prompt` is its prompt, or None if it has none."""
     task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
     answers = ANSWER_KEYS if keys.answer is None else (keys.answer,)
     return task and not any(value_at(record, key) is not None for key in answers)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
-    """Read an existing pair's prompt, which whole conversations have in common, and its two generations."""
+    """Read an existing pair; return its prompt, and its chosen and its rejected generation.
+
+    If the pair consists of two whole conversations, the prompt is the messages with which both begin.
+    """
     sample = _prompt(record, keys)
     sides = {}
     for key in (keys.chosen, keys.rejected):

@@ -57,7 +57,17 @@ def spread(
     max_bad_share: float,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write the records of a source to parts in `folder`; records with neither id nor prompt are skipped and counted.
+    """Write the records of a source to parts in `folder`; return the paths of the parts.
+
+    Invalid records, and those with neither id nor prompt, are skipped.
+
+    Args:
+        source: settings of the source.
+        files: readers, keyed by side.
+        folder: folder for the parts.
+        report: report in which the records are counted.
+        max_bad_share: maximum share of invalid records.
+        advance: called with the number of input bytes read.
 
     Raises:
         ValueError: a file cannot be read, or too large a share of a side's records is invalid.
@@ -115,7 +125,7 @@ def _divided(path: Path) -> list[Path]:
 def _records(
     reader: RecordSource, part: Part, report: ReadReport, keys: RecordKeys
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the digest of the group's key, the record, and its place, for each valid record."""
+    """Yield (digest of its group's key, record, place in the input) for each valid record; others go to `report`."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
         try:

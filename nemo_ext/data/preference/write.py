@@ -21,7 +21,15 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
 
 
 def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write lines in one of `FORMATS`, in order, except that lines with new keys come first (see `Columns`)."""
+    """Write lines to a file, in order, except that lines with new keys come first (see `Columns`).
+
+    Args:
+        lines: lines to write.
+        parts: paths of each source's parts, from which the contents are read.
+        path: file to write.
+        kind: key of the format in `FORMATS`.
+        advance: called with 1, twice per line.
+    """
     convert = FORMATS[kind]
     columns = Columns()
     first: list[int] = []
@@ -38,7 +46,7 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:
-    """Yield the contents of the lines, in the given order."""
+    """Yield the contents of the lines, in the given order; `parts` are the paths of each source's parts."""
     opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of last use
     try:
         for line in lines:

@@ -159,7 +159,10 @@ def _skip(
     settings: SftSettings,
     skipped: ReadReport,
 ) -> None:
-    """Count samples that repeat others, with the places of the first few (repeat, original) `pairs` as examples."""
+    """Count `count` samples that repeat others in `skipped`, under `reason`.
+
+    The examples are the places of the first few `pairs` of sample indices (repeat, original).
+    """
     ends = np.cumsum([len(shard.ids) for shard in table.shards])
 
     def place(sample: int) -> str:
@@ -207,7 +210,16 @@ def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags
 def _balanced(
     table: Table, settings: SftSettings, keep: Flags, fits: Flags, skipped: ReadReport, changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
-    """Return the mask of rows that give each task its share of thinking, [rows], and `Chosen.shares`."""
+    """Choose the rows that give each task its share of thinking; return their mask, [rows], and `Chosen.shares`.
+
+    Args:
+        table: all shards.
+        settings: settings of the job.
+        keep: [rows] mask of the rows to choose from.
+        fits: [rows] mask of the rows that fit into a pack, if necessary truncated; only these count for the shares.
+        skipped: report in which skipped samples are counted.
+        changed: counter of changed samples, keyed by kind of change.
+    """
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:
         return rows, {}
@@ -257,7 +269,7 @@ def _check_tasks(table: Table, settings: SftSettings) -> None:
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
-    """Return the indices of the samples with at least one of these rows of that kind, ascending."""
+    """Return the indices, ascending, of the samples that have a row of this kind in the mask `rows`."""
     found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
     return found
 

@@ -112,7 +112,7 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
 
 
 def _difference(before: object, now: Mapping[str, Any]) -> str:
-    """Describe how the inputs and settings of the existing shards differ from those of this run."""
+    """Describe, for a notice, how the record of the existing shards differs from that of this run."""
     if not isinstance(before, dict) or before.get("version") != now["version"]:
         return "made by another version of nemo_ext"
     changed = list(differing(before, now))

@@ -117,7 +117,7 @@ class ChatEncoder:
         return cuts
 
     def _ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Start and end of each token in the text, as character offsets."""
+        """Return the start and the end of each token in the text, as two lists of character offsets."""
         if isinstance(self.tokenizer, ByteTokenizer):
             sizes = [len(character.encode()) for character in text]
             starts = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -158,12 +158,12 @@ class ChatEncoder:
         return number
 
     def _cut_is_clean(self) -> bool:
-        """Return whether text after an added token is encoded as elsewhere, without a prefix space, for example."""
+        """Return whether text after a boundary token gets the usual ids; some tokenizers add a space there."""
         ids = self._tokenizer.encode(f"a{self._open}a", add_special_tokens=False).ids
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 
     def _secret(self, rendered: Rendered, start: int, end: int) -> str:
-        """Give the template's control tokens in a span their secret names; quoted data are left unchanged."""
+        """Return the text from `start` to `end` with the secret names of control tokens; quoted data are unchanged."""
         parts = []
         for quote_start, quote_end in rendered.quoted:
             if start <= quote_start and quote_end <= end:
@@ -194,7 +194,7 @@ def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
 
 
 def _between(rendered: Rendered) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the text in order, alternately untrained and trained; spans may be empty."""
+    """Yield the (start, end) spans of the text in order, alternately untrained and trained; they may be empty."""
     position = 0
     for start, end in rendered.trained:
         yield position, start
@@ -212,7 +212,13 @@ def _bytes(rendered: Rendered) -> Encoded:
 
 
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
-    """Copy a tokenizer, giving some tokens new names with the same ids."""
+    """Return a copy of a tokenizer in which some tokens have new names but the same ids.
+
+    Args:
+        described: contents of its tokenizer.json, which are changed.
+        names: mapping from old to new names.
+        tokenizer: the tokenizer, named in error messages.
+    """
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]
     for token in described.get("added_tokens", []):

@@ -59,7 +59,14 @@ def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> list[li
 def _counts(
     table: "Table", rows: npt.NDArray[np.int64], groups_of: npt.NDArray[np.int64], names: Sequence[str]
 ) -> list[list[str]]:
-    """Return rows with texts and tokens per group; `groups_of` is each row's group, as an index into `names`."""
+    """Return a table's lines for groups of rows, such as tasks: name, texts, share, tokens, share, trained tokens.
+
+    Args:
+        table: all shards.
+        rows: indices of the rows to count.
+        groups_of: [all rows] each row's group, as an index into `names`.
+        names: names of the groups.
+    """
     weights, count = (None, table.lengths[rows], table.trained[rows]), len(names)
     amounts = np.stack([np.bincount(groups_of[rows], weight, count) for weight in weights]).astype(np.int64)
     order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]

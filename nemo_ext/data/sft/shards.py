@@ -107,7 +107,7 @@ class Shard:
 
 @lru_cache(maxsize=4)
 def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
-    """Return the cached encoder for a template and a tokenizer, whose config is given as JSON."""
+    """Return the encoder for a template and a tokenizer (its config as JSON), cached per process."""
     return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
 
 
@@ -197,7 +197,11 @@ class _Writer:
                 yield text.ids, text.mask
 
     def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
-        """Encode a sample's texts and, with `thinking_shares`, also the stripped texts that may replace them."""
+        """Encode a sample's texts and, with `thinking_shares`, those without reasoning that may replace them.
+
+        Returns:
+            (sample or its stripped version, kind of row, encoded text) for each text.
+        """
         settings, encoder = self.work.settings, self.work.encoder
         versions: dict[str, Sample] = {mode_of(sample): sample}
         if settings.thinking_shares and "on" in versions:

@@ -169,7 +169,7 @@ class PackageDocsSource(InstalledSource):
 
 
 def _roots(packages: set[str]) -> list[str]:
-    """Return the folders of the packages that Python finds outside site-packages, as after `pip install --target`."""
+    """Return the folders from which Python imports these packages outside site-packages (`pip install --target`)."""
     outside: set[str] = set()
     for package in packages:
         if (spec := importlib.util.find_spec(package)) is not None:

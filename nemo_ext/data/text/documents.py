@@ -172,7 +172,7 @@ class Source:
 
 
 def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
-    """Group the streams' parts into units within limits of documents and bytes; a larger part becomes a unit alone."""
+    """Group the streams' parts into units within limits of documents and bytes; a larger part is a unit on its own."""
     number = 0
     for stream, source in streams.items():
         parts: list[Part] = []
@@ -217,7 +217,7 @@ class Admission:
 
 
 def shuffled(source: Source, report: ReadReport, *, seed: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the text and digest of each admitted document, reading parts of about 1 MB in random order."""
+    """Yield text and digest of the documents that `Admission` keeps, reading parts of about 1 MB in random order."""
     parts = list(source.parts(max_documents=1000, max_size=1 << 20))
     random.Random(seed).shuffle(parts)
     admission = Admission(source)

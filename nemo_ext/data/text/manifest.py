@@ -70,7 +70,7 @@ class Manifest:
         return f"{self.prefix}_*.bin and .idx, documents end with {f'{end}, ' if end else ''}id {self.eod}"
 
     def skipped(self) -> str:
-        """Return what was skipped, and whether `max_bytes` was reached, worded for notices; "" if neither applies."""
+        """Return what notices say about skipped records and a `max_bytes` that was reached; "" if neither applies."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
         return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
 
@@ -99,6 +99,11 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
     """Return the manifest if the stream was finished with these settings and its files are complete; otherwise None.
 
     If a manifest exists but does not match, the reason is printed.
+
+    Args:
+        prefix: prefix of the stream's files.
+        config_hash: hash of the settings and input files.
+        tokenizer: identity of the tokenizer.
 
     Raises:
         ValueError: The file of that name is not a manifest, or its stream has a tokenizer with a different identity.

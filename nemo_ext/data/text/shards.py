@@ -50,7 +50,7 @@ class ShardWork:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One row per document of a shard, in reading order; `positions` determine the split."""
+    """Tokens, bytes, split position (see `split_position`) and digest of each document of a shard, in reading order."""
 
     lengths: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ def shards_in(directory: Path) -> Units:
 
 
 def open_shards(directory: Path, plan_hash: str) -> None:
-    """Create the shard directory; if it holds shards of a different plan, empty it first."""
+    """Create the shard directory; if its shards were made with a different `plan_hash`, empty it first."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
         notice(f"{directory} was begun with other settings or input files: starting over")
@@ -143,7 +143,18 @@ def complete_shards(
     label: str,
     total: int | None,
 ) -> int:
-    """Tokenise missing shards until `max_bytes` is reached, and return the number of shards in use.
+    """Tokenise missing shards until the source's `max_bytes` is reached.
+
+    Args:
+        work: settings for the workers.
+        shards: all shards of the stream, in order.
+        source: source of the stream.
+        workers: number of processes.
+        label: label of the progress bar.
+        total: total size of the shards in bytes; None to show no progress.
+
+    Returns:
+        Number of shards, from the first, that are needed for `max_bytes`.
 
     Raises:
         JobFailed: A worker process died.

@@ -19,7 +19,7 @@ from nemo_ext.job.files import publish, unfinished
 
 @dataclass(frozen=True)
 class Selection:
-    """Masks of the kept and of the validation documents, one per shard; `size` is the kept text in bytes."""
+    """Masks of the kept documents and of those for validation, one per shard; `size` is the kept text in bytes."""
 
     kept: list[npt.NDArray[np.bool_]]
     validation: list[npt.NDArray[np.bool_]]
@@ -35,7 +35,7 @@ class Selection:
 
 
 def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
-    """Select each split's documents from the rows of all shards, in order.
+    """Select each split's documents from the rows of the first `count` shards, in order.
 
     Raises:
         ValueError: There are no documents, or too many records of the source are malformed.
@@ -77,7 +77,15 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files, and move them into place; `advance` gets bytes of text."""
+    """Write the selected documents as Megatron's files, and return the counts of each split, keyed by its name.
+
+    Args:
+        prefix: prefix of the files.
+        directory: directory of the shards, in which files are written before they are moved into place.
+        selection: documents of each split.
+        vocab_size: size of the tokenizer's vocabulary.
+        advance: called with the size of written text, in bytes.
+    """
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []

@@ -180,10 +180,9 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of ids of a training config's model: `model.vocab_size`, at most its embedding's rows.
+    """Return the number of token ids of a training config's model; None if Megatron derives it from the data.
 
-    Returns:
-        The number; None if neither is set, in which case Megatron derives it from the data.
+    This is the smaller of `model.vocab_size` and `megatron.padded_vocab_size`; None if neither is set.
     """
     sizes = ((config.get("model") or {}).get("vocab_size"), config["megatron"].get("padded_vocab_size"))
     return min((int(size) for size in sizes if size), default=None)

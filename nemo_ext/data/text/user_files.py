@@ -292,7 +292,7 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an Arrow table's row without the nulls in its structs, as Arrow gives each struct the keys of all rows.
+    """Return an Arrow table's row without the nulls in its structs: Arrow adds keys that only other rows have, as null.
 
     JSONL rows do not pass through here, as their nulls are values, such as a JSON schema's `const: null`.
     """
@@ -336,14 +336,20 @@ def find_files(patterns: Collection[str], where: str) -> list[Path]:
 
 
 def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Find the files that paths and globs match, and name each by its path below their common directory."""
+    """Return (path below the common directory, path) of the files that paths and globs match, sorted.
+
+    `kind` is the kind of the source, for error messages.
+    """
     files = find_files(patterns, f"{kind} source")
     common = Path(os.path.commonpath([path.parent for path in files]))
     return sorted((path.relative_to(common).as_posix(), path) for path in files)
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List (relative path, path) of the files below `root` whose relative path `takes` accepts, sorted."""
+    """List (path below `root`, path) of the files for which `takes`, given the path below `root`, is True; sorted.
+
+    Directories that match a glob in `skip_directories` are not entered.
+    """
     listed = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if not matches(name, skip_directories)]

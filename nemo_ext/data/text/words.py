@@ -48,7 +48,7 @@ def ngram_hashes(words: Hashes, length: int) -> Hashes:
 
 
 def span_hashes(data: bytes, starts: Places, ends: Places) -> Hashes:
-    """Return the hashes of the bytes from starts to ends, [spans]; takes 16 times the memory of `data`."""
+    """Return the hash of each span of bytes from `starts` to `ends`, [spans]; takes 16 times the memory of `data`."""
     return _between(_sums(np.frombuffer(data, dtype=np.uint8)), starts, ends)
 
 
@@ -124,7 +124,7 @@ def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
 
 
 def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hashes:
-    """Return the hashes of the runs of values from starts to ends, independent of their position."""
+    """Return the hashes of the runs of values from `starts` to `ends` (exclusive), given the result of `_sums`."""
     _, inverses = _powers((len(sums) - 1).bit_length())
     hashes = (sums[ends] - sums[starts]) * inverses[starts]
     # The low bits of a product depend only on low bits of the factors, so mix the high bits into them.

@@ -94,7 +94,7 @@ def _train(settings: Settings, samples: list[Sample]) -> "Tokenizer":
 
 
 def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tokenizer"]) -> Path:
-    """Write the report; return the path of its HTML page."""
+    """Write the report, with `others`, tokenizers to compare with, keyed by name; return the path of its HTML page."""
     notice("measuring the tokenizers")
     folder = settings.folder
     tokenizer, special = _load(str(folder)), special_tokens(settings)

@@ -29,7 +29,10 @@ did not restore.
 
 
 def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
-    """Count held-out text by stream and by language, under the keys `stream` and `language`.
+    """Encode the held-out texts with each tokenizer, and count them by stream and by language.
+
+    Bytes, words, tokens, and texts that decoding does not restore are counted (see `Counts`), under the keys `stream`
+    and `language`. Languages with little text are counted together as `others`.
 
     Args:
         tokenizers: tokenizers, keyed by name.

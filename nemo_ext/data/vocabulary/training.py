@@ -94,7 +94,7 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once; otherwise, Python would handle it only when training returns."""
+    """Within this context, Ctrl-C ends the process at once; Python would handle it only when training returns."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
@@ -130,7 +130,7 @@ def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
 
 
 def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
-    """Return the tokens that do not occur in the texts, as decoded strings, without single bytes and special tokens."""
+    """Return the decoded tokens that do not occur in the texts, except single bytes and special tokens."""
     seen: set[int] = set()
     for batch in batched(texts, 1000):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -138,7 +138,7 @@ class Buckets(Barrier):
 
 
 def _rows(units: Sequence[Features]) -> Iterator[Values]:
-    """Yield [documents, 4] blocks: group, score as an integer of the same order, bytes, and index in the input."""
+    """Yield [documents, 4] blocks: group, score as an integer that sorts alike, bytes, and index in the input."""
     first = 0
     for unit in units:
         for block in unit.blocks(3):
@@ -161,7 +161,7 @@ def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
 
 
 def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
-    """Return the bounds (group, score, index) between parts with similar numbers of documents, from a sample."""
+    """Return the parts - 1 bounds (group, score, index) between parts of about equal size, estimated from a sample."""
     if parts == 1:
         return []
     step = max(1, documents // (_SAMPLE * parts))
@@ -171,7 +171,7 @@ def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[i
 
 
 def _between(rows: Values, start: tuple[int, ...] | None, end: tuple[int, ...] | None) -> Values:
-    """Return the rows from `start` (inclusive) to `end` (exclusive) by group, score and index; None is unbounded."""
+    """Return the rows whose (group, score, index) is at least `start` and less than `end`; None for no bound."""
     inside = np.ones(len(rows), bool)
     if start is not None:
         inside &= ~_below(rows, start)

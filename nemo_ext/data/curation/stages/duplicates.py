@@ -231,7 +231,13 @@ class NearDuplicates(Barrier):
     def _similarity(
         self, units: Sequence[Features], firsts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots."""
+        """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots.
+
+        Args:
+            units: features of all units.
+            firsts: number of the first document of each unit.
+            pairs: [pairs, 2] numbers of documents, counted over all units.
+        """
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
         for start in range(0, len(pairs), 1 << 16):
@@ -253,7 +259,16 @@ class NearDuplicates(Barrier):
 def _parts(
     units: Sequence[Features], memory: int, *, width: int = 1, column: int = 0
 ) -> Iterator[tuple[Values, npt.NDArray[np.int64]]]:
-    """Yield a column of the units' rows and the ascending row numbers, in parts of its range that fit in memory."""
+    """Yield the values of a column and their row numbers (ascending, over all units), in parts that fit in `memory`.
+
+    Equal values are in the same part, since the hash range is divided.
+
+    Args:
+        units: features of all units, with `width` values per row.
+        memory: approximate memory in bytes.
+        width: number of values per row.
+        column: index of the column.
+    """
     rows = sum(unit.number for unit in units) // width
     number = max(1, -(-rows * _BYTES_A_VALUE // memory))
     for part in range(number):
@@ -270,7 +285,7 @@ def _parts(
 
 
 def _to_firsts(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Replace links [links, 2] with one link from the first document of each group to each of the others."""
+    """Replace links [links, 2] by links (first, other) from the first document of each linked group to all others."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 

@@ -95,7 +95,10 @@ _USUAL = {
 
 
 def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, list[Find]]:
-    """Return functions that find each kind, longest patterns first, as digits of one kind may look like another."""
+    """Return functions that find the (start, end) spans of each kind in a text, keyed by kind.
+
+    Kinds with longer patterns come first, since part of such a number may look like a number of a later kind.
+    """
     try:
         import phonenumbers
         from stdnum import iban, luhn

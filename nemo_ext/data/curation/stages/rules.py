@@ -111,7 +111,10 @@ class _Rules(Stage):
 
 
 def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
-    """Load datatrove's tokenizer for a language; if there is none, fail if settings name it, else use `characters`."""
+    """Load datatrove's tokenizer for a language, or the tokenizer `characters` if there is none.
+
+    With `named`, for a language that the settings name, a missing tokenizer raises ValueError instead.
+    """
     try:
         tokenizer = load_word_tokenizer(language)
         tokenizer.word_tokenize("a b")

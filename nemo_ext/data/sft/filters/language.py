@@ -133,7 +133,7 @@ def _is_english(piece: str) -> bool:
 
 
 def _weight(piece: str) -> int:
-    """Return the number of letters that a character counts as: 4 in Chinese, Japanese or Korean text, otherwise 1."""
+    """Return how many letters each character of a text counts as: 4 in Chinese, Japanese or Korean, otherwise 1."""
     return 4 if not piece.isascii() and sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
 
 

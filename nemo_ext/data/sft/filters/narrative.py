@@ -70,7 +70,13 @@ class _Lists(NamedTuple):
 
 
 def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | None:
-    """Return an excerpt around the first keyword in the text; None if there is none."""
+    """Return an excerpt around a keyword in the text; None if there is none.
+
+    Args:
+        text: the text.
+        words: hashes of its words.
+        keywords: hashes of the keywords, keyed by their number of words.
+    """
     for length, known in keywords.items():
         if (found := np.isin(ngram_hashes(words, length), known)).any():
             place = int(found.argmax())

@@ -22,7 +22,7 @@ FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, 
 
 @dataclass(frozen=True)
 class Screen:
-    """Chain of filters that can be pickled and so sent to workers."""
+    """Chain of filters, which can be pickled and sent to workers."""
 
     filters: tuple[Filter, ...]
 

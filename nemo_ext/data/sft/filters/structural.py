@@ -115,7 +115,7 @@ def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
 
 
 def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return reason and detail if arguments violate the tool's schema or the schema is invalid; otherwise None."""
+    """Return (reason, detail) if arguments violate the tool's schema `parameters` or it is invalid; otherwise None."""
     if not parameters:
         return None
     try:
