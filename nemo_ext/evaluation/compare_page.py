@@ -165,7 +165,10 @@ def _against(comparison: Comparison, name: str) -> Table[str]:
 
 
 def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a paired comparison for the columns `AGAINST`; `entry` is the benchmark's in results.json."""
+    """Return the cells of a paired comparison for the columns `AGAINST`.
+
+    `entry` is the benchmark's entry in results.json.
+    """
     difference = pair.difference
     if difference is None or pair.before is None or pair.after is None:
         return [pair.benchmark, *["-"] * 9, pair.words]

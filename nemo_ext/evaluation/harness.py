@@ -375,7 +375,7 @@ def _data(path: Path, **settings: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _offline(trust_code: bool) -> Iterator[None]:
-    """Disable downloads and progress bars while the context is open, and load untrusted task files as data."""
+    """Disable downloads and progress bars until the block ends; unless `trust_code`, run no code of task files."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters |= lm_eval.utils.env.filters
     changes = {

@@ -112,11 +112,11 @@ class LiveModel:
         return tuple(message.tolist())
 
     def _run(self, batch: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
-        """Run a batch on all ranks; the results are those of `__call__`, and only rank 0 has all of them.
+        """Run a batch of sequences on all ranks; return the results of `__call__`, which only rank 0 has completely.
 
         Args:
-            batch: rows of right-padded token ids, whether to measure the sequence's own tokens, and its length,
-                `[rows, positions + 2]`; only rank 0's values are used.
+            batch: a row per sequence: its right-padded token ids, whether to measure its own tokens (0 or 1), and its
+                length, `[sequences, positions + 2]`; only rank 0's values are used.
             micro: number of microbatches per data-parallel rank.
             rows: number of sequences per microbatch.
             top: number of most likely tokens to return per position.
