@@ -2,7 +2,7 @@
 
 `openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
-`nemo`      the same with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
+`nemo`      like `sharegpt`, but with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
 
 An invalid record raises a `FormatError` with the path within the record, such as `messages[3].role`. Other keys of a
 message are ignored and counted. All formats are converted to one normal form: content is a string, call arguments are

@@ -196,7 +196,7 @@ class Client:
             self._session = None
 
     async def check(self) -> list[str]:
-        """Check that the endpoint, which has up to a minute to come up, serves the model; return all its models' names.
+        """Check that the endpoint serves the model, waiting up to a minute for it; return the names of all its models.
 
         Raises:
             ValueError: the endpoint is not reachable, rejects the key or does not serve the model.

@@ -46,7 +46,10 @@ class Decoder:
         self.stopped = False
 
     def add(self, token: int, *, last: bool = False) -> str:
-        """Add a token and return new final text; what may begin a stop string is held back until the `last` token."""
+        """Add a token and return new final text.
+
+        Incomplete characters and possible beginnings of a stop string are held back until the `last` token.
+        """
         if token >= 0 and token not in self._hidden:
             self._ids.append(token)
         # Decoded with the previous tokens, because a leading space may depend on them.
