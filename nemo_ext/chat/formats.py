@@ -2,7 +2,7 @@
 
 `openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
-`nemo`      the same with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
+`nemo`      like `sharegpt`, but with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
 
 An invalid record raises a `FormatError` with the path within the record, such as `messages[3].role`. Other keys of a
 message are ignored and counted. All formats are converted to one normal form: content is a string, call arguments are
@@ -90,7 +90,9 @@ def to_sample(
     """Convert a record to a sample.
 
     Args:
+        record: record in one of the formats.
         format: format of the record; `auto` detects it.
+        id, source, task, language, thinking: attributes of the sample (see `Sample`).
         ignored: counter of ignored message keys, such as `messages[].name`.
         changed: counter of changes made while reading; if None, records from which something must be removed are
             rejected.
@@ -169,7 +171,7 @@ def thinking_mode(value: object, where: str) -> bool | None:
     """Parse a thinking mode as in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`; None stays None.
 
     Raises:
-        FormatError: the value is not a thinking mode.
+        FormatError: the value is not a thinking mode; the message names its path `where`.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -204,7 +206,15 @@ def without_mode_line(sample: Sample) -> Sample:
 def normal_messages(
     messages: Sequence[Message], key: str, changed: Counter[str] | None = None
 ) -> list[tuple[int, Message]]:
-    """Return messages with their record indices: no empty traces, tool results in the order of their calls.
+    """Return messages in normal form: without empty traces, and with tool results in the order of their calls.
+
+    Args:
+        messages: messages of a record.
+        key: the record's key that holds the messages, for error messages.
+        changed: counter of changes; if None, records from which something must be removed are rejected.
+
+    Returns:
+        Tuples of a message's index in the record and the message.
 
     Raises:
         FormatError: a message or call would be removed, and `changed` is None.
@@ -224,7 +234,17 @@ def normal_messages(
 
 
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """Return messages with calls, then their results sorted by the calls' ids; unchanged if calls have no ids."""
+    """Return messages with calls, followed by their results in the order of the calls; unchanged if calls have no ids.
+
+    Args:
+        callers: messages with calls, each with its index in the record.
+        answers: tool results, each with its index in the record.
+        key: the record's key that holds the messages, for error messages.
+        changed: counter of changes; None to reject records from which something must be removed.
+
+    Raises:
+        FormatError: a result or call would be removed, and `changed` is None.
+    """
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
     if len(set(named)) < len(named) or (callers and not named):
@@ -278,7 +298,11 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count a removal, or reject the record if there is no counter."""
+    """Count a removal under the name `change`; without a counter, reject the record for the reason `why`.
+
+    Raises:
+        FormatError: `changed` is None.
+    """
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -372,6 +396,11 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
 def checked_text(value: object, where: str, key: str) -> str:
     """Return the value if it is a string that can be encoded in UTF-8.
 
+    Args:
+        value: the value.
+        where: path of the object that holds the value, for error messages; "" for the record itself.
+        key: the value's key in that object.
+
     Raises:
         FormatError: the value is not such a string.
     """
@@ -388,12 +417,20 @@ def checked_text(value: object, where: str, key: str) -> str:
 
 
 def optional_text(value: object, key: str) -> str:
-    """Return a string, or "" for None; raises the errors of `checked_text`."""
+    """Return a string, or "" for None; `key` is its path in the record, for error messages.
+
+    Raises:
+        FormatError: the value is neither None nor a string that can be encoded in UTF-8.
+    """
     return "" if value is None else checked_text(value, "", key)
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Return the text of a message's value; the parts of a multi-part message are joined."""
+    """Return the text of a message's value, joining the parts of a multi-part one; for `where` see `checked_text`.
+
+    Raises:
+        FormatError: the value is neither text nor a list of text parts.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -409,6 +446,14 @@ def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple
     """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
 
     Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations.
+
+    Args:
+        text: the text.
+        where: path of the message, for error messages.
+        changed: counter of changes, such as a missing opening tag; None to count nothing.
+
+    Raises:
+        UnfinishedTrace: the trace does not end.
     """
     opened = text.lstrip().startswith(OPEN)
     if not opened and CLOSE not in text:
@@ -457,7 +502,11 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode a JSON string; an empty string becomes None, and other values are returned unchanged."""
+    """Decode a JSON string; an empty string becomes None, and other values are returned unchanged.
+
+    Raises:
+        FormatError: the string is not JSON, or the value cannot be written as JSON; the message names the path `where`.
+    """
     if isinstance(value, str):
         if not value.strip():
             return None

@@ -134,7 +134,10 @@ def _exact(kind: Any) -> Any:
 
 
 def _multiple_of(validator: Any, unit: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check `multipleOf` with the decimal values as written rather than their binary approximations."""
+    """Yield an error if `instance` is not a multiple of `unit`, comparing decimal values rather than binary ones.
+
+    This is jsonschema's function for the keyword `multipleOf`, which prescribes the arguments.
+    """
     if validator.is_type(instance, "number"):
         number, of = (Fraction(part) if isinstance(part, int) else Fraction(repr(part)) for part in (instance, unit))
         if (number / of).denominator != 1:

@@ -158,14 +158,17 @@ def stripped(sample: Sample) -> Sample:
 
 
 def mode_of(sample: Sample) -> Mode:
-    """Return a sample's mode, by its traces if `thinking` is None; `fixed` is on, but cannot be stripped."""
+    """Return whether thinking is on in a sample: `on`, `off`, or `fixed` if it is on and the traces cannot be stripped.
+
+    If the sample's `thinking` is None, thinking is on if there is a trace.
+    """
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 
 
 def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """Return how many samples to strip, `fixed` samples to drop and `off` samples to drop in order to reach a share.
+    """Return how many samples to strip, and how many `fixed` and `off` samples to drop, in order to reach a share.
 
     The share of samples with thinking on is reached to the nearest sample, dropping as few samples as possible. If too
     many are on, samples are stripped, and `fixed` samples are dropped only if that is not enough. If too few are on,

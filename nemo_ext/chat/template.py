@@ -267,7 +267,13 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Return the span of message `place` after its prompt; None if the text does not start with that prompt."""
+        """Return the span of an answer, which follows its prompt; None if the text does not start with that prompt.
+
+        Args:
+            sample: the conversation.
+            place: index of the answer among the messages.
+            text: the rendered conversation.
+        """
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -374,10 +380,10 @@ def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """Split a sample into one per answered turn, ending with it and in its mode; ids get suffixes `#1`, `#2`, ...
+    """Split a sample into one per answered turn, with all earlier messages; ids get suffixes `#1`, `#2`, ...
 
-    A sample without reasoning is not split unless its mode is on, since the prompts of its turns are prefixes of the
-    whole sample.
+    Each of them is in the mode of its last turn. A sample without reasoning is not split unless its mode is on, since
+    the prompts of its turns are prefixes of the whole sample.
     """
     reasons = has_reasoning(sample.messages)
     if not reasons and not sample.thinking:
@@ -396,7 +402,15 @@ def split_turns(sample: Sample) -> list[Sample]:
 
 
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
-    """Copy the sample with a unique word for each text, and describe the words that must be rendered."""
+    """Replace each text of a sample with a unique word, to find out which texts a template renders.
+
+    Args:
+        sample: the sample.
+        all_reasoning: whether the reasoning of earlier turns must be rendered, too.
+
+    Returns:
+        The copy with the words, and a mapping from each word that must be rendered to a description of its text.
+    """
     words: dict[str, str] = {}
 
     def word(text: str, stands_for: str | None) -> str:
@@ -490,7 +504,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return the `tojson` filter as in transformers, with options that templates may also pass by position."""
+    """Convert a value to JSON: transformers' `tojson` filter, with options that templates may also pass by position."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -177,7 +177,7 @@ class _Malformed(Exception):
 
 
 class _Scanner:
-    """Scanner of a string, whose position only moves forward."""
+    """Reader of a string from a position that only moves forward."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -208,7 +208,13 @@ class _Scanner:
         return before
 
     def name(self, mark: str, known: Iterable[str]) -> str:
-        """Read a name and the mark after it: a known name (with any characters), otherwise the text before the mark."""
+        """Read a name and the delimiter `mark` after it.
+
+        A known name may contain any characters; otherwise the text before the delimiter is the name.
+
+        Raises:
+            _Malformed: there is no name followed by the delimiter.
+        """
         name = max((name for name in known if self.at(name + mark)), key=len, default=None)
         if name is None:
             name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
@@ -312,9 +318,18 @@ def _properties(schema: Any) -> Mapping[str, Any]:
 
 
 def _typed(written: str, schema: Any, key: str, where: str) -> Any:
-    """Decode an XML-style value by the schema of all parameters: strings are written verbatim, other values as JSON.
+    """Decode an XML-style argument by the parameters' schema: strings are written verbatim, other values as JSON.
 
     The value is validated within the whole schema, because its own schema may refer to other parts.
+
+    Args:
+        written: the argument as written.
+        schema: schema of all parameters of the tool.
+        key: name of the parameter.
+        where: start of error messages.
+
+    Raises:
+        _Malformed: the schema does not allow a string, and the argument is not JSON.
     """
     if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
         return written  # the schema does not constrain it

@@ -196,7 +196,7 @@ class Client:
             self._session = None
 
     async def check(self) -> list[str]:
-        """Check that the endpoint, which has up to a minute to come up, serves the model; return all its models' names.
+        """Check that the endpoint serves the model, waiting up to a minute for it; return the names of all its models.
 
         Raises:
             ValueError: the endpoint is not reachable, rejects the key or does not serve the model.
@@ -514,7 +514,17 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """Read the first choice in a response from `/chat/completions` or `/completions`."""
+    """Read the first choice in a response from `/chat/completions` or `/completions`.
+
+    Args:
+        content: body of the response.
+        request: the request.
+        seconds: duration of the attempt in seconds.
+        key: API key, which is removed from messages.
+
+    Raises:
+        Failed: the response is an error, is not a completion, or has an answer that the endpoint aborted.
+    """
     try:
         body = body_of(content, "chat completion", key)
         if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file

@@ -21,10 +21,11 @@ _ROUNDS = 8
 class Pace:
     """Limiter of concurrent requests, which adapts to the endpoint's throughput.
 
-    A round has three outcomes per concurrent request. Every few rounds, a higher limit is tried, and kept if the rate
-    of answers has increased enough. The limit is doubled until that no longer pays off, and raised by a quarter
-    afterwards. If more than a tenth of the outcomes are signs of overload (429, 503, timeouts), it is reduced by half
-    their share. If the median answer takes twice as long and the rate falls by 30 %, it is reduced by 30 %.
+    A round ends after about three outcomes (answers or signs of overload) per concurrent request. Every few rounds, a
+    higher limit is tried, and kept if the rate of answers has increased enough. The limit is doubled until that no
+    longer pays off, and raised by a quarter afterwards. If more than a tenth of the outcomes are signs of overload
+    (429, 503, timeouts), the limit is reduced by half their share. If the median answer takes twice as long and the
+    rate of answers falls by 30 %, the limit is reduced by 30 %.
 
     Args:
         fixed: fixed limit; if None, the limit adapts.
@@ -52,7 +53,10 @@ class Pace:
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[None]:
-        """Hold a slot for one request; `tokens` estimates how many tokens it will use."""
+        """Wait until the limits admit one more request, and count it as running until the block ends.
+
+        `tokens` is an estimate of the tokens that the request will use.
+        """
         if self._requests is not None:
             await self._requests.acquire()
         await self.used(tokens)
@@ -60,7 +64,7 @@ class Pace:
             yield
 
     async def used(self, tokens: int) -> None:
-        """Wait until the limit per minute allows a number of tokens."""
+        """Wait until the limit of tokens per minute has room for this many more."""
         if self._tokens is not None and tokens > 0:
             await self._tokens.acquire(min(tokens, self._tokens.max_rate))
 

@@ -32,7 +32,7 @@ class Question:
         prompt, mode: names of the prompt and of the mode.
         shown: the model's input, as the store keeps it for display.
         body: fields of the request, except the seed.
-        asked: hash of the request.
+        asked: hash of the request without its seed.
     """
 
     benchmark: Benchmark
@@ -97,10 +97,10 @@ class Asking:
         client: client of the endpoint, already entered with `async with`.
         likelihoods: measures log-likelihoods at the same endpoint.
         store: store of the answers and scores.
-        scorers: mapping from benchmark to scorer; answers to other benchmarks are stored without a score.
+        scorers: mapping from benchmark to scorer; answers to benchmarks without one are stored without a score.
         seed: seed for all answers.
         count_reasoning: function that counts a reasoning trace's tokens if the endpoint does not; None if unavailable.
-        seen: callback for each finished sample; its second argument is whether the sample was requested now.
+        seen: callback for each finished sample; its second argument is False if the answer was already stored.
     """
 
     client: Client

@@ -21,12 +21,12 @@ PLAIN = "default"
 
 
 def _named(value: object) -> object:
-    """Turn a bare string into a mapping that has it as the default prompt."""
+    """Turn a bare string into a mapping from the default prompt's name to it; return other values unchanged."""
     return {PLAIN: value} if isinstance(value, str) else value
 
 
 def _words(value: object) -> object:
-    """Turn the booleans that YAML makes of unquoted mode names `on` and `off` back into names."""
+    """Rename a mapping's Boolean keys to `on` and `off`, since YAML reads these mode names as Booleans if unquoted."""
     if not isinstance(value, Mapping):
         return value
     return {

@@ -256,7 +256,8 @@ def grand_pair(
 def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
     """Compare a run's modes, such as reasoning off and on, on the same problems, with adjusted p-values.
 
-    A mode named in `OFF` comes first in each pair, as in Domyn-Small's Table 9; otherwise the headline's mode does.
+    Each pair starts with the mode without reasoning (named in `OFF`), as in Domyn-Small's Table 9, or if there is none,
+    with the mode of the headline.
     """
     pairs = []
     for benchmark, entry in run.benchmarks.items():

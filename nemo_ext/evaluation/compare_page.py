@@ -102,7 +102,10 @@ def _side_by_side(comparison: Comparison) -> Table[str]:
 
 
 def _cell(entry: Mapping[str, Any] | None) -> str:
-    """Format accuracy, interval and share of truncated answers; "-" if there is no result."""
+    """Format a result's accuracy, interval and share of truncated answers; "-" if there is no result.
+
+    `entry` is the benchmark's entry in results.json.
+    """
     if not entry or entry.get("accuracy") is None:
         return "-"
     truncated = entry.get("truncated")
@@ -120,7 +123,13 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 
 
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
-    """Format a score in percent, or in bits per byte if that is the entry's metric."""
+    """Format a score or a difference: in bits per byte if that is the entry's metric, otherwise in percent.
+
+    Args:
+        entry: the benchmark's entry in results.json.
+        value: the score or difference.
+        sign: sign option of the format specification; "+" writes a plus sign before positive numbers.
+    """
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
 
 
@@ -156,7 +165,10 @@ def _against(comparison: Comparison, name: str) -> Table[str]:
 
 
 def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a paired comparison for the columns `AGAINST`; `entry` is the benchmark's in results.json."""
+    """Return the cells of a paired comparison for the columns `AGAINST`.
+
+    `entry` is the benchmark's entry in results.json.
+    """
     difference = pair.difference
     if difference is None or pair.before is None or pair.after is None:
         return [pair.benchmark, *["-"] * 9, pair.words]
@@ -202,7 +214,12 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
 
 
 def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> str:
-    """Format a published value with its unit and the number of its place in the paper; "-" if there is none."""
+    """Format a published value, with its unit and the number of its footnote; "-" if there is no value.
+
+    Args:
+        value: entry of the table of published values.
+        places: locations in the paper, in the order of the footnotes.
+    """
     if value is None:
         return "-"
     unit, number = str(value.get("unit", "percent")), float(value["value"])
@@ -300,7 +317,7 @@ def page(comparison: Comparison, points: Mapping[str, Sequence[Point]]) -> Repor
 
 
 def show(comparison: Comparison, output: Path) -> None:
-    """Print the tables to the terminal."""
+    """Print the tables to the terminal, followed by the path of compare.md in the folder `output`."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 400  # no wrapping in a file or a pipe

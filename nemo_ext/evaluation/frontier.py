@@ -96,7 +96,7 @@ def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float
 
 
 def _front(points: Iterable[Point]) -> list[Point]:
-    """Mark each point with whether it is on the Pareto front."""
+    """Return the points, each marked with whether it is on the Pareto front."""
     points = list(points)
     front = on_front([(point.accuracy, -point.tokens) for point in points])
     return [replace(point, front=on) for point, on in zip(points, front, strict=True)]
@@ -116,6 +116,11 @@ def plot_frontiers(
     """Plot accuracy versus tokens if there are any points, with a panel for the grand mean and for each benchmark.
 
     Published values that have tokens are shown as letters and are not part of the front.
+
+    Args:
+        report: report to which the plot is added.
+        points: mapping from benchmark to its points, as from `frontiers`.
+        papers: contents of files with published values.
     """
     shown = dict(list(points.items())[:PANELS])
     if not shown:
@@ -157,7 +162,7 @@ def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str]
 
 
 def _published(axes: "Axes", name: str, papers: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the papers' models as letters, which the legend explains."""
+    """Plot the papers' results on the benchmark `name`, each as its model's letter, which the legend explains."""
     models = [(model, entry["values"]) for paper in papers for model, entry in paper["models"].items()]
     lettered = [model for model, values in models if any(value.get("tokens") for value in values.values())]
     for model, values in models:

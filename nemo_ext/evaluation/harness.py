@@ -52,8 +52,8 @@ class Ran:
 
     Attributes:
         plans: questions and scoring of the evaluated benchmarks, for `results`.
-        metrics: mapping from benchmark to metric to value over all documents, aggregated by lm-evaluation-harness;
-            metrics are named `TASK/METRIC` if the benchmark has several tasks.
+        metrics: mapping from benchmark to its metrics, with values over all documents, aggregated by
+            lm-evaluation-harness; metrics are named `TASK/METRIC` if the benchmark has several tasks.
         missing: mapping from each benchmark that could not be evaluated to the reason.
     """
 
@@ -174,9 +174,14 @@ class EndpointModel(LM):
         return self._answers(requests, lambda sample, place: sample.answer)
 
     def _answers(self, requests: Sequence[Any], value: Callable[[Sample, int], Any]) -> list[Any]:
-        """Return the requests' values, in order; `value` extracts one from a sample and the request's place in it.
+        """Request all answers that are not stored, and return one value per request, in order.
 
-        A request with repeats occurs once per repeat.
+        Args:
+            requests: requests of lm-evaluation-harness; one with repeats occurs once per repeat.
+            value: function that extracts a request's value from a sample, given the request's index in that sample.
+
+        Raises:
+            Failed: requests failed.
         """
         numbers: Counter[int] = Counter()
         groups: dict[tuple[str, int, int, int], list[Any]] = defaultdict(list)
@@ -247,7 +252,18 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
 
 
 def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran: Ran, **settings: Any) -> None:
-    """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`."""
+    """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`.
+
+    Args:
+        model: model that requests the answers.
+        tasks: mapping from name to task of lm-evaluation-harness.
+        store: store of the answers and scores.
+        ran: outcome of all benchmarks so far.
+        settings: further arguments of lm-evaluation-harness's `evaluate`.
+
+    Raises:
+        Failed: the headline metric is unknown, or requests failed.
+    """
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())
     usual = _BITS if first.OUTPUT_TYPE == "loglikelihood_rolling" and _BITS in known else known[0]
@@ -309,7 +325,10 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
 
 
 def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Return a document's metrics that are averaged over documents, with `ending` appended to their names."""
+    """Return those metrics of a document that are averaged over documents, with `ending` appended to their names.
+
+    `row` is the document's sample as logged by lm-evaluation-harness. Bits per byte are returned with nats and bytes.
+    """
     numbers: dict[str, float] = {}
     for metric in row["metrics"]:
         value, how = row[metric], getattr(task.aggregation().get(metric), "__name__", "")
@@ -326,7 +345,7 @@ class _Function(str):
 
 
 def _reasons(content: Any) -> Iterator[str]:
-    """Yield the reasons why a task file could run code, load unsafe files or download data."""
+    """Yield the reasons why a task file with this parsed content could run code, load unsafe files or download data."""
     if isinstance(content, _Function):
         yield f"it names the function {content}"
     pairs = content.items() if isinstance(content, dict) else enumerate(content if isinstance(content, list) else ())
@@ -343,7 +362,11 @@ def _reasons(content: Any) -> Iterator[str]:
 
 
 def _data(path: Path, **settings: Any) -> dict[str, Any]:
-    """Load a task file with its includes, and check that it is safe."""
+    """Load a task file with its includes; `settings` are further arguments of lm-evaluation-harness's `load_yaml`.
+
+    Raises:
+        Failed: the file could run code, load unsafe files or download data.
+    """
     content = load_yaml(path, **settings)
     if why := next(_reasons(content), ""):
         raise Failed(f"task file {path} is rejected, as {why}; set trust_remote_code=true to allow this")
@@ -352,7 +375,7 @@ def _data(path: Path, **settings: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _offline(trust_code: bool) -> Iterator[None]:
-    """Disable downloads and progress bars while the context is open, and load untrusted task files as data."""
+    """Disable downloads and progress bars until the block ends; unless `trust_code`, run no code of task files."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters |= lm_eval.utils.env.filters
     changes = {

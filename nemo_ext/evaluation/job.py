@@ -321,7 +321,7 @@ async def _evaluate(
 
 
 async def _reach(scorer: Scorer, prepared: Prepared) -> None:
-    """Report a judge that cannot be reached; answers are requested now and scored when the command is run again."""
+    """Notify the user if a judge cannot be reached; answers are requested anyway, and scored in a later run."""
     try:
         await scorer.reach()
     except ValueError as error:
@@ -332,7 +332,11 @@ async def _reach(scorer: Scorer, prepared: Prepared) -> None:
 
 
 def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
-    """Check that the store belongs to this model and seed."""
+    """Check that the store in the run directory belongs to this model and seed, and record them if it is new.
+
+    Raises:
+        ValueError: the store belongs to another model or seed.
+    """
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
     with only_run_in(run_dir / OWN, wait=_A_DAY):
@@ -344,7 +348,18 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
 def _work(
     plans: Sequence[Plan], store: Store, settings: EvaluateSettings, share: tuple[int, int] | None
 ) -> tuple[Iterator[tuple[Question, int, Sample | None]], int, int]:
-    """Return the samples to request or to score, this worker's number of samples, and how many of them are finished."""
+    """Find the samples that this worker has yet to request or to score.
+
+    Args:
+        plans: questions and scoring of each benchmark.
+        store: store of the answers and scores.
+        settings: request settings.
+        share: this worker's index and the number of workers; None if it takes all samples.
+
+    Returns:
+        Tuples of a question, a sample number, and the stored sample that needs a score, or None if it is to be
+        requested; this worker's total number of samples; and how many of them are finished.
+    """
     current = {question.key(0)[:4]: (question, plan.verifier) for plan in plans for question in plan.questions}
     scores = {name: score.reference for name, score in store.scores().items() if score.score is not None}
     settled: set[Key] = set()
@@ -385,7 +400,7 @@ def _mine(key: Key, share: tuple[int, int] | None) -> bool:
 
 @contextmanager
 def _progress(total: int, finished: int) -> Iterator[Callable[[Sample, bool], None]]:
-    """Show a progress bar; yields the callback to call on each finished sample."""
+    """Show a progress bar that begins at `finished` of `total` samples; yields a callback for `Asking.seen`."""
     failed: Counter[str] = Counter()
 
     def detail() -> str:

@@ -128,9 +128,12 @@ class Likelihoods:
         return self._length or self.client.max_length
 
     async def _pair(self, pair: tuple[list[int], list[int]], most: int, text: str) -> Scored:
-        """Measure the log-likelihood of a pair's second token ids, given its first ones.
+        """Measure the log-likelihood of a continuation, given its context.
 
-        At most the last `most` ids are sent; `text` is named in messages, and its bytes are counted.
+        Args:
+            pair: token ids of the context and of the continuation.
+            most: maximum number of ids to send; the context is truncated from the left.
+            text: the continuation as text, whose bytes are counted and which messages quote.
         """
         before, after = pair
         if not after:
@@ -142,9 +145,14 @@ class Likelihoods:
         return await self._measured((before + after)[-most:], len(after), text)
 
     async def _measured(self, prompt: str | list[int], last: int | None, text: str, *, known: int = 0) -> Scored:
-        """Measure the log-likelihood of a prompt's last `last` tokens or, if None, of all after the first `known` ones.
+        """Measure the log-likelihood of the end of a prompt.
 
-        If `known` is 0 too, the whole prompt is measured, which requires that the endpoint prepends a token.
+        Args:
+            prompt: string or token ids.
+            last: number of tokens to measure; if None, all after the first `known` tokens are measured.
+            text: the measured part as text, to count its bytes and to quote it in messages.
+            known: number of tokens that are not measured if `last` is None; with 0, the whole prompt is measured, which
+                requires that the endpoint prepends a token.
         """
         answer = await self._echoed(prompt)
         if answer.problem:

@@ -181,7 +181,14 @@ def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[st
 
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
-    """Plan an average; all averages are planned before the first is computed, so that errors show up early."""
+    """Plan an average; all averages are planned before the first is computed, so that errors show up early.
+
+    Args:
+        sources: checkpoints to average.
+        shares: weight of each checkpoint.
+        to: folder for the average.
+        sweep: settings of the job.
+    """
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))
 
@@ -346,7 +353,7 @@ def _cell(candidate: Candidate, name: str) -> str:
 
 
 def _plot(report: Report, candidates: Sequence[Candidate], names: Sequence[str]) -> None:
-    """Plot two objectives of all averages, with the Pareto front."""
+    """Plot the two objectives in `names` for all averages, with the Pareto front."""
     (axes,) = report.picture("front", PLOT, 6.5, 4.5)
     scales = [1 if measured(candidates[0].metrics.get(name, "")) else 100 for name in names]
 

@@ -109,7 +109,10 @@ class _Index:
 
 
 def verdict(sample: Sample, score: Score | None, entry: Mapping[str, Any]) -> str:
-    """Return the verdict on a sample, one of `VERDICTS`; on benchmarks where lower is better, a score of 0 is right."""
+    """Return the verdict on a sample, one of `VERDICTS`; on benchmarks where lower is better, a score of 0 is right.
+
+    `entry` is the benchmark's entry in results.json.
+    """
     if sample.problem:
         return "failed"
     if score is None or score.score is None:
@@ -220,13 +223,13 @@ def _points(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _data(value: Any, attribute: str) -> bytes:
-    """Return a script element that holds a value as gzip-compressed JSON in base64."""
+    """Return a script element that holds a value as gzip-compressed JSON in base64; `attribute` identifies it."""
     packed = gzip.compress(orjson.dumps(value), compresslevel=5, mtime=0)
     return b'<script type="application/octet-stream" %b>%b</script>\n' % (attribute.encode(), base64.b64encode(packed))
 
 
 def _template(title: str) -> tuple[str, str]:
-    """Return the page before and after its data; its Content-Security-Policy allows only its own script and style."""
+    """Return the page's HTML before and after its data; its security policy allows only its own script and style."""
     page = files("nemo_ext.evaluation").joinpath("page.html").read_text(encoding="utf-8")
     hashes = {}
     for tag in ("style", "script"):

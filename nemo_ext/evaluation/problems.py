@@ -240,7 +240,13 @@ def _problem(
 def _shots(
     benchmark: Benchmark, data_root: Path, named: Mapping[str, tuple[str, Row, str]]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Map domains to candidate few-shot rows: rows of `shots_data` in file order, or of the data in hash order."""
+    """Map domains to rows for few-shot examples: those of `shots_data` in file order, or of the data in hash order.
+
+    Args:
+        benchmark: the benchmark.
+        data_root: folder with the benchmarks' data.
+        named: mapping from the id of each row of the data to its hash, the row and its location in the files.
+    """
     if benchmark.shots_data:
         rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]
     else:

@@ -54,7 +54,7 @@ def measured(metric: str) -> bool:
 
 
 def figure(value: float | None, interval: Sequence[float] | None = None, *, metric: str = "") -> Cell:
-    """Create a cell with an accuracy in percent, or with a value that is `measured`, and its interval."""
+    """Create a cell with a result and its interval, in percent unless `metric` is `measured` or the value exceeds 1."""
     if value is None:
         return Cell(NONE, None)
     plain = measured(metric) or abs(value) > 1

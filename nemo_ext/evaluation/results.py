@@ -99,7 +99,7 @@ def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict
 
 
 class _Groups(NamedTuple):
-    """Samples in groups: each sample's group number, score and extracted answer."""
+    """Samples as columns: group number (a group is a problem with one prompt), score and extracted answer of each."""
 
     numbers: np.ndarray
     scores: np.ndarray
@@ -189,9 +189,9 @@ class _Table:
         return entry, means
 
     def _figures(self, rows: np.ndarray, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Return figures over selected samples, such as accuracy and its interval, and each problem's metric, [P].
+        """Return figures over the samples in the mask `rows`, such as accuracy, and each problem's headline metric.
 
-        The latter is None for a benchmark of kind `bits`, or if no sample is selected.
+        The latter is an array [P]; None for a benchmark of kind `bits`, or if no sample is selected.
         """
         if not rows.any():
             return {
@@ -221,7 +221,10 @@ class _Table:
         }, None if sizes is not None else values
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
-        """Return the headline metric of each problem, `[problems]`; for bits, nats and bytes, `[problems, 2]`."""
+        """Return each problem's headline metric, `[problems]`, or for the kind `bits` nats and bytes, `[problems, 2]`.
+
+        `rows` is a mask that selects samples.
+        """
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         if self.plan.benchmark.kind == "bits":
             more = [numbers for numbers, selected in zip(self._more, rows, strict=True) if selected]
@@ -234,7 +237,12 @@ class _Table:
         return self._of_groups(rows, partial(_pass if metric == "pass" else _majority, k=k))
 
     def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
-        """Compute a figure for each problem and prompt, and return its means over prompts, `[problems]`."""
+        """Compute a figure for each problem and prompt, and return its means over prompts, `[problems]`.
+
+        Args:
+            rows: mask that selects samples.
+            figure: function that returns one value per group of samples, NaN if it cannot be computed.
+        """
         _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         pairs, groups = np.unique(np.stack([problems, prompts], -1), axis=0, return_inverse=True)
@@ -249,7 +257,7 @@ class _Table:
             return sums / counts
 
     def _metrics(self, rows: np.ndarray) -> tuple[str, dict[str, float]]:
-        """Return the name of the headline metric, and a mapping from metric to value."""
+        """Return the headline metric's name, and a mapping from metric to value over the samples in the mask `rows`."""
         benchmark = self.plan.benchmark
         k = benchmark.k or benchmark.samples
         if benchmark.kind == "bits":
@@ -286,7 +294,16 @@ class _Table:
         return name, metrics
 
     def _sensitivity(self, prompts: Sequence[np.ndarray], draws: int, seed: int) -> dict[str, Any] | None:
-        """Return the standard deviation over prompts on the problems that all share; None if it cannot be computed."""
+        """Compute the standard deviation over prompts of the headline metric, on the problems that all prompts share.
+
+        Args:
+            prompts: for each prompt, the mask that selects its samples.
+            draws: number of bootstrap resamples.
+            seed: seed of the bootstrap.
+
+        Returns:
+            Mapping with `std` and its `interval`; None for the kind `bits`, or if the prompts share no scored problem.
+        """
         problems = [set(self._problems[rows]) for rows in prompts]
         shared = sorted(set.intersection(*problems))
         if not shared or self.plan.benchmark.kind == "bits":
@@ -311,7 +328,14 @@ class _Table:
 
 
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
-    """Return a mean's confidence interval over problems: Wilson's if all values are 0 or all are 1, else bootstrap."""
+    """Return a mean's confidence interval over problems: Wilson's if all values are 0 or all are 1, else bootstrap.
+
+    Args:
+        values: value of each problem.
+        sizes: weight of each problem, such as its bytes; None for equal weights.
+        draws: number of bootstrap resamples.
+        seed: seed of the bootstrap.
+    """
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
     return statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)

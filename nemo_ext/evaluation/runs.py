@@ -45,7 +45,7 @@ class Run:
         name: name in tables.
         folder: run directory.
         results: content of results.json.
-        answers: mapping from benchmark to mode to (prompt, problem) to scored samples.
+        answers: scored samples, as `answers[benchmark][mode][prompt, problem]`.
     """
 
     name: str

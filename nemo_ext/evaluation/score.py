@@ -26,7 +26,15 @@ def said(
     tokens: int | None = None,
     finished: bool = True,
 ) -> Answered:
-    """Parse an answer into reasoning, text and tool calls; if `reasoning` is None, it is split off from the text."""
+    """Parse an answer of an endpoint into reasoning, text and tool calls.
+
+    Args:
+        answer: text of the answer.
+        reasoning: reasoning trace; if None, it is split off from the text.
+        tool_calls: tool calls in OpenAI's format.
+        tokens: number of generated tokens; None if not counted.
+        finished: False if the answer was truncated at the length limit.
+    """
     calls: list[ToolCall] = []
     unreadable = {}
     for number, call in enumerate(tool_calls):

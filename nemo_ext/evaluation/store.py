@@ -1,7 +1,7 @@
 """Append-only store of a model's answers and scores.
 
     answers-WORKER.jsonl    one `Sample` per line
-    scores-WORKER.jsonl     one `Score` per line; the last score for the sample that counts and a digest counts
+    scores-WORKER.jsonl     one `Score` per line; for each answer that counts and each digest, the last score counts
     prompts-WORKER.jsonl    {hash, prompt} of each distinct request
 
 A sample's key is (benchmark, problem, prompt, mode, sample). If several workers answer the same request for the same
@@ -170,7 +170,7 @@ class Store:
         return scores
 
     def _superseded(self) -> set[tuple[str, Key, str]]:
-        """Worker, key and request hash of the answers that do not count, as an earlier worker's answer does."""
+        """Return worker, key and request hash of each answer that does not count because an earlier worker's does."""
         if len(list(self.folder.glob("answers-*.jsonl"))) < 2:
             return set()
         first: dict[tuple[Key, str], str] = {}

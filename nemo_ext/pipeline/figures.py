@@ -47,5 +47,5 @@ def figures_of(job: str, run_dir: Path) -> Figures:
 
 
 def seconds_of(record: Path) -> float:
-    """Total seconds of all starts in a record that have ended."""
+    """Return the total seconds of all ended starts that are recorded in the folder `record`."""
     return sum(each.ended - each.began for each in attempts.read(record) if each.ended is not None)

@@ -79,7 +79,7 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
 
 
 def _shown(amount: float | None, digits: str = ".0f") -> str:
-    """Format a number, with one decimal if it is below one; "-" for 0 or None."""
+    """Format a number, with one decimal if it is below one and otherwise by `digits`; "-" for 0 or None."""
     return f"{amount:,{'.1f' if amount < 1 else digits}}" if amount else "-"
 
 
@@ -106,7 +106,10 @@ def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
 
 
 def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> float | None:
-    """Upper bound on the bytes of a job's output; None if unknown."""
+    """Return an upper bound on the bytes of a job's output; None if unknown.
+
+    `submissions` are all of the pipeline's: tokenised files are bounded by what their training runs read.
+    """
     job, config = submission.settings.job, submission.config
     if _counts_steps(submission):
         count, size = checkpoints_of(config)

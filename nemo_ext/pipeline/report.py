@@ -107,7 +107,10 @@ def _gpus(stage: Stage) -> int | None:
 
 
 def _gpu_hours(stage: Stage, record: Path) -> float:
-    """GPU-hours of all starts that have ended; starts outside Slurm count at most this machine's GPUs."""
+    """Return the GPU-hours of all ended starts in the folder `record`.
+
+    A start outside Slurm counts at most this machine's GPUs.
+    """
     records = [record, *(record / SHARDS).glob("*")]
     starts = [each for place in records for each in attempts.read(place) if each.ended is not None]
     here = len(gpu_memory("total"))
@@ -143,7 +146,10 @@ def _evaluations(report: Report, pipeline: Pipeline) -> None:
 
 
 def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
-    """Return rows of paired differences between each evaluated stage and its nearest evaluated ancestor."""
+    """Return table rows with the paired differences between each evaluated stage and its nearest evaluated ancestor.
+
+    `runs` maps the names of evaluated stages to the run directories of their evaluations.
+    """
     by_name, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
     evaluated = dict[str, str]()  # folder of the first evaluation, by the stage that made the model
     for stage in pipeline.every:

@@ -344,7 +344,7 @@ def _locked(lock: int, leases: Leases) -> bool:
 
 
 def _keep(leases: Leases, ended: threading.Event) -> None:
-    """Touch the lease, to show that this command is alive, until it has ended."""
+    """Touch the lease regularly, to show that this command is alive, until `ended` is set."""
     while not ended.wait(_LEASE_SECONDS / 6):
         with contextlib.suppress(OSError):
             leases.touch()
@@ -440,7 +440,18 @@ def _span(seconds: float) -> str:
 
 
 def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
-    """Run a stage while its servers run; return the reason to stop the pipeline, or None to continue."""
+    """Run a stage while its servers run.
+
+    Args:
+        work: the stage.
+        servers: servers that the stage uses.
+        lock: file descriptor of the pipeline's lock, which the job inherits.
+        shown: progress display.
+        received: signals received so far, to which later ones are appended.
+
+    Returns:
+        Reason to stop the pipeline; None to continue.
+    """
     with ExitStack() as served:
         for server in servers:
             try:
@@ -456,7 +467,12 @@ def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received
 
 @contextmanager
 def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]:
-    """Run a server during the context, which is entered once it answers requests or a signal has arrived.
+    """Run a server until the block ends; the block begins once the server answers requests or a signal has arrived.
+
+    Args:
+        server: the server's stage.
+        shown: progress display.
+        received: signals received so far, to which later ones are appended.
 
     Raises:
         ValueError: the server ended while starting.
@@ -533,7 +549,10 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
 
 
 def _wait(process: subprocess.Popen[bytes], shown: _Shown, received: list[int]) -> None:
-    """Wait for a job to end; it gets the first two signals received as Ctrl-C, and the third one kills it."""
+    """Wait for a job to end, and pass on signals: the first two as Ctrl-C, while the third kills the job.
+
+    `received` lists the signals received so far, and later ones are appended; `shown` is the progress display.
+    """
     sent = 0
     while process.poll() is None:
         while sent < len(received):

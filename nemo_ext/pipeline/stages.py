@@ -179,7 +179,15 @@ def read(words: Sequence[str]) -> Pipeline:
 
 
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
-    """Remove `scale=NAME` from the pipeline's arguments, and name its twin hydra_conf/pipeline/NAME/PIPELINE.yaml."""
+    """Replace `pipeline=PIPELINE` and `scale=NAME` with `pipeline=NAME/PIPELINE`, the pipeline's variant of that scale.
+
+    Args:
+        words: arguments of the pipeline; `scale=null` is only removed.
+        folders: config folders with pipelines.
+
+    Raises:
+        ValueError: the pipeline has no variant of that scale.
+    """
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
     words = [word for word in words if not word.startswith("scale=")]  # Hydra would read it as a config group
@@ -270,7 +278,9 @@ def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
 
 
 def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> list[str]:
-    """Select the stages from `from` to `to` that are not in `skip`, plus the last one's evaluation and their servers.
+    """Select the stages between the config's `from` and `to` that are not in `skip`, and return their names in order.
+
+    The evaluation of the last stage and the servers that the stages use are included, unless skipped.
 
     Raises:
         ValueError: a name is unknown, or no stage remains.

@@ -183,7 +183,10 @@ def _users(server: Stage, pipeline: Pipeline) -> list[str]:
 
 
 def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) -> Submission:
-    """Add to a submission the ids of the jobs that it waits for and of its servers."""
+    """Return the submission with the ids of the jobs that it waits for, and of its servers' jobs.
+
+    `jobs` maps stages that are queued or about to be to their job ids, or to shell variables for printed commands.
+    """
     after, beside = _needed(stage, jobs), [name for name in stage.beside if name in jobs]
     return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
 
@@ -191,7 +194,14 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Record a stage's servers, and a server's users, next to the records of its starts."""
+    """Record a stage's servers, and if it is a server the stages that use it, next to the records of its starts.
+
+    Args:
+        stage: the stage.
+        submissions: mapping from stage to its submission.
+        pipeline: the pipeline.
+        jobs: mapping from stage to its Slurm job id.
+    """
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
     asking = [record for name in _users(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:
@@ -201,5 +211,5 @@ def _note_servers(
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
-    """List the names of the stage's dependencies that are queued or about to be."""
+    """Return the names of the stage's dependencies that are in `jobs`, that is, queued or about to be."""
     return [name for name in stage.after if name in jobs]

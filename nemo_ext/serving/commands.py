@@ -28,7 +28,10 @@ STARTS_FROM = Model(key="model")
 
 
 def engines(config: Config) -> tuple[str, ...]:
-    """Engines that must be installed to serve the config's model in this process; none with an existing endpoint."""
+    """Return the engines that serving the config's model in this process requires: `torch`, or none.
+
+    None are required with vLLM, which runs in a process of its own, or with an existing endpoint.
+    """
     here = config.get("endpoint") is None and config["served"] and config["serving"]["engine"] == "transformers"
     return ("torch",) if here else ()
 
@@ -39,7 +42,7 @@ def extras(config: Config) -> tuple[str, ...]:
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes per replica, and number of GPUs per node."""
+    """Return the number of nodes per replica, and of GPUs per node; the latter is 0 if no GPU is needed."""
     serving = config["serving"]
     cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
     return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
@@ -51,7 +54,7 @@ def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
 
 
 def served_inputs(config: Config) -> list[Input]:
-    """Inputs to check: the served model, and entries of `input` that match no file."""
+    """Return the inputs to check: the served model, and those entries of the config's `input` that match no file."""
     absent = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
     return inputs(
         ("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one"),
@@ -83,7 +86,10 @@ def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
 
 
 def on_one_node(config: Config, settings: Any, **others: object) -> Iterator[Finding]:
-    """Yield errors if a job that serves one model after another is given several replicas or nodes."""
+    """Yield errors if a job that serves one model after another is given several replicas or nodes.
+
+    `others` are arguments that all checks of jobs receive; they are unused here.
+    """
     for key in ("replicas", "nodes"):
         if (number := config["serving"][key]) != 1:
             yield Finding(

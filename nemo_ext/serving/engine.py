@@ -225,9 +225,11 @@ class Engine:
         return joining
 
     def _alike(self, joining: list[_Sequence]) -> list[_Sequence]:
-        """Select the first sequence's group, whose prompts share at least half of their tokens, as answers to one do.
+        """Select sequences to prefill together: the first one, and all whose prompts have a long common prefix with it.
 
-        If the first sequence has no group, all sequences without one are selected. The rest wait for the next step.
+        A prefix is long if it covers at least half of a prompt, as for several answers to one prompt. If the first
+        has no such partner, all sequences without one are selected. If the model cannot reuse prefixes, all sequences
+        are selected. The rest wait for the next step.
         """
         if joining[0].sampling.echo or not self._splits:
             return joining
@@ -276,10 +278,10 @@ class Engine:
         self._next(joining, logits[:, -1])
 
     def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
-        """Return the length of the prompts' common cached prefix, and a cache that holds it in every row.
+        """Return the length of the prompts' common prefix in the cache, and a cache that holds this prefix in each row.
 
-        If several prompts share more than the cached prefix, the rest of what they share is computed here. A prompt's
-        last token is never part of the prefix, because its logits are needed.
+        If several prompts share more than what is cached, the rest of what they share is computed here. A prompt's last
+        token is never part of the prefix, because its logits are needed.
         """
         import torch
 
@@ -367,7 +369,7 @@ class Engine:
         self._keep([id(row) not in ended for row in self._rows])
 
     def _keep(self, kept: Sequence[bool]) -> None:
-        """Remove rows whose entry in `kept` is False from the batch, and padding that no row needs from the cache."""
+        """Remove from the batch all rows with False in `kept`, and from the cache any padding that no row needs."""
         import torch
 
         if all(kept):
@@ -421,7 +423,13 @@ def one_row(cache: "DynamicCache", row: int) -> "DynamicCache":
 
 
 def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
-    """Move each row's padding, whose widths are `padding` `[rows]`, from after the common columns to the start."""
+    """Move each row's padding from behind the first `common` columns to the start of the row.
+
+    Args:
+        cache: the cache, which is changed in place.
+        common: number of columns before the padding.
+        padding: width of each row's padding, `[rows]`.
+    """
     import torch
 
     for layer in cache.layers:

@@ -14,7 +14,12 @@ from nemo_ext.serving.settings import ServingSettings
 
 
 def follow(job: str, words: Sequence[str]) -> int:
-    """Run this node's part of `vllm serve` until it ends, and return its exit code."""
+    """Run this node's part of `vllm serve` until it ends, and return its exit code.
+
+    Args:
+        job: name of the job that uses the replica.
+        words: the job's arguments, such as `key=value`.
+    """
     config = compose(job, words)
     place = Path(str(config["run_dir"] if "run_dir" in config else config["output"]))
     if not find(job).server:

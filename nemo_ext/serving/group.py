@@ -196,7 +196,14 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
 
 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
-    """Run the balancer, and publish its address once enough replicas answer."""
+    """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer.
+
+    Args:
+        settings: settings of the endpoint.
+        run_dir: run directory of the endpoint.
+        key: API key; None for an open endpoint.
+        port: port of the endpoint; 0 for a free one.
+    """
     bound = bind(settings.host, port)
     balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())

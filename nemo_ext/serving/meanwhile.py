@@ -15,7 +15,10 @@ from nemo_ext.serving.settings import ServingSettings
 
 @contextmanager
 def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None, Path | None]]:
-    """Yield an endpoint, the model's name there, and the model's directory; serve the model here if none is set.
+    """Yield an endpoint for the config's model: the one in `endpoint`, or else a server that runs until the block ends.
+
+    The values are the endpoint's URL or run directory; the model's name there, or None for its only model; and the
+    directory of a model served here, otherwise None.
 
     Args:
         config: config with `endpoint`, `served`, `serving`, `files_from` and `trust_remote_code`.

@@ -70,6 +70,11 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
 def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     """Return a model's Hugging Face directory; a Megatron checkpoint is exported once, to the run directory.
 
+    Args:
+        model: Hugging Face directory or Megatron run directory.
+        run_dir: run directory of the job that serves the model.
+        files_from: directory with tokenizer, chat template and generation config for the export; None for the run's.
+
     Raises:
         ValueError: the model does not exist, or cannot be exported.
     """
@@ -94,7 +99,10 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
 
 
 def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
-    """A run's tokenizer, from files next to its checkpoint or from its data settings; None if unknown."""
+    """Return a run's tokenizer as a config section with `kind` and `path`; None if it is unknown.
+
+    It is the one in the files next to the run's checkpoint, or else the one in its data settings.
+    """
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     checkpoint = checkpoint_folder(run, None)
@@ -106,7 +114,7 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:
-    """Directory with a run's tokenizer, which may be written first; None if the tokenizer is unknown."""
+    """Return a directory with a run's tokenizer; None if it is unknown. A byte tokenizer is written to `run_dir`."""
     tokenizer = _tokenizer_of_run(run)
     if tokenizer is None:
         return None

@@ -46,7 +46,10 @@ class Decoder:
         self.stopped = False
 
     def add(self, token: int, *, last: bool = False) -> str:
-        """Add a token and return new final text; what may begin a stop string is held back until the `last` token."""
+        """Add a token and return new final text.
+
+        Incomplete characters and possible beginnings of a stop string are held back until the `last` token.
+        """
         if token >= 0 and token not in self._hidden:
             self._ids.append(token)
         # Decoded with the previous tokens, because a leading space may depend on them.
@@ -93,7 +96,10 @@ class TokenBytes:
         return text.encode()
 
     def text(self, token: int) -> str:
-        """Text of a token; as with OpenAI, `bytes:\\xe2\\x82` for an incomplete character; `token_id:7` if empty."""
+        """Return a token's text: as in OpenAI's API, `bytes:\\xe2\\x82` for an incomplete character.
+
+        A token without text becomes `token_id:7`.
+        """
         data = self(token)
         try:
             return data.decode() or f"token_id:{token}"
@@ -101,7 +107,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Offset in characters of each token in the joined text; tokens that make up one character share its offset."""
+        """Return each token's character offset in the joined text; tokens that form one character share its offset."""
         decoder, place, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
         for token in tokens:
             held, data = decoder.getstate()[0], self(token)

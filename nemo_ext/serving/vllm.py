@@ -83,7 +83,10 @@ def command(
 
 
 def _precision(folder: Path) -> dict[str, Any]:
-    """Arguments for a checkpoint made by `nemo-ext quantize`, whose config.json sets all but the KV cache's type."""
+    """Return vLLM arguments for the KV cache's type in a checkpoint made by `nemo-ext quantize`; empty for others.
+
+    The checkpoint's config.json sets all other types.
+    """
     file = folder / "hf_quant_config.json"
     held = read_json(file) if file.is_file() else {}
     low = str((held.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() == "FP8"
@@ -91,7 +94,7 @@ def _precision(folder: Path) -> dict[str, Any]:
 
 
 def _parsers(folder: Path) -> dict[str, Any]:
-    """Arguments that select the reasoning and tool call parsers for the directory's chat template."""
+    """Return vLLM arguments that select the parsers for reasoning and tool calls in the directory's chat template."""
     try:
         text = Template.load(folder).source
     except ValueError:

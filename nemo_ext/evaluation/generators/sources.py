@@ -71,7 +71,15 @@ def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
 
 @lru_cache(maxsize=1024)
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
-    """Return a module's lines from a random one on; None if it has too little text or cannot be parsed."""
+    """Return lines of a module from a random one on; None if it has too little text or cannot be parsed.
+
+    Args:
+        path: file of the module.
+        module: name of the module, on which the random choice depends together with the seed.
+        seed: seed for the choice of the first line.
+        part: `sources` for lines of code, `docstrings` for docstrings only.
+        characters: maximum length of the passage in characters.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if part == "docstrings":

@@ -76,7 +76,8 @@ def check(config: Mapping[str, Any]) -> None:
     """Check that a training config's evaluations are possible on a suitable machine; a config without any passes.
 
     Raises:
-        ValueError: a setting is invalid, a suite or tokenizer is missing, or the layout does not support evaluations.
+        ValueError: a setting is invalid, a suite or tokenizer is missing, or a Megatron setting excludes
+            evaluations.
     """
     live = settings_of(config)
     if live.every is None:

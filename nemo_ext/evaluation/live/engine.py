@@ -103,7 +103,7 @@ class LiveModel:
         self._broadcast(_END)
 
     def _broadcast(self, *order: int) -> tuple[int, ...]:
-        """Broadcast an order from rank 0 and return it on every rank."""
+        """Broadcast an order of up to six integers from rank 0; return it, padded with zeros, on every rank."""
         import torch
 
         here()
@@ -112,7 +112,16 @@ class LiveModel:
         return tuple(message.tolist())
 
     def _run(self, batch: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
-        """Run `micro` microbatches of `rows` sequences on each data-parallel rank; only rank 0 has the full results."""
+        """Run a batch of sequences on all ranks; return the results of `__call__`, which only rank 0 has completely.
+
+        Args:
+            batch: a row per sequence: its right-padded token ids, whether to measure its own tokens (0 or 1), and its
+                length, `[sequences, positions + 2]`; only rank 0's values are used.
+            micro: number of microbatches per data-parallel rank.
+            rows: number of sequences per microbatch.
+            top: number of most likely tokens to return per position.
+            echo: whether the own tokens of any sequence are measured.
+        """
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -156,7 +165,16 @@ class LiveModel:
         measured: "Tensor | None",
         non_loss_data: bool,
     ) -> None:
-        """Collect results from the last stage's logits `[rows, positions, vocabulary / tensor-parallel size]`."""
+        """Write a microbatch's results to `logits` and `measured`, the results of `_run`.
+
+        Args:
+            output: the last stage's logits, `[rows, positions, vocabulary / tensor-parallel size]`.
+            microbatch: the microbatch's rows of `_run`'s batch.
+            place: index of its first row in the batch.
+            logits: logits of each sequence's next token, `[batch rows, vocabulary]`.
+            measured: measurements of the sequences' tokens, as in `__call__`; None if none are requested.
+            non_loss_data: passed by Megatron, and unused.
+        """
         import torch
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 
@@ -256,7 +274,13 @@ class LiveEngine(Engine):
 
 
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
-    """Send a prompt's tokens with their log-probabilities to the client."""
+    """Send a prompt's tokens to the client, with log-probabilities if requested.
+
+    Args:
+        row: sequence that starts with the prompt.
+        measured: measurements of the sequence's tokens, as returned by `LiveModel`.
+        top: number of most likely tokens in each measurement.
+    """
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]
     for token, (logprob, *best) in zip(row.prompt[1:], measured[1:], strict=False):

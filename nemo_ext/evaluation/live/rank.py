@@ -143,7 +143,10 @@ class Evaluations:
         return measured(results[0])
 
     def _measure(self, engine: Any, step: int, results: list[dict[str, Any]]) -> None:
-        """Evaluate in a thread and append to `results`; an error ends the evaluation, not the training."""
+        """Evaluate the model through an endpoint for `engine`, and append the content of results.json to `results`.
+
+        Runs in a thread of rank 0; an error ends the evaluation, not the training.
+        """
         try:
             with _endpoint(engine, self.config, self.run_dir) as (address, tokenizer):
                 measure = self.measure
@@ -199,7 +202,7 @@ def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterato
 
 
 def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset[int], Path | None]:
-    """Return the transformers tokenizer, the ids that end an answer, and the tokenizer's folder or None."""
+    """Return the transformers tokenizer, the ids that end an answer, and the tokenizer's folder (None without one)."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from nemo_ext.data.text import byte_tokenizer
@@ -223,7 +226,11 @@ def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset
 
 @contextmanager
 def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None]:
-    """Gather all weights first if Megatron overlaps the all-gather with the forward pass, as its evaluation does."""
+    """Gather all weights before the block if Megatron overlaps their all-gather with the forward pass.
+
+    Megatron's own evaluation does the same. `begun` is whether training has run a step; before, there is nothing to
+    gather.
+    """
     from megatron.training import get_args, training
 
     if not training.should_disable_forward_pre_hook(get_args()):
