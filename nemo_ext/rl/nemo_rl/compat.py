@@ -59,7 +59,7 @@ def asynchronous() -> ModuleType:
 
 
 def refills() -> bool:
-    """Return whether the asynchronous collector generates groups that a step still lacks (since 0.7)."""
+    """Return whether the asynchronous collector generates new groups for a step that lacks some (since 0.7)."""
     return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
 
 
@@ -72,7 +72,7 @@ def part(module: ModuleType, name: str) -> Any:
 
 
 def plain_class(actor: Any) -> Any:
-    """Return the class that `ray.remote` turned into an actor class, for subclassing."""
+    """Return the original class of a Ray actor class, which can be subclassed."""
     return actor.__ray_metadata__.modified_class
 
 
@@ -108,7 +108,7 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup` and name its results; raise ValueError if their number is unexpected."""
+    """Call `grpo.setup` and return its results as named attributes; raise ValueError if their number is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
@@ -120,7 +120,7 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
 
 
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
-    """Call `dpo.setup` and name its nine results, which are the same in all versions."""
+    """Call `dpo.setup` and return its nine results, the same in all versions, as named attributes."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
     return Ready(**dict(zip(_NINE.split(), items, strict=True)))
 
@@ -149,8 +149,11 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
 def clocks(module: ModuleType) -> Iterator[list[Any]]:
     """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
-    A checker's `last_saved` is true if it made the loop save and end, after which the loop returns as it does after its
-    last step. The checkers also obey SAVE_BY.
+    If a checker made the loop save a checkpoint and stop, its `last_saved` is true; the loop then returns as it does
+    after its last step. The checkers also observe the time limit in the environment variable SAVE_BY.
+
+    Yields:
+        List to which each checker is added when the loop creates it.
     """
     checkers: list[Any] = []
     kind = part(module, "TimeoutChecker")
@@ -283,7 +286,7 @@ def has_estimator() -> bool:
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that the function accepts."""
+    """Return those of the keyword arguments `keywords` that the function has parameters for."""
     accepted = inspect.signature(function).parameters
     return {key: value for key, value in keywords.items() if key in accepted}
 

@@ -110,7 +110,7 @@ class Settings:
 
 
 class Nursery:
-    """A running interpreter that forks supervisors; thread-safe. It ends no later than this process."""
+    """Starts the interpreter `python`, which forks supervisors; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -178,6 +178,13 @@ class Nursery:
 
 class Box:
     """Host side of a supervisor. It is used by one thread, but any thread may call `kill`.
+
+    Args:
+        nursery: interpreter that forks the supervisor.
+        settings: settings shared by the sandbox's boxes.
+        namespaces: whether programs are confined by namespaces.
+        why_not: reason why namespaces are not used, for `Isolation`.
+        disk_megabytes: maximum size of the programs' private directory.
 
     Raises:
         SandboxError: the supervisor cannot start with the requested confinement.
@@ -316,7 +323,7 @@ class Box:
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """Send a message; `seconds` limits this and each later wait for a reply."""
+        """Send a message, a header and byte strings; `seconds` limits sending and each later wait for a reply."""
         self._host.settimeout(seconds)
         with _sandbox_errors():
             wire.send(self._host, header, blobs)

@@ -131,7 +131,7 @@ class _Call:
 
 
 def _asserts(test: Any, index: int) -> Test:
-    """Parse the reference's test number `index`, which consists of Python statements."""
+    """Parse a test that consists of Python statements; `index` is its position in the reference, for messages."""
     if not isinstance(test, str) or not test.strip():
         raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
     return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
@@ -287,13 +287,16 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
 
 
 def _limits(test: Test, limits: Limits) -> Limits:
-    """Return the limits for a test, under which output much longer than expected ends the run."""
+    """Return the limits with `output_bytes` reduced, so that output much longer than expected ends the run."""
     expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
     return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
 
 
 def _failure(run: Run, test: Test, function: str | None) -> str:
-    """Return why the program fails the test; "" if it passes."""
+    """Return why a run fails the test, or "" if it passes.
+
+    If `function` is None, standard output is compared, otherwise the function's result.
+    """
     if not run.ok:
         return _describe(run)
     if function is None:

@@ -108,7 +108,10 @@ def environment(
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Score the answer by the judge's grade divided by the highest one, which is correct; `error` without a grade."""
+    """Ask the judge for a grade: the highest is correct, and any other is wrong and scored as grade / highest grade.
+
+    The verdict is `error` if the judge gives no grade. Answers longer than `max_answer_characters` are wrong.
+    """
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
@@ -126,7 +129,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Write the judge's prompt."""
+    """Return the prompt that asks the judge for a grade of the answer."""
     mark = nonce(reference.question, reference.rubric, reference.answer, answer)
     parts = {"request": reference.question}
     if reference.answer:

@@ -38,7 +38,7 @@ Say in a few sentences what agrees and what does not. Then end with a line that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Question and correct answer, with which the judge compares the response.
+    """Question and correct answer, which the judge compares with the response.
 
     Attributes:
         question: question without the document.
@@ -96,7 +96,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Write the judge's prompt."""
+    """Return the prompt that asks the judge whether the answer is correct."""
     mark = nonce(reference.question, reference.answer, reference.rubric, answer)
     parts = {"question": reference.question, "reference answer": reference.answer}
     if reference.rubric:

@@ -156,7 +156,11 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """Do the same as `verify`, and report math-verify's own verdict on the whole answer, as papers do, in `more`."""
+    """Do the same as `verify`, and add math-verify's own verdict on the whole answer, which papers report.
+
+    It is 1 or 0 under `math_verify` in the verdict's `more`; `grader` is the pool of workers that runs `graded`, and
+    `settings` are the arguments of `verify`.
+    """
     try:
         equal = bool(response.answer) and grader.call(reference.answer, response.answer)
     except WorkerError:
@@ -294,7 +298,11 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Parse a string: return its tree and "", or None and the reason why it cannot be parsed."""
+    """Parse a string; `grouped` says whether "1,234" is one number.
+
+    Returns:
+        The tree and "", or None and the reason why the string cannot be parsed.
+    """
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:
@@ -315,7 +323,7 @@ def _equal(expected: str, answer: str) -> bool:
 
 
 def _apart(gold: Any, answer: Any) -> bool:
-    """Return whether two parsed answers differ although math-verify considers them equal.
+    """Return whether a parsed answer differs from the parsed reference `gold` although math-verify calls them equal.
 
     math-verify compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
     considers any two equations without real solutions equal, even if their unknowns differ.

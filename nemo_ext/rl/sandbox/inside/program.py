@@ -51,7 +51,7 @@ def run_python(code: bytes, function: str | None) -> NoReturn:
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Return the lines of the prelude, each of which imports one name, whose names the source uses.
+    """Return those lines of the prelude that import a name used in the source; each line imports one name.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source does not compile.
@@ -68,7 +68,12 @@ def _needed(prelude: str, source: bytes) -> str:
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:
-    """Run the program once and return its exit status."""
+    """Run the program once and return its exit status.
+
+    Args:
+        codes: compiled prelude and program, which are executed in this order.
+        function: name of a function to call afterwards; None to call none.
+    """
     _standard_streams()
     sys.argv = ["main.py"]
     # Elsewhere the module `site` defines these; it is not loaded here.
