@@ -224,7 +224,10 @@ class _Sources:
         return keys
 
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
-        """Return the definition of a class or alias and its module, following imports; None if it is not found."""
+        """Return the definition of a class or alias and its module, or None if it is not found.
+
+        Imports are followed; `depth` is the number of those followed so far, which is limited.
+        """
         defined, imported = self._parse(module)
         if name in defined:
             return defined[name], module

@@ -115,7 +115,11 @@ class AdaptiveTasks:
         return [self._processed[number] for number in numbers]
 
     def learn(self, rewards: npt.ArrayLike) -> None:
-        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if the sizes differ."""
+        """Update the shares from the last batch's rewards, `[prompts, responses]`.
+
+        Raises:
+            ValueError: the number of prompts is not that of the last batch.
+        """
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:

@@ -136,8 +136,8 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
         generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
-        group: settings of `group_reward`, and `environments`, the names of the environments it applies to (by default
-            all).
+        group: settings of the group reward function (see `nemo_ext.rl.groups.group_reward`), and optionally
+            `environments`, the names of the environments that it applies to; by default all.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.

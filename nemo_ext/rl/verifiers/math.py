@@ -345,7 +345,7 @@ def _apart(gold: Any, answer: Any) -> bool:
 
 
 def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
-    r"""Return the contents of the last \boxed{} in a text, or the text itself if it has none; None for None.
+    r"""Return the contents of the last \boxed{} in a text, or the text itself if it has none; None if `text` is None.
 
     If `reasoned`, a text without a box is cut at "since" or "because".
     """

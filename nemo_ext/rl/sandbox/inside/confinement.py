@@ -314,7 +314,7 @@ def _without_namespaces(directory: str, user: int | None, readable: Sequence[str
 
 
 def _may_use(user: int, readable: Sequence[str]) -> bool:
-    """Return whether this process may become the given user and that user can read what programs need."""
+    """Return whether this process may switch to the user ID `user` and can then still access the readable paths."""
     child = os.fork()
     if not child:
         try:

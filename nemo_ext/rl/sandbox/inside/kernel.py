@@ -113,9 +113,9 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 class Landlock:
-    """Landlock rule set, which limits the files that a program may use and the processes that it may signal.
+    """Landlock rule set, held as an open descriptor, which limits the files that a program may use.
 
-    Signals are limited only by kernels with ABI 6 or later. The rule set is an open descriptor.
+    It also blocks TCP if the kernel has ABI 4 or later, and signals to processes outside if it has ABI 6 or later.
 
     Args:
         read: files and folders that the program may read and execute.

@@ -23,7 +23,10 @@ A program that writes to it directly gains nothing that it could not get by retu
 
 
 def compile_python(source: bytes, prelude: str) -> NoReturn:
-    """Compile the program, write the code to `VALUE` and exit; if that fails, with status 1 and an error on stderr."""
+    """Compile the prelude's necessary imports and the program, write the code to descriptor `VALUE`, and exit.
+
+    If this fails, the exit status is 1 and the error is on stderr.
+    """
     sys.set_int_max_str_digits(50_000)
     _standard_streams()
     try:
