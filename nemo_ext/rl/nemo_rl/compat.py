@@ -126,7 +126,14 @@ def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
-    """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`."""
+    """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`.
+
+    Args:
+        ready: results of `set_up_grpo`.
+        tokenizer: the policy's tokenizer.
+        environments: mapping from the tasks' names in NeMo-RL to environment actors.
+        val_environments: the same for validation; None if there is none.
+    """
     module = grpo()
     first = (ready.policy, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
@@ -140,7 +147,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO to its end with `ready.loss_fn`, which is NeMo-RL's loss or a replacement."""
+    """Run DPO to its end; `ready` are the results of `set_up_dpo`, whose `loss_fn` may have been replaced."""
     first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 

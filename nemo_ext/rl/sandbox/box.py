@@ -234,6 +234,8 @@ class Box:
         """Compile a Python program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Args:
+            source: the program.
+            limits: limits of the compilation.
             function: name of a function, or of a method of the class Solution, that each run calls; its input is the
                 arguments as JSON, {"args": [...], "kwargs": {...}}.
         """
@@ -250,6 +252,11 @@ class Box:
     def compile_cpp(self, source: str, *, options: Sequence[str] = CPP_OPTIONS, limits: Limits = COMPILATION) -> Run:
         """Compile a C++ program, which `run` then runs; the compiler's messages are in `stderr`.
 
+        Args:
+            source: the program.
+            options: options of the compiler.
+            limits: limits of the compilation.
+
         Raises:
             SandboxError: g++ is not installed.
         """
@@ -263,7 +270,7 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """Do `run` for each input in turn; the next run starts while the caller handles the last result.
+        """Do `run` for each input with its limits; the next run starts while the caller handles the last result.
 
         Closing the iterator early ends the box, since a program may still be running.
         """

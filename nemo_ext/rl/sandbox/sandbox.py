@@ -176,6 +176,12 @@ class Sandbox:
     ) -> Run:
         """Run a program once and return the result, or the compiler's result if it does not compile.
 
+        Args:
+            source: the program.
+            stdin: its standard input.
+            language: python or cpp.
+            limits: limits of the run; the sandbox's if None.
+
         Raises:
             BusyError: it waited longer than `queue_seconds`.
             SandboxError: the sandbox failed.

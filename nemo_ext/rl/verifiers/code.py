@@ -257,6 +257,13 @@ def program(answer: str, language: str) -> str | None:
 def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
     """Run a program on the tests in a box.
 
+    Args:
+        box: box to run the program in.
+        source: the program.
+        reference: tests to pass.
+        limits: limits of each run, before the reference's changes.
+        partial: score wrong programs by the share of tests that pass; otherwise stop at the first failure.
+
     Raises:
         SandboxError: the sandbox failed.
     """
@@ -313,6 +320,7 @@ def same_output(output: bytes, expected: bytes, tolerance: float | None = None) 
     """Return whether two outputs have the same words on the same lines, ignoring other white space.
 
     On lines that consist only of numbers, these are compared by value (1.50 equals 1.5), as in NeMo Gym's verifier.
+    If there is a `tolerance`, numbers on any line may differ by it, in absolute or relative terms.
     """
     actual, lines = output.strip().split(b"\n"), expected.strip().split(b"\n")
     return len(actual) == len(lines) and all(
@@ -344,6 +352,8 @@ def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
 
 def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
     """Return whether two JSON values are equal: as in Python, 1 equals 1.0 and true, and NaN equals nothing.
+
+    If there is a `tolerance`, numbers may differ by it, in absolute or relative terms.
 
     Raises:
         RecursionError: the values are nested too deeply.

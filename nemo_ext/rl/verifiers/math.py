@@ -135,7 +135,10 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
 
 
 def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
-    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out."""
+    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out.
+
+    `pool` is the pool of workers that runs `difference`. Answers of more than `max_length` characters are wrong.
+    """
     if not response.answer:
         return Verdict.wrong("no answer")
     extracted = _FIND[reference.format](response.answer)

@@ -106,7 +106,7 @@ def _renamed(reference: Node, answer: Node) -> Node:
 
 
 def _is_constant(node: Node, name: str) -> bool:
-    """Return whether a symbol is a constant of integration: a single summand, or a factor of a power of e."""
+    """Return whether `name` is a constant of integration in `node`: a single summand, or a factor of a power of e."""
     if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
         return False
     if node.kind == "add":
@@ -337,7 +337,10 @@ class _Comparison(Values):
         return node
 
     def same_system(self, expected: Node, actual: Node) -> bool:
-        """Return whether several unknowns are equal, matched by name, or by order if only one side names them."""
+        """Return whether two answers give the same values to several unknowns.
+
+        The values are matched by the unknowns' names, or by their order if only one answer names them.
+        """
         if expected.kind == actual.kind:
             values = dict(zip(actual.value, actual.parts, strict=True))
             return set(expected.value) == set(actual.value) and all(
@@ -397,7 +400,7 @@ class _Comparison(Values):
         return not remaining
 
     def same_relation(self, expected: Node, actual: Node) -> bool:
-        """Return whether equations or inequalities, with all terms moved to the left, are equal up to a factor."""
+        """Return whether two equations or inequalities are the same up to a factor, once all terms are on the left."""
         if len(expected.value) != 1 or len(actual.value) != 1 or _symbols(expected) != _symbols(actual):
             turned = Node("relation", actual.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in actual.value[::-1]))
             return any(expected.value == each.value and self.all_same(expected, each) for each in (actual, turned))

@@ -86,7 +86,7 @@ class Database:
         return key
 
     def update(self, table: str, key: str, **values: Any) -> None:
-        """Change some columns of a row.
+        """Set the given columns of the row with the id `key`.
 
         Raises:
             ToolError: there is no such row.
@@ -94,7 +94,7 @@ class Database:
         self._changed[table, key] = {**self.get(table, key), **values}
 
     def delete(self, table: str, key: str) -> None:
-        """Delete a row.
+        """Delete the row with the id `key`.
 
         Raises:
             ToolError: there is no such row.

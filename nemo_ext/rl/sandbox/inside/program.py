@@ -108,7 +108,7 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
 
 
 def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process with an executable, given by its path or an open descriptor."""
+    """Replace this process with an executable, given by its path or a descriptor; `arguments` start with its name."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
 
