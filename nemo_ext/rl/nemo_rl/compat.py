@@ -272,7 +272,7 @@ def register() -> list[str]:
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start a registered environment's actor; 0.5 requires a mapping from environment names to settings."""
+    """Start and return the actor of a registered environment; `config` are its settings."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))

@@ -82,13 +82,15 @@ class Records:
 
 
 class AdaptiveTasks:
-    """NeMo-RL dataset of tasks with adaptive shares; a batch is drawn with the current weights when it is read.
+    """NeMo-RL dataset of tasks drawn from several datasets, whose shares in a batch adapt to the rewards.
+
+    A batch is drawn with the current shares when it is read.
 
     Its dataloader must not have workers, which would read ahead before the last batch's rewards are known.
 
     Args:
         tasks: the run's tasks.
-        shares: adaptive shares.
+        shares: the datasets' shares.
         processed: function that makes NeMo-RL's dataset from a mapping from numbers to tasks.
     """
 

@@ -33,7 +33,7 @@ def needles(
     values: int = 1,
     asked: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Generate questions about things' codes that are hidden in a long text: RULER's needles in a haystack.
+    """Generate questions about the codes of things, which are hidden in a long text: RULER's needles in a haystack.
 
     The position of the first requested code moves through the text from problem to problem (column `depth`, 0 to 1).
 

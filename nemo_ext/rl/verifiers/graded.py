@@ -86,8 +86,8 @@ def environment(
         judge: judge, or its settings (`JudgeSettings`).
         rubric: rubric for references without one.
         best: highest grade for references without one.
-        max_answer_characters: maximum length of an answer (choice); longer ones get grade 0 and are not shown to the
-            judge, since an answer must not escape grading through its length.
+        max_answer_characters: maximum length of an answer; longer ones get grade 0 and are not shown to the judge,
+            since an answer must not escape grading through its length. The default is our choice.
 
     Raises:
         ValueError: a setting is invalid; the message names it.

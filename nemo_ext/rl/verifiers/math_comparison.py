@@ -503,7 +503,7 @@ class _Comparison(Values):
     # Sets of real numbers.
 
     def same_members(self, expected: Node, actual: Node) -> bool | None:
-        """Return whether two sets have the same members; None if their end points do not determine it."""
+        """Return whether two sets have the same members; None if their end points do not show this."""
         names = [
             frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
             for node in (expected, actual)
