@@ -157,7 +157,7 @@ def clocks(module: ModuleType) -> Iterator[list[Any]]:
     """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
     If a checker made the loop save a checkpoint and stop, its `last_saved` is true; the loop then returns as it does
-    after its last step. The checkers also observe the time limit in the environment variable SAVE_BY.
+    after its last step. The checkers also obey the time limit in NEMO_EXT_SAVE_BY.
 
     Yields:
         List to which each checker is added when the loop creates it.
