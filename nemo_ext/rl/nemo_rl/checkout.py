@@ -107,7 +107,10 @@ class Checkout:
         return sections
 
     def _read_from(self, name: str) -> frozenset[str]:
-        """Return the keys that `nemo_rl/models` reads from variable `name`; some occur in no type and no example."""
+        """Return the config keys that code in `nemo_rl/models` reads from variables called `name`, as in `name["key"]`.
+
+        Some of these keys occur neither in NeMo-RL's types nor in its example configs.
+        """
         keys = set[str]()
         for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
             text = file.read_text(encoding="utf-8")
@@ -154,7 +157,7 @@ class Checkout:
 
     @cached_property
     def refills(self) -> bool:
-        """True if the asynchronous loop generates groups that a step still lacks, so that groups can be dropped."""
+        """True if the asynchronous loop generates new groups for a step that lacks some, so groups can be dropped."""
         collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
         return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
 
@@ -221,7 +224,10 @@ class _Sources:
         return keys
 
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
-        """Return the definition of a class or alias and its module, following imports; None if it is not found."""
+        """Return the definition of a class or alias and its module, or None if it is not found.
+
+        Imports are followed; `depth` is the number of those followed so far, which is limited.
+        """
         defined, imported = self._parse(module)
         if name in defined:
             return defined[name], module
@@ -249,7 +255,7 @@ class _Sources:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Return a list with the node's identifier or string constant; empty for other nodes."""
+    """Return the identifier or string constant of a syntax node as a list of one; empty for other nodes."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):

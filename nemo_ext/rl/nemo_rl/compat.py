@@ -59,7 +59,7 @@ def asynchronous() -> ModuleType:
 
 
 def refills() -> bool:
-    """Return whether the asynchronous collector generates groups that a step still lacks (since 0.7)."""
+    """Return whether the asynchronous collector generates new groups for a step that lacks some (since 0.7)."""
     return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
 
 
@@ -72,7 +72,7 @@ def part(module: ModuleType, name: str) -> Any:
 
 
 def plain_class(actor: Any) -> Any:
-    """Return the class that `ray.remote` turned into an actor class, for subclassing."""
+    """Return the original class of a Ray actor class, which can be subclassed."""
     return actor.__ray_metadata__.modified_class
 
 
@@ -108,7 +108,7 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup` and name its results; raise ValueError if their number is unexpected."""
+    """Call `grpo.setup` and return its results as named attributes; raise ValueError if their number is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
@@ -120,13 +120,20 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
 
 
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
-    """Call `dpo.setup` and name its nine results, which are the same in all versions."""
+    """Call `dpo.setup` and return its nine results, the same in all versions, as named attributes."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
     return Ready(**dict(zip(_NINE.split(), items, strict=True)))
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
-    """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`."""
+    """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`.
+
+    Args:
+        ready: results of `set_up_grpo`.
+        tokenizer: the policy's tokenizer.
+        environments: mapping from the tasks' names in NeMo-RL to environment actors.
+        val_environments: the same for validation; None if there is none.
+    """
     module = grpo()
     first = (ready.policy, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
@@ -140,7 +147,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO to its end with `ready.loss_fn`, which is NeMo-RL's loss or a replacement."""
+    """Run DPO to its end; `ready` are the results of `set_up_dpo`, whose `loss_fn` may have been replaced."""
     first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
@@ -149,8 +156,11 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
 def clocks(module: ModuleType) -> Iterator[list[Any]]:
     """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
-    A checker's `last_saved` is true if it made the loop save and end, after which the loop returns as it does after its
-    last step. The checkers also obey SAVE_BY.
+    If a checker made the loop save a checkpoint and stop, its `last_saved` is true; the loop then returns as it does
+    after its last step. The checkers also obey the time limit in NEMO_EXT_SAVE_BY.
+
+    Yields:
+        List to which each checker is added when the loop creates it.
     """
     checkers: list[Any] = []
     kind = part(module, "TimeoutChecker")
@@ -262,7 +272,7 @@ def register() -> list[str]:
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start a registered environment's actor; 0.5 requires a mapping from environment names to settings."""
+    """Start and return the actor of a registered environment; `config` are its settings."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))
@@ -283,7 +293,7 @@ def has_estimator() -> bool:
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that the function accepts."""
+    """Return those of the keyword arguments `keywords` that the function has parameters for."""
     accepted = inspect.signature(function).parameters
     return {key: value for key, value in keywords.items() if key in accepted}
 

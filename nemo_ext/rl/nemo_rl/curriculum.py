@@ -1,4 +1,4 @@
-"""A `data.custom_dataloader` for NeMo-RL that returns a curriculum's batches if its domains are separate datasets.
+"""A `data.custom_dataloader` for NeMo-RL, for curricula whose domains are separate datasets.
 
 A single dataset whose records name their environment (NeMo-Gym's) does not need this module, as it can train on
 `curriculum.jsonl` with `data.shuffle=false`. Datasets with different processors and environments have separate

@@ -27,10 +27,17 @@ class TaskProcessor:
     def __call__(
         self, record: Mapping[str, Any], spec: Any, tokenizer: Any, max_length: int | None, number: int
     ) -> Any:
-        """Make a sample for NeMo-RL's rollouts.
+        """Return a sample for NeMo-RL's rollouts, as a dict.
 
         A prompt of at least `max_length` tokens leaves no room for a response: it is truncated and excluded from the
-        loss (`loss_multiplier` 0), with a warning.
+        loss (`loss_multiplier` 0), and a warning is issued.
+
+        Args:
+            record: record from `Records`, with the task and its name in NeMo-RL.
+            spec: unused argument that NeMo-RL passes.
+            tokenizer: the policy's tokenizer.
+            max_length: maximum number of tokens; None for no limit.
+            number: the sample's index in the dataset.
         """
         task: Task = self.prompts.in_mode(record["task"])
         text, opened = self.prompts.prompt(task)
@@ -75,13 +82,15 @@ class Records:
 
 
 class AdaptiveTasks:
-    """NeMo-RL dataset of tasks with adaptive shares; a batch is drawn with the current weights when it is read.
+    """NeMo-RL dataset of tasks drawn from several datasets, whose shares in a batch adapt to the rewards.
+
+    A batch is drawn with the current shares when it is read.
 
     Its dataloader must not have workers, which would read ahead before the last batch's rewards are known.
 
     Args:
         tasks: the run's tasks.
-        shares: adaptive shares.
+        shares: the datasets' shares.
         processed: function that makes NeMo-RL's dataset from a mapping from numbers to tasks.
     """
 
@@ -97,7 +106,10 @@ class AdaptiveTasks:
         return len(self._tasks)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Draw a batch, which torch's dataloader requests as a whole; `numbers` only give its size and keys."""
+        """Draw a batch, which torch's dataloader requests as a whole.
+
+        `numbers` are the dataloader's indices: they determine the size of the batch, but not which tasks are drawn.
+        """
         places = self._shares.draw(len(numbers))
         self._datasets = [dataset for dataset, _ in places]
         self._batch.clear()
@@ -105,11 +117,15 @@ class AdaptiveTasks:
         return [self._processed[number] for number in numbers]
 
     def learn(self, rewards: npt.ArrayLike) -> None:
-        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if the sizes differ."""
+        """Update the shares from the last batch's rewards, `[prompts, responses]`.
+
+        Raises:
+            ValueError: the number of prompts is not that of the last batch.
+        """
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:
-        """Return the datasets' current weights and signals; until `learn` is called, those used by the last draw."""
+        """Return each dataset's current weight and signal; until `learn` is called, those that the last draw used."""
         current = {"weight": self._shares.weights, "signal": self._shares.signals}
         return {f"{kind}/{name}": value for kind, values in current.items() for name, value in values.items()}
 

@@ -71,7 +71,16 @@ class Buffer(_Buffer):
         self._ended = False
 
     def add(self, trajectory: Mapping[str, Any], weight_version: int, target_weight_version: int) -> str:
-        """Store a group, or drop and count it; return "success" in both cases, or the status if storing failed."""
+        """Store a group, or drop it if its rewards are equal, and count it.
+
+        Args:
+            trajectory: the group, with its rewards in `batch`.
+            weight_version: version of the weights that generated it.
+            target_weight_version: step that it is for, counted from 0.
+
+        Returns:
+            "success" if it was stored or dropped, else the status of NeMo-RL's buffer.
+        """
         rewards = trajectory["batch"]["total_reward"]
         tally = self._tallies.setdefault(target_weight_version, Tally())
         if drop := bool(rewards.min() == rewards.max()):
@@ -100,7 +109,11 @@ class Buffer(_Buffer):
         return complete
 
     def sample(self, *, num_prompt_groups: int, current_weight_version: int, max_age_steps: int) -> Any:
-        """Return a step's groups, or None while it is incomplete; raise ValueError if it can get no more."""
+        """Return the groups of step `current_weight_version`, counted from 0, or None while it is incomplete.
+
+        Raises:
+            ValueError: the step lacks groups and can get no more.
+        """
         groups = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
         if groups is None:
             self._check(current_weight_version)
@@ -182,7 +195,7 @@ class Collector(_Collector):
 
 
 class _UntilIdle:
-    """Wrapper of a dataloader that calls a function after the last batch, while the collector is still running."""
+    """Wrapper of a dataloader that calls `at_end` after the last batch, before the collector stops."""
 
     def __init__(self, loader: Any, at_end: Callable[[], None]) -> None:
         self._loader, self._at_end = loader, at_end

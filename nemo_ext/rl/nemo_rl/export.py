@@ -60,6 +60,7 @@ def saved_in(folder: Path) -> list[Saved]:
 def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | None:
     """Return the checkpoint to export: the best if the run keeps the best ones, else the last; None if there is none.
 
+    `saved` are the run's checkpoints, and `checkpointing` is that section of NeMo-RL's master config.
     It is selected as in NeMo-RL's `CheckpointManager.get_best_checkpoint_path`. Among equals the last is taken, as on
     NeMo-RL's main branch. The function in 0.5 fails if a checkpoint does not have the metric.
     """
@@ -78,6 +79,11 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
     A run is finished at `max_num_steps`, or if it ended earlier under the same plan because its data or epochs were
     exhausted or a threshold was reached.
+
+    Args:
+        run_dir: the run's directory.
+        master: NeMo-RL's master config as plain mappings.
+        section: the algorithm's section in it, grpo or dpo.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -89,7 +95,10 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
 
 def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section) -> bool:
-    """Return whether RUN_DIR/model exists and belongs to the training that ended at `step`."""
+    """Return whether RUN_DIR/model exists and belongs to the training that ended at `step`.
+
+    `master` is NeMo-RL's master config, and `section` the algorithm's section in it.
+    """
     return _read_record(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
 
 
@@ -146,7 +155,10 @@ def leave_model(
 
 
 def command(saved: Saved, to: Path, root: Path) -> str:
-    """Return the shell command that converts a checkpoint, following NeMo-RL's docs/design-docs/checkpointing.md."""
+    """Return the shell command that converts a checkpoint to Hugging Face format in the folder `to`.
+
+    It runs a converter of NeMo-RL's checkout at `root`, as described in its docs/design-docs/checkpointing.md.
+    """
     iteration = _iteration(saved)
     name, extra = ("dcp", []) if iteration is None else ("megatron", ["--extra", "mcore"])
     words = ["uv", "run", *extra, "python", f"examples/converters/convert_{name}_to_hf.py"]

@@ -136,8 +136,8 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
         generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
-        group: settings of `group_reward`, and `environments`, the names of the environments it applies to (by default
-            all).
+        group: settings of the group reward function (see `nemo_ext.rl.groups.group_reward`), and optionally
+            `environments`, the names of the environments that it applies to; by default all.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.
@@ -155,7 +155,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
 
 
 class _Estimator:
-    """Wrapper of NeMo-RL's advantage estimator that applies group rewards first."""
+    """Wrapper of NeMo-RL's advantage estimator that first replaces a batch's rewards with those from `rewrite`."""
 
     def __init__(self, inner: Any, rewrite: Callable[[Any], torch.Tensor]) -> None:
         self._inner = inner
@@ -180,7 +180,7 @@ def scored(
     """Context in which NeMo-RL computes baselines, deviations and rewards in this process as `groups` specifies.
 
     Args:
-        groups: how they are computed.
+        groups: how these are computed.
         tokenizer: the policy's tokenizer.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
         learn: function that is called with every generated batch's rewards, `[prompts, responses]`, before dynamic
@@ -256,7 +256,15 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Yield each group's rows: adjacent rows, as NeMo-RL repeats prompts, or rows of equal prompts if some are gone."""
+    """Yield the row indices of each group in a batch.
+
+    Groups are adjacent rows, because NeMo-RL repeats each prompt `generations` times in a row. If rows have been
+    removed, rows with equal prompts form a group.
+
+    Args:
+        prompts: token ids of the prompts, `[batch, tokens]`.
+        generations: number of responses per prompt.
+    """
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
         blocks = prompts.view(-1, generations, *prompts.shape[1:])
@@ -287,7 +295,10 @@ def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Return a batch class that applies group rewards when groups are joined, which only async_grpo_train does."""
+    """Return a BatchedDataDict class that sets a batch's rewards to those from `rewrite` when it joins groups.
+
+    Only `async_grpo_train` joins groups.
+    """
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

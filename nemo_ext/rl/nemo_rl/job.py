@@ -119,7 +119,7 @@ def settings_of(
 def on_cluster(
     config: Mapping[str, Any], nodes: int, gpus_per_node: int, gpu_memory_gib: float | None
 ) -> dict[str, Any]:
-    """Return the config with a cluster's sizes filled in where the config does not set them."""
+    """Return the config with a cluster's nodes, GPUs per node and GPU memory filled in where it does not set them."""
     section = config["nemo_rl"]
     sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     memory = section.get("gpu_memory_gib") or gpu_memory_gib
@@ -129,7 +129,15 @@ def on_cluster(
 def _lay_out(
     config: Mapping[str, Any], settings: NemoRl, algorithm: Algorithm, draft: Draft, user_values: Mapping[str, Any]
 ) -> None:
-    """Plan the layout, write it into a draft of the settings, and print it."""
+    """Plan which GPUs train and generate, and with which parallel sizes; write this into the draft and print it.
+
+    Args:
+        config: the job's config.
+        settings: its section `nemo_rl`.
+        algorithm: the algorithm.
+        draft: draft of NeMo-RL's config, which is changed in place.
+        user_values: mapping from NeMo-RL's dotted keys to the user's values, which are kept.
+    """
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
@@ -146,7 +154,7 @@ def _lay_out(
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:
-    """Return settings for a save format of DTensor's workers that can be converted to `RUN_DIR/model`."""
+    """Return settings that make DTensor workers save checkpoints that can be converted; empty for Megatron."""
     dtensor = policy.get("dtensor_cfg") or {}
     if not dtensor.get("enabled"):
         return {}

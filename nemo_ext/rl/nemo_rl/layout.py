@@ -251,7 +251,19 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Return the possible (generation nodes, GPUs on each), most even split first; ValueError if there are none."""
+    """Return the ways to reserve GPUs for generation, the most even split between training and generation first.
+
+    Args:
+        nodes: number of nodes.
+        gpus: number of GPUs per node.
+        fixed: stated sizes, which are kept.
+
+    Returns:
+        Pairs of the number of nodes that generate and the number of GPUs on each of them that do.
+
+    Raises:
+        ValueError: no split is possible.
+    """
     each = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
     where = f"{nodes} nodes with {each}" if nodes > 1 else f"one node with {each}"
     if nodes == 1:
@@ -388,7 +400,10 @@ class _Search:
         return self.pairs if self.backend == "megatron" else "M" in self.model.kinds
 
     def _division(self, tensor: int, pipeline: int, context: int, data: int, recompute: bool) -> Division | str:
-        """Return the layout with the stated microbatch size (default 1), or the reason why it is impossible."""
+        """Return the layout with these parallel sizes and the stated microbatch size (default 1), or why it is invalid.
+
+        `data` is the data-parallel size; `recompute` says whether activations are recomputed.
+        """
         micro = self.fixed.micro_batch or 1
         if self.algorithm.batch % (data * micro):
             return f"rl.batch={self.algorithm.batch} is not a multiple of data parallel {data} x micro-batch {micro}"

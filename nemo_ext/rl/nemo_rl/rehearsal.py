@@ -46,7 +46,7 @@ class _Cluster:
 
 
 class _Workers(MagicMock):
-    """Stand-in for RayWorkerGroup with the caller's data-parallel size."""
+    """Stand-in for RayWorkerGroup; its data-parallel size is taken from the sharding annotations."""
 
     def __init__(self, *arguments: Any, sharding_annotations: Any = None, **others: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
 
 
 def _packing(policy: Mapping[str, Any]) -> None:
-    """Check context parallelism and sequence packing as both backends' workers do; raise ValueError."""
+    """Raise ValueError if the backend's workers would reject the policy's context parallelism or sequence packing."""
     packs, megatron = policy["sequence_packing"]["enabled"], policy["megatron_cfg"]["enabled"]
     context = policy["megatron_cfg" if megatron else "dtensor_cfg"]["context_parallel_size"]
     if context > 1 and packs != megatron:

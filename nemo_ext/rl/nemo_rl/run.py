@@ -184,7 +184,11 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Return the loss level if only the adapter supports it, or None for NeMo-RL's own; ValueError if inconsistent."""
+    """Return sequence_sum if this loss level is set, which NeMo-RL itself lacks; None for NeMo-RL's own levels.
+
+    Raises:
+        ValueError: the level is unknown, or `loss_fn` in the master config contradicts it.
+    """
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum"):
@@ -231,7 +235,10 @@ def _dpo(
 
 @contextlib.contextmanager
 def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
-    """Context in which training with `dpo.setup`'s results uses RPO's loss and the pairs' true rewards."""
+    """Context in which DPO training uses RPO's loss and the pairs' true rewards.
+
+    `ready` holds the results of `dpo.setup`; its loss and dataloaders are changed in place.
+    """
     # Imported late, because its class derives from NeMo-RL's.
     rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
     check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
@@ -307,7 +314,7 @@ class WithEnvironments:
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
-    """Return a mapping from each environment that the tasks use to its actor's settings."""
+    """Return a mapping from the name of each environment that the tasks in `planned` use to its actor's settings."""
     section = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
     check_keys(section, known_environments(), required=(), where="environments")
@@ -346,10 +353,16 @@ def _start_ray() -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """Determine how a run of `steps` steps ended whose log ends at step `logged`, which may be incomplete.
+    """Determine how a run ended.
+
+    Args:
+        ready: results of `grpo.setup` or `dpo.setup`.
+        logged: last step in the log, which counts only if the run saves no checkpoints.
+        steps: planned number of steps.
+        clocks: the training loop's timeout checkers, from `compat.clocks`.
 
     Raises:
-        RuntimeError: an asynchronous run ended early, in which case NeMo-RL prints the error and returns normally.
+        RuntimeError: an asynchronous run ended early; NeMo-RL prints the error and returns normally in this case.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):

@@ -59,10 +59,17 @@ def group_advantages(
 
 
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
-    """Return, for rewards `[..., responses]`, which groups' rewards differ by at most `tolerance`, `[...]`.
+    """Return whether each group has equal rewards, up to a difference of `tolerance`.
 
     Such groups give no training signal, and dynamic sampling drops them (DAPO, arXiv 2503.14476, section 3.2;
     Domyn-Small, section 4.4; OLMo 3).
+
+    Args:
+        rewards: rewards, `[..., responses]`.
+        tolerance: largest difference between rewards that count as equal.
+
+    Returns:
+        One boolean per group, `[...]`.
 
     Raises:
         ValueError: there are no rewards, or a reward is not finite.

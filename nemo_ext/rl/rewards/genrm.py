@@ -126,7 +126,11 @@ def _message_text(message: Message) -> str:
 
 
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
-    """Return the judgement given by the data, with the lowest score in place of an unknown one.
+    """Return the judgement in the data, with the lowest score in place of an unknown one.
+
+    Args:
+        helpfulness: true scores of the responses in the order shown; None if unknown.
+        ranking: true ranking.
 
     Raises:
         ValueError: a score is out of range.

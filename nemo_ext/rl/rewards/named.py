@@ -69,6 +69,10 @@ class NamedReward:
 def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
     """Return the reward for a setting: a name, or a mapping with `name` and the reward's arguments.
 
+    Args:
+        setting: the setting; None for `outcome`.
+        where: its key in the config, for messages.
+
     Raises:
         ValueError: the reward or one of its arguments is unknown, or an argument is invalid.
     """

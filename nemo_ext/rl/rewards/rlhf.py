@@ -48,8 +48,8 @@ async def rlhf_rewards(
         show: function that writes the messages of a comparison; a value of `SHOWN`.
         both_orders: whether to compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
-        max_answer_characters: length at which an answer is truncated for the judge (choice), so that answers longer
-            than the judge can read are judged too.
+        max_answer_characters: length at which an answer is truncated for the judge, so that answers longer than the
+            judge can read are judged too; the default is our choice.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     pairs = circular_comparisons(len(responses), both_orders=both_orders)

@@ -54,6 +54,12 @@ def accuracy_format_reward(
 
     The paper states no weights; 1 for both is our choice.
 
+    Args:
+        verdict: the judge's verdict; the accuracy is 1 if it is correct, else 0.
+        format_score: score of the response's tags, such as that of `think_tags`.
+        accuracy_weight: weight of the accuracy.
+        format_weight: weight of the format score.
+
     Raises:
         ValueError: a value or a weight is not finite.
     """

@@ -110,7 +110,7 @@ class Settings:
 
 
 class Nursery:
-    """A running interpreter that forks supervisors; thread-safe. It ends no later than this process."""
+    """Starts the interpreter `python`, which forks supervisors; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -179,6 +179,13 @@ class Nursery:
 class Box:
     """Host side of a supervisor. It is used by one thread, but any thread may call `kill`.
 
+    Args:
+        nursery: interpreter that forks the supervisor.
+        settings: settings shared by the sandbox's boxes.
+        namespaces: whether programs are confined by namespaces.
+        why_not: reason why namespaces are not used, for `Isolation`.
+        disk_megabytes: maximum size of the programs' private directory.
+
     Raises:
         SandboxError: the supervisor cannot start with the requested confinement.
     """
@@ -227,6 +234,8 @@ class Box:
         """Compile a Python program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Args:
+            source: the program.
+            limits: limits of the compilation.
             function: name of a function, or of a method of the class Solution, that each run calls; its input is the
                 arguments as JSON, {"args": [...], "kwargs": {...}}.
         """
@@ -243,6 +252,11 @@ class Box:
     def compile_cpp(self, source: str, *, options: Sequence[str] = CPP_OPTIONS, limits: Limits = COMPILATION) -> Run:
         """Compile a C++ program, which `run` then runs; the compiler's messages are in `stderr`.
 
+        Args:
+            source: the program.
+            options: options of the compiler.
+            limits: limits of the compilation.
+
         Raises:
             SandboxError: g++ is not installed.
         """
@@ -256,7 +270,7 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """Do `run` for each input in turn; the next run starts while the caller handles the last result.
+        """Do `run` for each input with its limits; the next run starts while the caller handles the last result.
 
         Closing the iterator early ends the box, since a program may still be running.
         """
@@ -316,7 +330,7 @@ class Box:
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """Send a message; `seconds` limits this and each later wait for a reply."""
+        """Send a message, a header and byte strings; `seconds` limits sending and each later wait for a reply."""
         self._host.settimeout(seconds)
         with _sandbox_errors():
             wire.send(self._host, header, blobs)

@@ -24,7 +24,7 @@ class Isolation:
             system folders, the interpreter, and nothing of a user's.
         own_user: True if nothing else runs under its user ID, so it can neither read this user's private files nor
             signal its processes.
-        network: namespace (no network at all), filter (the kernel refuses sockets), open.
+        network: `namespace`, no network at all; `filter`, the kernel refuses sockets; or `open`, no restriction.
         system_call_filter: True with a seccomp filter; only x86_64 and aarch64 have one here.
         landlock: True if, without namespaces, Landlock confines it to system folders and its own directory, and to
             signalling its own processes.

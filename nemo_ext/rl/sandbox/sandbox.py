@@ -128,7 +128,7 @@ class Sandbox:
             self._gate.leave()
 
     async def session_async(self, work: Callable[[Box], T]) -> T:
-        """Do `session` for asyncio, with `work` running in a thread. Cancelling ends it and its box immediately."""
+        """Do the same as `session` for asyncio; `work` runs in a thread. Cancelling ends it and its box immediately."""
         turn = self._gate.enter()
         with self._waiting(turn):
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
@@ -176,6 +176,12 @@ class Sandbox:
     ) -> Run:
         """Run a program once and return the result, or the compiler's result if it does not compile.
 
+        Args:
+            source: the program.
+            stdin: its standard input.
+            language: python or cpp.
+            limits: limits of the run; the sandbox's if None.
+
         Raises:
             BusyError: it waited longer than `queue_seconds`.
             SandboxError: the sandbox failed.
@@ -185,7 +191,7 @@ class Sandbox:
     async def run_async(
         self, source: str, *, stdin: str | bytes = b"", language: Language = "python", limits: Limits | None = None
     ) -> Run:
-        """`run` for asyncio."""
+        """Do the same as `run` for asyncio."""
         return await self.session_async(self._once(source, stdin, language, limits))
 
     def close(self) -> None:
@@ -214,7 +220,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Context that gives up the place in the queue if waiting fails; a timeout raises BusyError."""
+        """Context for waiting for `turn`, a future from `enter`: errors give it up; a timeout raises BusyError."""
         try:
             yield
         except BaseException as error:
@@ -262,6 +268,6 @@ class _Gate:
             self._free += 1
 
     def give_up(self, turn: "Future[None]") -> None:
-        """Stop waiting; a slot that was assigned in the meantime goes to the next in line."""
+        """Stop waiting for `turn`, a future from `enter`; if it already has a slot, this goes to the next in line."""
         if not turn.cancel():
             self.leave()

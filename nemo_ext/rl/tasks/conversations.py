@@ -27,7 +27,7 @@ Active = dict[int, dict[str, Any]]
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Generate conversations with `level` changes, or with one to four in turn."""
+    """Generate conversations with `level` changes of the instructions; if None, with one to four changes in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "conversations", task_level, index)
         while (conversation := _conversation(random, task_level)) is None:  # some draws contradict each other
@@ -48,10 +48,10 @@ def solution(task: Task) -> str:
 
 
 def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Message, ...], Mapping[str, Any]] | None:
-    """Draw the messages up to the last question, and its reference.
+    """Draw a conversation: its messages, up to the user's last one, and the reference for the answer to that.
 
-    Return None if no answer can follow the drawn instructions, or if repeating the previous answer or following only
-    the last message would be enough.
+    `changes` is the number of times that the user changes the instructions. Return None if no answer can follow the
+    drawn instructions, or if repeating the previous answer or following only the last message would be enough.
     """
     active: Active = {}
     for place in random.permutation(len(ALTERNATIVES))[:_AT_FIRST]:
@@ -74,9 +74,9 @@ def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Mess
 
 
 def _change(random: np.random.Generator, active: Active, *, last: bool) -> tuple[Active, dict[str, Any], str]:
-    """Draw a change: return the instructions then in force, the new instruction, and the user's message.
+    """Draw a change: return the instructions then in force, the new one ({} if one is withdrawn), and the message.
 
-    The last change does not withdraw an instruction.
+    `active` are the instructions in force before. If `last`, the change does not withdraw an instruction.
     """
     places = list(active)
     changeable = [place for place in places if active[place]["kwargs"]]

@@ -51,7 +51,7 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Generate prompts with `level` instructions, or with one to ten in turn."""
+    """Generate prompts with `level` instructions; if None, with one to ten instructions in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "instructions", task_level, index)
         topic = one_of(random, TOPICS)
@@ -83,7 +83,7 @@ def _places(random: np.random.Generator, number: int) -> list[int]:
 
 
 def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:
-    """Draw arguments for the rule with this id and return the instruction as written in a reference."""
+    """Draw parameters for the rule with the id `name`; return the instruction as in a reference, {id, kwargs}."""
     number = partial(whole, random)
 
     def several(choices: tuple[str, ...], most: int) -> list[str]:
@@ -134,7 +134,7 @@ def write_answer(reference: Mapping[str, Any]) -> str:
 
 
 def _parts(arguments: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return sentences with the contents that the instructions require."""
+    """Return sentences with the contents that the instructions require; `arguments` maps rule ids to parameters."""
     parts = [f"Here the word {word} belongs." for word in arguments.get("keywords:existence", {}).get("keywords", ())]
     if frequency := arguments.get("keywords:frequency"):
         parts.append("We wrote " + " and ".join([frequency["keyword"]] * frequency["frequency"]) + ".")

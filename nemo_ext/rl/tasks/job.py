@@ -93,7 +93,10 @@ def _from_records(settings: TaskSettings) -> list[Task]:
 
 
 def solved_task(task: Task, generator: str) -> Sample:
-    """Return a training conversation that solves a task; with thinking on, any derivation becomes the reasoning."""
+    """Return a training conversation that solves a task from the generator of this name.
+
+    With thinking on, a derivation in the solution becomes the response's reasoning.
+    """
     answer = import_module(GENERATORS[generator]).solution(task)
     if isinstance(answer, tuple):
         messages = list(_calling(task, answer))
@@ -106,7 +109,7 @@ def solved_task(task: Task, generator: str) -> Sample:
 
 
 def judged_comparison(task: Task) -> Sample:
-    """Return a training conversation for a comparison, in which the response is the data's own judgement.
+    """Return a training conversation whose prompt is a comparison and whose response is the judgement in the data.
 
     Raises:
         ValueError: the task's reference does not have all scores.

@@ -33,11 +33,14 @@ def needles(
     values: int = 1,
     asked: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Generate questions about things' codes that are hidden in a long text: RULER's needles in a haystack.
+    """Generate questions about the codes of things, which are hidden in a long text: RULER's needles in a haystack.
 
     The position of the first requested code moves through the text from problem to problem (column `depth`, 0 to 1).
 
     Args:
+        count: number of questions.
+        seed: random seed.
+        length: tokens per context, each counted as four characters, or several numbers used in turn.
         keys: number of things with codes (4 in RULER's multi-key task).
         values: number of codes per thing (4 in multi-value).
         asked: number of things in the question (4 in multi-query).
@@ -74,6 +77,9 @@ def variables(
     """Generate questions about variables assigned from each other: RULER's variable tracking (default: 4 hops).
 
     Args:
+        count: number of questions.
+        seed: random seed.
+        length: tokens per context, each counted as four characters, or several numbers used in turn.
         chains: number of chains, each with a different value; the question is about the first.
         hops: number of assignments per chain after the first.
     """
@@ -107,6 +113,9 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
     Common words make up about a quarter of the list, and each is three times as frequent as any other word.
 
     Args:
+        count: number of questions.
+        seed: random seed.
+        length: tokens per context, each counted as four characters, or several numbers used in turn.
         common: number of words that the question asks for.
     """
     _check(1, 10, common=common)
@@ -126,6 +135,9 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
     """Generate questions about one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
 
     Args:
+        count: number of questions.
+        seed: random seed.
+        length: tokens per context, each counted as four characters, or several numbers used in turn.
         hops: number of documents needed for the answer, 1 or 2.
     """
     _check(1, 2, hops=hops)
@@ -159,6 +171,9 @@ def deliveries(
     """Generate questions about dated deliveries to towns in random order: which came third, or a town's total.
 
     Args:
+        count: number of questions.
+        seed: random seed.
+        length: tokens per context, each counted as four characters, or several numbers used in turn.
         towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
         asked: `order` to ask which town comes at a position by date; `total` to ask for the sum of a town's deliveries.
     """
@@ -200,7 +215,7 @@ def _check(least: int, most: int, **settings: int) -> None:
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
-    """Yield, for each row, its number among the rows of the same length, and that length."""
+    """Yield two numbers for each of `count` rows: its index among the rows of the same length, and that length."""
     lengths = [length] if isinstance(length, int) else list(length)
     for each in lengths:
         checked_whole("settings.length", each, least=LEAST)
@@ -211,7 +226,13 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Return at least ten sentences, which fill a context together with `taken` other characters."""
+    """Return at least ten sentences, which fill a context together with the text that is added to it.
+
+    Args:
+        filling: sentences to take.
+        tokens: length of the context, in tokens.
+        taken: number of characters of the added text.
+    """
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

@@ -27,7 +27,15 @@ _MOST_SAME = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Kind of task; K in its statement and solution stands for a number from `least` to `most`, drawn per task."""
+    """Kind of task. K in its statement and solution stands for a number that differs between tasks.
+
+    Attributes:
+        level: level of its tasks.
+        least: smallest value of K.
+        most: largest value of K.
+        draw: function that draws the arguments of a test.
+        solution: function that solves the task; its docstring is the statement.
+    """
 
     level: int
     least: int
@@ -51,7 +59,7 @@ _KINDS: list[_Kind] = []
 
 
 def _kind(level: int, least: int, most: int, draw: _Draw) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as a kind; its docstring is the statement, its body the solution."""
+    """Return a decorator that registers a function as the solution of a kind of task; arguments are as in `_Kind`."""
 
     def listed(solution: Callable[..., Any]) -> Callable[..., Any]:
         _KINDS.append(_Kind(level, least, most, draw, solution))
@@ -83,7 +91,7 @@ def _two_texts(random: np.random.Generator) -> list[Any]:
 
 
 def _brackets(random: np.random.Generator) -> list[Any]:
-    """Draw random brackets, balanced in about half of all cases."""
+    """Draw the arguments of a test: one string of brackets, which is balanced in about half of all cases."""
     text, open = "", ""
     for _ in range(int(random.integers(1, 9))):
         if open and random.random() < 0.45:
@@ -336,7 +344,7 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
 
 
 def _source(kind: _Kind, number: int) -> str:
-    """Return the source of the solution's function, with `number` in place of K."""
+    """Return the source code of a kind's solution, with `number` in place of K."""
     _, _, body = inspect.getsource(kind.solution).split('"""', 2)
     # A negative number gets parentheses, which keep the precedence of operators.
     literal = str(number) if number >= 0 else f"({number})"

@@ -50,7 +50,7 @@ def solution(task: Task) -> str:
 
 
 def _draw(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Draw an object: its kind, schema and value."""
+    """Draw an object for the task at `index`: return its kind, such as "book", its JSON schema and its value."""
     random = generator(seed, "schemas", level, index)
     kind = str(random.choice(list(_KINDS)))
     schema, record = _flat(random, kind, properties=2 if level == 1 else 5)
@@ -92,7 +92,7 @@ def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[d
 
 
 def _words(kind: str, record: Mapping[str, Any]) -> str:
-    """Describe the object in sentences."""
+    """Describe an object in sentences; `kind` is what it is, such as "book", and `record` its value."""
     sentences = [f"There is a {kind}."]
     for name, value in record.items():
         shown = name.replace("_", " ")

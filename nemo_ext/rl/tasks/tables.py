@@ -120,7 +120,7 @@ LEVELS = len(_LEVELS)
 
 
 def _choices(random: np.random.Generator, answer: str, wrong: Sequence[str]) -> tuple[list[str], int]:
-    """Return four different choices in random order, and the index of the correct one."""
+    """Return `answer` and three different wrong choices in random order, and the index of `answer`."""
     others = [choice for choice in dict.fromkeys(wrong) if choice != answer]
     picked = [others[place] for place in random.permutation(len(others))[: len(LETTERS) - 1]]
     right = int(random.integers(len(LETTERS)))

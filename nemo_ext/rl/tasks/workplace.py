@@ -224,7 +224,7 @@ def _for_each(found: list[str], call: Callable[[str], Call], question: str) -> D
 
 
 def _next_event(random: np.random.Generator, database: Database) -> tuple[str, Row]:
-    """Return the first event with the name and participant of a randomly drawn event."""
+    """Draw an event; return the id and row of the earliest event with the same name and participant."""
     events = sorted(database.rows("events"), key=lambda item: item[1]["start"])
     _, chosen = one_of(random, events)
     pair = (chosen["name"], chosen["participant"])

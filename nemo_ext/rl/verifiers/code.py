@@ -131,7 +131,7 @@ class _Call:
 
 
 def _asserts(test: Any, index: int) -> Test:
-    """Parse the reference's test number `index`, which consists of Python statements."""
+    """Parse a test that consists of Python statements; `index` is its position in the reference, for messages."""
     if not isinstance(test, str) or not test.strip():
         raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
     return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
@@ -257,6 +257,13 @@ def program(answer: str, language: str) -> str | None:
 def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
     """Run a program on the tests in a box.
 
+    Args:
+        box: box to run the program in.
+        source: the program.
+        reference: tests to pass.
+        limits: limits of each run, before the reference's changes.
+        partial: score wrong programs by the share of tests that pass; otherwise stop at the first failure.
+
     Raises:
         SandboxError: the sandbox failed.
     """
@@ -287,13 +294,16 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
 
 
 def _limits(test: Test, limits: Limits) -> Limits:
-    """Return the limits for a test, under which output much longer than expected ends the run."""
+    """Return the limits with `output_bytes` reduced, so that output much longer than expected ends the run."""
     expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
     return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
 
 
 def _failure(run: Run, test: Test, function: str | None) -> str:
-    """Return why the program fails the test; "" if it passes."""
+    """Return why a run fails the test, or "" if it passes.
+
+    If `function` is None, standard output is compared, otherwise the function's result.
+    """
     if not run.ok:
         return _describe(run)
     if function is None:
@@ -310,6 +320,7 @@ def same_output(output: bytes, expected: bytes, tolerance: float | None = None) 
     """Return whether two outputs have the same words on the same lines, ignoring other white space.
 
     On lines that consist only of numbers, these are compared by value (1.50 equals 1.5), as in NeMo Gym's verifier.
+    If there is a `tolerance`, numbers on any line may differ by it, in absolute or relative terms.
     """
     actual, lines = output.strip().split(b"\n"), expected.strip().split(b"\n")
     return len(actual) == len(lines) and all(
@@ -341,6 +352,8 @@ def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
 
 def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
     """Return whether two JSON values are equal: as in Python, 1 equals 1.0 and true, and NaN equals nothing.
+
+    If there is a `tolerance`, numbers may differ by it, in absolute or relative terms.
 
     Raises:
         RecursionError: the values are nested too deeply.

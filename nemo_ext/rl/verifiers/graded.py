@@ -86,8 +86,8 @@ def environment(
         judge: judge, or its settings (`JudgeSettings`).
         rubric: rubric for references without one.
         best: highest grade for references without one.
-        max_answer_characters: maximum length of an answer (choice); longer ones get grade 0 and are not shown to the
-            judge, since an answer must not escape grading through its length.
+        max_answer_characters: maximum length of an answer; longer ones get grade 0 and are not shown to the judge,
+            since an answer must not escape grading through its length. The default is our choice.
 
     Raises:
         ValueError: a setting is invalid; the message names it.
@@ -108,7 +108,10 @@ def environment(
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Score the answer by the judge's grade divided by the highest one, which is correct; `error` without a grade."""
+    """Ask the judge for a grade: the highest is correct, and any other is wrong and scored as grade / highest grade.
+
+    The verdict is `error` if the judge gives no grade. Answers longer than `max_answer_characters` are wrong.
+    """
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
@@ -126,7 +129,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Write the judge's prompt."""
+    """Return the prompt that asks the judge for a grade of the answer."""
     mark = nonce(reference.question, reference.rubric, reference.answer, answer)
     parts = {"request": reference.question}
     if reference.answer:

@@ -1,4 +1,4 @@
-"""Verifier that lets a judge decide whether answer and reference agree, for open questions and long documents.
+"""Verifier that has a judge decide whether the answer agrees with the reference, for open questions and long documents.
 
 Nemotron 3 Nano, section 3.2.1 (long context), and Llama-Nemotron, section 5.1. The judge sees the question, the
 reference and the answer, but not the document, as in NeMo Gym's lc_judge.
@@ -38,7 +38,7 @@ Say in a few sentences what agrees and what does not. Then end with a line that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Question and correct answer, with which the judge compares the response.
+    """Question and correct answer, which the judge compares with the response.
 
     Attributes:
         question: question without the document.
@@ -60,8 +60,8 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
 
     Args:
         judge: judge, or its settings (`JudgeSettings`).
-        max_answer_characters: maximum length of an answer (choice); longer ones are wrong and not shown to the judge,
-            since an answer must not escape its verdict by being longer than the judge can read.
+        max_answer_characters: maximum length of an answer; longer ones are wrong and not shown to the judge, since an
+            answer must not escape its verdict by being longer than the judge can read. The default is our choice.
 
     Raises:
         ValueError: a setting is invalid; the message names it.
@@ -96,7 +96,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Write the judge's prompt."""
+    """Return the prompt that asks the judge whether the answer is correct."""
     mark = nonce(reference.question, reference.answer, reference.rubric, answer)
     parts = {"question": reference.question, "reference answer": reference.answer}
     if reference.rubric:

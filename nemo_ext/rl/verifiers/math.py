@@ -135,7 +135,10 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
 
 
 def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
-    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out."""
+    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out.
+
+    `pool` is the pool of workers that runs `difference`. Answers of more than `max_length` characters are wrong.
+    """
     if not response.answer:
         return Verdict.wrong("no answer")
     extracted = _FIND[reference.format](response.answer)
@@ -156,7 +159,11 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """Do the same as `verify`, and report math-verify's own verdict on the whole answer, as papers do, in `more`."""
+    """Do the same as `verify`, and add math-verify's own verdict on the whole answer, which papers report.
+
+    It is 1 or 0 under `math_verify` in the verdict's `more`; `grader` is the pool of workers that runs `graded`, and
+    `settings` are the arguments of `verify`.
+    """
     try:
         equal = bool(response.answer) and grader.call(reference.answer, response.answer)
     except WorkerError:
@@ -294,7 +301,11 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Parse a string: return its tree and "", or None and the reason why it cannot be parsed."""
+    """Parse a string; `grouped` says whether "1,234" is one number.
+
+    Returns:
+        The tree and "", or None and the reason why the string cannot be parsed.
+    """
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:
@@ -315,7 +326,7 @@ def _equal(expected: str, answer: str) -> bool:
 
 
 def _apart(gold: Any, answer: Any) -> bool:
-    """Return whether two parsed answers differ although math-verify considers them equal.
+    """Return whether a parsed answer differs from the parsed reference `gold` although math-verify calls them equal.
 
     math-verify compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
     considers any two equations without real solutions equal, even if their unknowns differ.
@@ -337,7 +348,7 @@ def _apart(gold: Any, answer: Any) -> bool:
 
 
 def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
-    r"""Return the contents of the last \boxed{} in a text, or the text itself if it has none; None for None.
+    r"""Return the contents of the last \boxed{} in a text, or the text itself if it has none; None if `text` is None.
 
     If `reasoned`, a text without a box is cut at "since" or "because".
     """

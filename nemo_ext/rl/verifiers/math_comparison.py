@@ -58,9 +58,9 @@ def difference(reference: Node, answer: Node) -> str:
 
 
 def _candidates(answer: Node) -> list[Node]:
-    """Return the answer in a list, or both numbers of "2/3 ~ 0.667".
+    """Return the values that may be compared with the reference: both numbers of "2/3 ~ 0.667", else the answer.
 
-    If the second number is not the first one rounded, return a node that equals no reference.
+    If the second number is not the first one rounded, return only a node that equals no reference.
     """
     if answer.kind != "relation" or "~" not in answer.value:
         return [answer]
@@ -106,7 +106,7 @@ def _renamed(reference: Node, answer: Node) -> Node:
 
 
 def _is_constant(node: Node, name: str) -> bool:
-    """Return whether a symbol is a constant of integration: a single summand, or a factor of a power of e."""
+    """Return whether `name` is a constant of integration in `node`: a single summand, or a factor of a power of e."""
     if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
         return False
     if node.kind == "add":
@@ -264,7 +264,10 @@ class _Comparison(Values):
         return self.same_value(expected, actual)
 
     def defined(self, node: Node) -> tuple[Node | None, Node | None]:
-        """Return the name and value of a definition; the name is None if absent, the value if its members differ."""
+        """Return the name and value of a definition such as x = 2.
+
+        The name is None if there is none, as in 4/2 = 2; the value is None if the members of the equation differ.
+        """
         if node.kind == "relation" and node.value == (r"\in",) and _name(node.parts[0]):
             return node.parts[0], node.parts[1]
         if node.kind == "group" and node.value in ("", "or", "and") and all(map(_is_definition, node.parts)):
@@ -334,7 +337,10 @@ class _Comparison(Values):
         return node
 
     def same_system(self, expected: Node, actual: Node) -> bool:
-        """Return whether several unknowns are equal, matched by name, or by order if only one side names them."""
+        """Return whether two answers give the same values to several unknowns.
+
+        The values are matched by the unknowns' names, or by their order if only one answer names them.
+        """
         if expected.kind == actual.kind:
             values = dict(zip(actual.value, actual.parts, strict=True))
             return set(expected.value) == set(actual.value) and all(
@@ -394,7 +400,7 @@ class _Comparison(Values):
         return not remaining
 
     def same_relation(self, expected: Node, actual: Node) -> bool:
-        """Return whether equations or inequalities, with all terms moved to the left, are equal up to a factor."""
+        """Return whether two equations or inequalities are the same up to a factor, once all terms are on the left."""
         if len(expected.value) != 1 or len(actual.value) != 1 or _symbols(expected) != _symbols(actual):
             turned = Node("relation", actual.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in actual.value[::-1]))
             return any(expected.value == each.value and self.all_same(expected, each) for each in (actual, turned))
@@ -497,7 +503,7 @@ class _Comparison(Values):
     # Sets of real numbers.
 
     def same_members(self, expected: Node, actual: Node) -> bool | None:
-        """Return whether two sets have the same members; None if their end points do not determine it."""
+        """Return whether two sets have the same members; None if their end points do not show this."""
         names = [
             frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
             for node in (expected, actual)
@@ -640,7 +646,11 @@ def _both(node: Node) -> list[Node]:
 
 
 def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
-    """Read a product of a number and symbols as a value with units: its number, unit size and dimensions, or None."""
+    """Split a quantity such as 5 m/s into a number and a unit; None if it contains other symbols than units.
+
+    Returns:
+        The number, the unit's size in base units, and a mapping from its dimensions to their powers.
+    """
     if node.kind == "symbol" and node.value in UNITS:
         dimension, size = UNITS[node.value]
         return _ONE, size, Counter({dimension: 1})
@@ -665,7 +675,11 @@ def _are_matrices(*nodes: Node) -> bool:
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Split dimensions into the direction of a difference ("more", "fewer") and the actual units."""
+    """Split pairs of dimension and power into comparison words and real dimensions.
+
+    Returns:
+        The directions of a difference ("more", "fewer"), usually none, and the pairs of all other dimensions.
+    """
     ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
     return ways, [(name, power) for name, power in dimensions if name not in MORE]
 

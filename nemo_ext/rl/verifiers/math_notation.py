@@ -330,7 +330,7 @@ class _Parser:
         return items[0] if len(items) == 1 else Node("group", tuple(items), between)
 
     def items(self) -> tuple[list[Node], str]:
-        """Parse clauses; also return "or" or "and" if only that word separates them, else ""."""
+        """Parse clauses; return them, and "or" or "and" if only that word separates them, else ""."""
         items, between = [self.clause()], set()
         while sign := self.take(",", ";", "or", "and"):
             word = self.take("or", "and") if sign in ",;" else None  # "1, 2, and 3"
@@ -585,7 +585,10 @@ class _Parser:
         return self.command(text)
 
     def called(self, name: Node) -> Node:
-        """Parse the call of a function with several arguments, f(1, 2); f(x) is read as a product."""
+        """Parse the arguments after `name` if there are several, as in f(1, 2); f(x) is read as a product.
+
+        Return the call, or `name` itself if it is not followed by several arguments.
+        """
         if self.peek() != "(" or not self._several():
             return name
         self.next()

@@ -68,7 +68,11 @@ class Values:
         return number, Fraction(0), Fraction(0), number
 
     def sampled(self, expected: Node, actual: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
-        """Yield both expressions' values at sample points where they are real; at all points if fewer than two are."""
+        """Yield the values of both expressions at the sample points where these are real.
+
+        If there are fewer than two such points, the values at the other points are yielded too. Points at which an
+        expression has no value are skipped.
+        """
         others: list[tuple[Number, Number]] = []
         real = 0
         for point in points(symbols):

@@ -98,7 +98,7 @@ def environment() -> Environment:
 
 
 def _boxed(text: str) -> list[str]:
-    """Return the contents of all boxes; of nested boxes only the outermost, which names no choice."""
+    """Return the contents of all boxes that are not inside another box; a box that contains another names no choice."""
     outer: list[tuple[int, int]] = []
     for begin, end in boxes(text):
         while outer and outer[-1][0] > begin:

@@ -115,7 +115,10 @@ def verify(response: Response, reference: Reference, *, opening: int = OPENING, 
 
 
 async def verify_judged(response: Response, reference: Reference, *, judge: Judge, max_characters: int) -> Verdict:
-    """Do the same as `verify` with a judge, which sees the start of the answer; `error` if it gives no verdict."""
+    """Do the same as `verify`, but let a judge decide whether the answer refuses; `error` if it gives no verdict.
+
+    The judge sees only the first `max_characters` characters of the answer.
+    """
     if not response.answer:
         return Verdict.wrong("no answer")
     answer = response.answer[:max_characters]

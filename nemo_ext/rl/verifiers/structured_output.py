@@ -98,7 +98,8 @@ def verify(
 ) -> Verdict:
     """Return correct if the answer is valid JSON under the schema, alone or in one ```json fence.
 
-    Answers longer than `max_length` characters or nested deeper than `max_depth` are wrong.
+    Answers longer than `max_length` characters or nested deeper than `max_depth` are wrong. `pool` is the pool of
+    workers that runs `problem`.
     """
     if not response.answer:
         return Verdict.wrong("no answer")

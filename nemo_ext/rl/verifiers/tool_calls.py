@@ -43,7 +43,7 @@ class Reference:
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a reference.
+    """Parse a task's reference: {expected or accepted: [{name, arguments}], order: any, tools: [...]}.
 
     Raises:
         ValueError: the reference is invalid, or an expected call matches no declared tool; the message names the key.
@@ -70,10 +70,14 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
-    """Parse a reference's list of {name, arguments}.
+    """Parse a reference's list of expected calls, each {name, arguments}.
+
+    Args:
+        calls: value in the reference.
+        where: its key, such as reference.expected, for messages.
 
     Raises:
-        ValueError: it is not such a list; the message names `where`.
+        ValueError: the value is not such a list.
     """
     if not isinstance(calls, list | tuple):
         raise ValueError(f"{where} must be a list of calls {{name, arguments}}, not {calls!r}")

@@ -61,7 +61,7 @@ class Verifier:
         self._environments = {name: self._single_turn(name, "environments") for name in self._settings}
 
     def check(self, reference: Mapping[str, Any]) -> Reference:
-        """Parse a reference.
+        """Parse a task's reference: {tools: [...], answer: {environment, reference}}, both optional.
 
         Raises:
             ValueError: the reference is invalid; the message names the key and the accepted values.

@@ -229,7 +229,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int, connection: Connection) -> None:
-    """Run a worker's main loop: import the function, report readiness, and answer calls until the parent is gone."""
+    """Run a worker's main loop: import the function, report readiness, and answer calls until the parent is gone.
+
+    Args:
+        function: `module:name` of the function.
+        memory: address space of the worker, in MiB.
+        connection: connection to the parent.
+    """
     parent = os.getppid()
 
     def answer(message: Any) -> None:

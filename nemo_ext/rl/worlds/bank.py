@@ -182,7 +182,7 @@ def update_address(database: Database, customer_id: Id, address: Text) -> Any:
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables for a seed."""
+    """Build the tables for a seed; return a mapping from their names to mappings from ids to rows."""
     random = generator(seed, "bank")
 
     def number(low: int, high: int) -> int:

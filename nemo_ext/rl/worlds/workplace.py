@@ -53,7 +53,12 @@ def _address(text: str) -> str:
 
 
 def _time(form: str, shown: str) -> AfterValidator:
-    """Return a validator that checks a string against the time format `form` and normalizes it; errors name `shown`."""
+    """Return a validator that checks a string against a time format and normalizes it.
+
+    Args:
+        form: format for `strptime`.
+        shown: the same format as shown to the model in errors, such as YYYY-MM-DD.
+    """
 
     def checked(text: str) -> str:
         try:
@@ -306,7 +311,7 @@ def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"]
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables for a seed."""
+    """Build the tables for a seed; return a mapping from their names to mappings from ids to rows."""
     random = generator(seed, "workplace")
     staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
     tables: dict[str, dict[str, dict[str, Any]]] = {
@@ -407,7 +412,18 @@ def _update(database: Database, table: str, key: str, **given: Any) -> Any:
 
 
 def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Return the rows whose columns contain all words of the query and whose values match; None matches any value."""
+    """Return the rows that match a query and all given values.
+
+    Args:
+        database: database to search.
+        table: name of the table.
+        query: words that must all occur in `columns`.
+        columns: names of the columns in which the words are searched.
+        given: required value of each named column; None allows any value.
+
+    Returns:
+        The rows in the table's order, with their ids under `id`.
+    """
     words = query.casefold().split()
     return [
         {"id": key, **row}

@@ -47,7 +47,7 @@ class Database:
 
     Args:
         tables: initial rows, which are never modified.
-        changed: changed rows, in which deleted rows are None; updated in place.
+        changed: mapping from (table, id) to the row as changed, or None if it was deleted; updated in place.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:
@@ -86,7 +86,7 @@ class Database:
         return key
 
     def update(self, table: str, key: str, **values: Any) -> None:
-        """Change some columns of a row.
+        """Set the given columns of the row with the id `key`.
 
         Raises:
             ToolError: there is no such row.
@@ -94,7 +94,7 @@ class Database:
         self._changed[table, key] = {**self.get(table, key), **values}
 
     def delete(self, table: str, key: str) -> None:
-        """Delete a row.
+        """Delete the row with the id `key`.
 
         Raises:
             ToolError: there is no such row.
@@ -118,7 +118,7 @@ class Database:
 
 
 def one_of(random: np.random.Generator, choices: Sequence[Any]) -> Any:
-    """Draw one of the choices, with one random number."""
+    """Draw one of the choices; this always takes exactly one number from the generator."""
     return choices[int(random.integers(len(choices)))]
 
 
@@ -409,7 +409,10 @@ def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(message: str) -> tuple[str, ...]:
-    """Return the answers stated in a message; the whole message is none, or a list of all answers would be correct."""
+    """Return the normalized answers stated in a message, in the places named in `Reference.answer`.
+
+    The whole message is not an answer, because a list of all possible answers would then be correct.
+    """
     stated: tuple[str | None, ...] = (last_boxed(message),)
     if stated == (None,):
         stated = final_line(message), final_answer(message)

@@ -36,7 +36,8 @@ class Confinement:
         filter_installed: True if the supervisor has installed the filter, which programs then inherit at less cost.
         landlock: rules for reading and writing, used if there are no namespaces.
         counts_processes: True if the kernel limits the number of a program's processes.
-        counted_besides: number of the programs' user's other processes, which the kernel counts too.
+        counted_besides: allowance for processes and threads of the same user that are not the program's own but count
+            towards the kernel's limit.
         has_proc: True if /proc shows the programs' processes.
         signals_filtered: True if the filter lets a program signal only itself, because its user has other processes.
     """
@@ -209,7 +210,7 @@ def _users_threads() -> int:
 
 
 def _enter_namespaces() -> bool:
-    """Enter new namespaces and return whether that required a user namespace, which only root can avoid."""
+    """Enter new namespaces; return whether this required a user namespace, as it always does for users except root."""
     if os.geteuid() == 0:
         try:
             kernel.unshare(_NAMESPACES)
@@ -235,7 +236,10 @@ def _become_first_process() -> None:
 
 
 def _new_root(readable: Sequence[str], private: str, disk_megabytes: int) -> bool:
-    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc is denied."""
+    """Set up a new root with the readable paths, a few devices, /proc and the empty folder `private`.
+
+    Return False if /proc cannot be mounted. `disk_megabytes` is the size of the file system in `private`.
+    """
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp/.old")
@@ -310,7 +314,7 @@ def _without_namespaces(directory: str, user: int | None, readable: Sequence[str
 
 
 def _may_use(user: int, readable: Sequence[str]) -> bool:
-    """Return whether this process may become the given user and that user can read what programs need."""
+    """Return whether this process may switch to the user ID `user` and can then still access the readable paths."""
     child = os.fork()
     if not child:
         try:

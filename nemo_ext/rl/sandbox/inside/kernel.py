@@ -38,7 +38,7 @@ def move_up(descriptor: int) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones."""
+    """Move this process into new namespaces, of the kinds given by the flags of unshare(2)."""
     _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
 
 
@@ -88,7 +88,7 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(instructions: bytes) -> None:
-    """Install a seccomp filter; call `no_new_privileges` first."""
+    """Install a seccomp filter, given as BPF instructions; call `no_new_privileges` first."""
     held = ctypes.create_string_buffer(instructions, len(instructions))
     # struct sock_fprog: the count, padding to a pointer's alignment, the pointer.
     program = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(held))
@@ -113,7 +113,13 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 class Landlock:
-    """Landlock rule set, an open descriptor: paths that a program may read and write, and no signals outside.
+    """Landlock rule set, held as an open descriptor, which limits the files that a program may use.
+
+    It also blocks TCP if the kernel has ABI 4 or later, and signals to processes outside if it has ABI 6 or later.
+
+    Args:
+        read: files and folders that the program may read and execute.
+        write: files and folders that it may also change.
 
     Raises:
         OSError: the kernel has no Landlock.

@@ -75,6 +75,9 @@ class Process:
     """Process that runs `job` within the limits.
 
     Args:
+        place: resources shared with the other processes of the same answer.
+        job: function that runs in the new process and does not return.
+        limits: mapping from the names of limits, the fields of `Limits`, to their values.
         keep: descriptor that `job` needs besides its streams.
         compiler: True for the C++ compiler, which may start processes.
     """
@@ -103,7 +106,10 @@ class Process:
         self._read = {number: bytearray() for number in pipes}
 
     def until_ended(self, value_bytes: int = 0) -> Ended:
-        """Wait until it exits or exceeds a limit, and kill everything it started.
+        """Wait until the process exits or exceeds a limit, and kill everything it started.
+
+        Args:
+            value_bytes: maximum size of a function's result.
 
         Raises:
             HostGoneError: the host is gone; the process has been killed.
@@ -128,7 +134,7 @@ class Process:
         return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
     def _end(self) -> tuple[float, int]:
-        """Kill it and everything it started; return processor seconds and the exit code, negative for a signal."""
+        """Kill the process and all it started; return its processor seconds and exit code, negative for a signal."""
         # Not reaped yet, so the process ID is still valid even if it has exited.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
@@ -136,7 +142,10 @@ class Process:
         return used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
 
     def _listen(self, began: float) -> str:
-        """Wait until it exits or exceeds a limit; return the name of the limit, or "" if it exited."""
+        """Wait until the process exits or exceeds a limit; return the name of the limit, or "" if it exited.
+
+        `began` is the value of `time.monotonic()` at which the wall clock time starts.
+        """
         waiting = select.poll()
         for descriptor in (self._handle, *self._open):
             waiting.register(descriptor, select.POLLIN)
@@ -165,7 +174,7 @@ class Process:
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
 
     def _take(self, reader: int) -> str:
-        """Read the available output; return "output" if it exceeds the limit, else ""."""
+        """Read the output available in the pipe `reader`; return "output" if it exceeds the limit, else ""."""
         number = self._readers[reader]
         while True:
             try:

@@ -67,7 +67,7 @@ def _end_all_of(user: int) -> None:
 
 
 def _reap(seconds: float | None) -> None:
-    """Reap children that have ended; None waits until there are none at all."""
+    """Reap ended children until none are left, for about `seconds` seconds at most; without a limit if None."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         try:
@@ -81,7 +81,7 @@ def _reap(seconds: float | None) -> None:
 
 
 def _members(confinement: Confinement) -> list[int]:
-    """Return the IDs of all processes in the namespace, or of all descendants, without zombies."""
+    """Return the IDs of all other processes in the namespace or, without namespaces, of all running descendants."""
     here = os.getpid()
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if confinement.namespaces:

@@ -23,7 +23,10 @@ A program that writes to it directly gains nothing that it could not get by retu
 
 
 def compile_python(source: bytes, prelude: str) -> NoReturn:
-    """Compile the program, write the code to `VALUE` and exit; if that fails, with status 1 and an error on stderr."""
+    """Compile the prelude's necessary imports and the program, write the code to descriptor `VALUE`, and exit.
+
+    If this fails, the exit status is 1 and the error is on stderr.
+    """
     sys.set_int_max_str_digits(50_000)
     _standard_streams()
     try:
@@ -51,7 +54,7 @@ def run_python(code: bytes, function: str | None) -> NoReturn:
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Return the lines of the prelude, each of which imports one name, whose names the source uses.
+    """Return those lines of the prelude that import a name used in the source; each line imports one name.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source does not compile.
@@ -68,7 +71,12 @@ def _needed(prelude: str, source: bytes) -> str:
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:
-    """Run the program once and return its exit status."""
+    """Run the program once and return its exit status.
+
+    Args:
+        codes: compiled prelude and program, which are executed in this order.
+        function: name of a function to call afterwards; None to call none.
+    """
     _standard_streams()
     sys.argv = ["main.py"]
     # Elsewhere the module `site` defines these; it is not loaded here.
@@ -100,7 +108,7 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
 
 
 def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process with an executable, given by its path or an open descriptor."""
+    """Replace this process with an executable, given by its path or a descriptor; `arguments` start with its name."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
 

@@ -11,13 +11,13 @@ _LENGTH = struct.Struct("!I")
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Write one message."""
+    """Write one message: a header, which is sent as JSON, and byte strings."""
     text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
     connection.sendall(b"".join([_LENGTH.pack(len(text)), text, *blobs]))
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Read the next message; None if the other side is gone.
+    """Read the next message and return its header and byte strings; None if the other side is gone.
 
     Raises:
         TimeoutError: the connection timed out.
