@@ -65,7 +65,11 @@ class Settings(TrainingSettings):
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
-    """Return a composed config's algorithm; raise ValueError if it does not train in rounds."""
+    """Return the preference algorithm of a composed config.
+
+    Raises:
+        ValueError: the config has no algorithm, or its algorithm does not train on pairs in rounds.
+    """
     if not config.get("rl"):
         raise ValueError("preset=null: set it to a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")

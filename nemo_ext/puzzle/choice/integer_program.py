@@ -56,11 +56,11 @@ class Program:
     upper: Floats
 
     def totals(self, choice: Sequence[int]) -> Floats:
-        """Sum each row over a choice's variants, [rows]."""
+        """Return the total of each row over the chosen variants, [rows]; `choice` has one variant index per block."""
         return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
 
     def keeps(self, totals: Floats) -> NDArray[np.bool_]:
-        """Return, as an array [...], whether sums [..., rows] are within all bounds up to the tolerance."""
+        """Return, as an array [...], whether totals [..., rows] are within all bounds up to the tolerance."""
         slack = TOLERANCE * self.sizes
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 
@@ -71,7 +71,7 @@ class Program:
 
     @cached_property
     def sizes(self) -> Floats:
-        """Scale of each row's tolerance: its bound, or its largest entry if the bound is far smaller."""
+        """Scale of each row's tolerance, [rows]: its bound, or its largest entry if the bound is far smaller."""
         entries = np.max([np.abs(row).max(axis=0) for row in self.rows], axis=0)
         bounds = [np.where(np.isfinite(bound), np.abs(bound), 0.0) for bound in (self.lower, self.upper)]
         larger = np.maximum(*bounds)
@@ -193,7 +193,10 @@ class _Reduced:
 
 
 def undominated(program: Program, block: int) -> Integers:
-    """Return the indices of a block's undominated variants in ascending order, only the first of equal ones."""
+    """Return the indices of a block's variants that no other variant can replace without loss, in ascending order.
+
+    Of equal variants, only the first one is included. `block` is the block's 0-based index.
+    """
     rows = program.rows[block]
     keys = np.column_stack(
         [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]

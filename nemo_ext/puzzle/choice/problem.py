@@ -149,9 +149,15 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 
 
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
-    """Return the maximum seconds for a batch of `batch` sequences of `tokens` tokens at a minimum throughput.
+    """Return the maximum number of seconds that a batch may take at a minimum throughput.
 
-    It follows from batch * tokens / seconds >= tokens_per_second.
+    Args:
+        tokens_per_second: minimum throughput of the whole batch.
+        batch: number of sequences in the batch.
+        tokens: number of tokens per sequence.
+
+    Raises:
+        ValueError: an argument is not positive.
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(

@@ -171,7 +171,7 @@ def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
-    """A block's contribution to the residual stream, in fp32."""
+    """Return a block's output minus its input, in fp32; `record` is the pair (input, output)."""
     hidden, output = record
     return output.float() - hidden.float()
 
@@ -231,7 +231,10 @@ def draw_dependency(
 
 
 def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
-    """Draw a square on the diagonal."""
+    """Outline `length` consecutive blocks, from the 0-based block `place`, as a square on the matrix's diagonal.
+
+    `looks` are matplotlib's patch properties, such as the colour.
+    """
     from matplotlib.patches import Rectangle
 
     axis.add_patch(Rectangle((place - 0.5, place - 0.5), length, length, clip_on=False, **looks))
