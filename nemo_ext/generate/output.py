@@ -158,7 +158,14 @@ class Output:
                     yield keys[row], sample, line
 
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
-        """Open a range, to request all its answers or, if it is finished, to retry its failures."""
+        """Open a range, to request all its answers or, if it is finished, to retry its failures.
+
+        Args:
+            range_: the range.
+            rows: its rows.
+            keys: the rows' keys.
+            samples: number of answers per row.
+        """
         repeated = set(range_.repeated)
         pairs = [(row, sample) for row in range(len(rows)) if row not in repeated for sample in range(samples)]
         again = len(self.parts(range_))
@@ -170,7 +177,10 @@ class Output:
         return opened
 
     def refresh(self, opened: OpenRange) -> None:
-        """Read what other workers have added to their journals of the range."""
+        """Mark as settled the requests of a range that are answered, or have failed, in other workers' journals.
+
+        Failures are left out if they are to be retried.
+        """
         for file in self._journals_of(opened.range):
             if self.worker not in file.name:
                 for line in self._lines(file, opened):

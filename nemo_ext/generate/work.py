@@ -100,7 +100,7 @@ class Work:
                 self.seen(answer)
 
     def has(self, request: Request) -> bool:
-        """Whether another worker has received the answer since the request was made."""
+        """Return whether another worker has received the answer to a request since this worker made it."""
         opened, pair = self._asked[request.key, request.sample]
         if pair in opened.settled:
             del self._asked[request.key, request.sample]
@@ -108,7 +108,7 @@ class Work:
         return False
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Store an answer.
+        """Store the answer to a request that this worker made.
 
         Raises:
             TooManyDead: the answer is a failure, and there are now more than `most_dead` failures.

@@ -80,7 +80,10 @@ def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def write_report(run_dir: Path, algorithm: Preference) -> Path:
-    """Write report.md and its plot, and return the report's path."""
+    """Write report.md and its plot to the run directory, and return the report's path.
+
+    `algorithm` is described at the top of the report.
+    """
     lines = read_metrics(run_dir / METRICS)
     about = f"{algorithm.source}. Each column is a policy and the pairs that it was trained on next; "
     report = Report(

@@ -41,7 +41,11 @@ class OnlineSettings:
         return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
-        """Return the maximum response length in tokens; raise ValueError if the settings do not determine it."""
+        """Return the maximum response length in tokens, from these settings or the algorithm's maximum lengths.
+
+        Raises:
+            ValueError: neither determines it.
+        """
         lengths = algorithm.lengths
         if self.max_tokens is not None:
             return self.max_tokens

@@ -26,7 +26,7 @@ ONE_RANK = {
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return the config of the run that trains the parent."""
+    """Return the config of the run that trains the parent in the directory `run_dir`."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 

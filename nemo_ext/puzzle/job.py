@@ -182,10 +182,10 @@ class Job:
         write_versions(folder, sys.argv)
 
     def _run_stages(self, stages: Sequence[str]) -> None:
-        """Run the unfinished ones of consecutive stages.
+        """Run those of the given stages that are not finished.
 
         Args:
-            stages: several stages if they run on ranks, which then start once for all of them; otherwise one.
+            stages: consecutive stages: several if they run on ranks, which are then started once for all; else one.
 
         Raises:
             ValueError: a stage needs the output of an unfinished one that is not in the list.

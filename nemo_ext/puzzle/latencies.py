@@ -60,7 +60,7 @@ class Table:
 
 
 def blocks_to_measure(by_block: Iterable[Iterable[Variant]]) -> list[Block]:
-    """List the distinct blocks that a search may choose, given each block's variants."""
+    """List the distinct blocks that a search may choose; `by_block` holds the variants of each block."""
     return list(dict.fromkeys(variant.block for each in by_block for variant in each if variant.block is not None))
 
 

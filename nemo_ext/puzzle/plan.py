@@ -138,7 +138,7 @@ def _alone(architecture: Architecture, block: Block) -> Architecture:
 
 
 def _forward(architecture: Architecture, block: Block | None, seq_length: int) -> float:
-    """Forward FLOPs per token of a block; 0 for a no-op."""
+    """Return the forward FLOPs per token of a block in sequences of `seq_length` tokens; 0 for a no-op."""
     if block is None:
         return 0.0
     return cost.block_forward_flops_per_token(_alone(architecture, block), 1, seq_length=seq_length)

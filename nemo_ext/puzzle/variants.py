@@ -64,7 +64,7 @@ class Variant:
 
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
-    """List the variants of each of the parent's blocks, the unchanged block first.
+    """List the variants of each of the parent's blocks, the unchanged block first; `choices` defaults to `Choices()`.
 
     A block that is already a linear map can only be kept or removed.
     """

@@ -130,8 +130,8 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
     """Provide a mapping from each role that the recipe queries to its endpoint.
 
-    If a role has no endpoint, the job's own is used; if the config has a model folder instead, that is served until the
-    context ends.
+    Roles without an endpoint get the job's. If the config has a model folder instead, that is served until the context
+    ends.
     """
     roles = {role: recipe.place(role) for role in recipe.asked()}
     places = {name: role for name, role in roles.items() if role.endpoint is not None}

@@ -73,6 +73,10 @@ def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
 
     If the rows have no `id`, each gets a hash as its id.
 
+    Args:
+        paths: input files, or globs.
+        path: file to write to.
+
     Raises:
         ValueError: a file cannot be read, or two different rows have the same id.
     """

@@ -173,7 +173,9 @@ def _reference(problem: Problem) -> tuple[str, float]:
 
 
 def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) -> bool:
-    """Compute the Pareto front that `chosen.sweep` describes, and write pareto.csv and, if it has points, pareto.png.
+    """Compute the Pareto front that `chosen.sweep` describes, and write pareto.csv and pareto.png.
+
+    No picture is drawn if all points of the front are infeasible.
 
     Args:
         problem: search problem; its limit on the swept resource is ignored.

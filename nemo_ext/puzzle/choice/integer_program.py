@@ -108,7 +108,9 @@ class Answer:
 
 
 def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
-    """Find a choice whose total is within the relative `gap` of the best; at the time limit, a worse one or None.
+    """Find a choice whose total is within the relative `gap` of the lowest one that satisfies the rows.
+
+    After `time_limit` seconds, the best choice found so far is returned, or None if there is none.
 
     Raises:
         RuntimeError: HiGHS failed for numerical reasons.
@@ -160,7 +162,15 @@ class _Reduced:
         self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # group of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
-        """Solve the program with HiGHS, and return the best choice found and the bound."""
+        """Solve the program with HiGHS, and return the best choice found and the bound.
+
+        Args:
+            gap: relative optimality gap at which HiGHS stops.
+            deadline: time at which it stops anyway, by `time.monotonic`.
+
+        Raises:
+            RuntimeError: HiGHS failed for numerical reasons.
+        """
         one_each = csr_array((np.ones(len(self.group)), (self.group, np.arange(len(self.group)))))
         constraints = [LinearConstraint(one_each, self.count, self.count)]
         if len(self.upper):

@@ -119,7 +119,7 @@ class Problem:
         }
 
     def names(self, choice: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the chosen candidates."""
+        """Return the names of a choice's candidates; the choice is given as one 0-based index per block."""
         return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
 
     def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
@@ -194,7 +194,7 @@ def write_problem(problem: Problem, path: Path) -> Path:
 
 
 def read_problem(path: Path) -> Problem:
-    """Read a problem file of the following form.
+    """Read a search problem from a JSON file of the following form.
 
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 

@@ -215,10 +215,10 @@ def to_program(
 
 
 def explain(problem: Problem, *, time_limit: float) -> Infeasible:
-    """Explain why a problem has no feasible choice.
+    """Return the exception that explains why a problem has no feasible choice, with an irreducible set of limits.
 
-    An irreducible set is found by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided
-    at the time limit are kept.
+    The set is found by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided after
+    `time_limit` seconds are kept.
     """
     deadline = time.monotonic() + time_limit
 

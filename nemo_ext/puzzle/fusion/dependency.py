@@ -163,9 +163,10 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - cosine over the last dimension, as half the squared distance between unit vectors to avoid cancellation.
+    """Return 1 - cosine of two tensors' vectors along the last dimension, which the result lacks.
 
-    The distance between two zero vectors is 0, and between a zero and a nonzero vector 0.5.
+    It is computed as half the squared distance between unit vectors, to avoid cancellation. The distance between two
+    zero vectors is 0, and between a zero and a nonzero vector 0.5.
     """
     return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
 
@@ -241,7 +242,7 @@ def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
 
 
 def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
-    """Draw the legend in the empty half of the matrix."""
+    """Draw a legend of the kinds of blocks and, if `fused`, of fused blocks' outlines, in the matrix's empty half."""
     from matplotlib.patches import Patch
 
     kinds = dict.fromkeys(block.kind for block in pattern.blocks)
@@ -252,7 +253,7 @@ def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
 
 
 def _label(axis: "Axes", pattern: Pattern) -> None:
-    """Label blocks with number and symbol; if not all labels fit, only every second, fifth, tenth and so on."""
+    """Label both axes with the blocks' numbers and symbols; if not all fit, only every second, fifth, tenth etc."""
     count = len(pattern.blocks)
     step = next((step for step in (1, 2, 5, 10, 20, 50) if count / step <= _LABELS), 100)
     places = range(step - 1, count, step)
