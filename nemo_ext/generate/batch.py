@@ -31,11 +31,11 @@ A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests of a batch, with the settings that affect the answers, apart from the rows and the model.
+    """Builder of a batch's requests, with the settings that an output must keep to be resumed.
 
     Attributes:
         prompts: builder of the requests.
-        made_of: the settings.
+        made_of: the settings that affect the answers.
         known: function that returns an existing answer to a request, or None; None if there are no such answers.
     """
 
@@ -60,7 +60,7 @@ async def answer_all(
     Args:
         client: client of the endpoint, not yet entered with `async with`.
         rows: the input.
-        asks: function that makes the requests from the index of the input.
+        asks: function that takes the index of the input and returns the builder of the requests.
         folder: folder of the output.
         samples: number of answers per row.
         settings: batch job settings; the keys that define requests are ignored.
@@ -158,7 +158,18 @@ def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Check that an output was started with the same settings; a different version of this package is only reported."""
+    """Check that an output was started with the current settings, which are recorded if it is new.
+
+    If only the version of this package differs, a notice is printed.
+
+    Args:
+        folder: folder of the output.
+        now: the current settings.
+        otherwise: advice for the error message.
+
+    Raises:
+        ValueError: the output was started with different settings.
+    """
     before = made_of(folder)
     if before is None:
         note(folder / OWN / _MADE_OF, now)
@@ -174,14 +185,14 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
 
 
 def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Return the numbers of existing answers and of failures."""
+    """Return the number of existing answers and the number of failures."""
     answers = sum(len(output.answered(range_)) for range_ in index.ranges)
     return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
 
 
 @dataclass
 class _Speed:
-    """Numbers of answers and tokens received since this start."""
+    """Numbers of answers and tokens received since this process started; answers of earlier starts are not counted."""
 
     answers: int = 0
     tokens: int = 0
@@ -189,7 +200,14 @@ class _Speed:
 
 @contextmanager
 def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Show a progress bar with answers, tokens per second and failures; yields the callback to call on each answer."""
+    """Show a progress bar with answers, tokens per second and failures; yields a function to call on each new answer.
+
+    Args:
+        label: label of the bar.
+        total: total number of answers.
+        done: numbers of answers and of failures that exist already.
+        speed: counts of this start, to which each new answer is added.
+    """
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

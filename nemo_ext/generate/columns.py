@@ -21,7 +21,14 @@ PREFIX = "input_"
 
 
 def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
-    """Map input columns to their output names; a key column called `key` is left out, since the answers have one too.
+    """Return a mapping from input columns to their names in the output.
+
+    An input column gets a prefix if an answer column has the same name. A key column called `key` is left out, as the
+    answers already have it.
+
+    Args:
+        columns: input columns.
+        key: the column with the rows' keys; None if their keys are not from a column.
 
     Raises:
         ValueError: two columns would get the same name.
@@ -68,7 +75,10 @@ def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _fits(item: Any, big: bool) -> bool:
-    """Whether Parquet supports a field's type (it has no empty structs) and the type represents all values exactly."""
+    """Return whether an Arrow field's type can be written to Parquet and represents all of the column's values exactly.
+
+    `big` is True if the column has integers that a float cannot represent exactly.
+    """
     pyarrow = pyarrow_module()
     if pyarrow.types.is_nested(item.type) and "double" in str(item.type):
         return False  # nested integers may have been large

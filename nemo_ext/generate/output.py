@@ -105,7 +105,7 @@ class Output:
         return self.folder / DEAD / f"{range_.name}.jsonl"
 
     def settled(self) -> set[str]:
-        """Return the names of all existing files with answers."""
+        """Return the names of all existing parts, which are the files with answers."""
         return {name for name in os.listdir(self.folder) if name.startswith("part-")}
 
     def answered(self, range_: Range) -> set[tuple[str, int]]:
@@ -158,7 +158,14 @@ class Output:
                     yield keys[row], sample, line
 
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
-        """Open a range, to request all its answers or, if it is finished, to retry its failures."""
+        """Open a range, to request all its answers or, if it is finished, to retry its failures.
+
+        Args:
+            range_: the range.
+            rows: its rows.
+            keys: the rows' keys.
+            samples: number of answers per row.
+        """
         repeated = set(range_.repeated)
         pairs = [(row, sample) for row in range(len(rows)) if row not in repeated for sample in range(samples)]
         again = len(self.parts(range_))
@@ -170,7 +177,10 @@ class Output:
         return opened
 
     def refresh(self, opened: OpenRange) -> None:
-        """Read what other workers have added to their journals of the range."""
+        """Mark as settled the requests of a range that are answered, or have failed, in other workers' journals.
+
+        Failures are left out if they are to be retried.
+        """
         for file in self._journals_of(opened.range):
             if self.worker not in file.name:
                 for line in self._lines(file, opened):
@@ -181,7 +191,7 @@ class Output:
         return sorted(self.folder.glob(f"{OWN}/journals/{range_.name}.*.jsonl"))
 
     def _lines(self, file: Path, opened: OpenRange | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines of a journal, starting at the position in `OpenRange.read` if a range is given."""
+        """Yield the complete lines of a journal; with `opened`, only those added since this worker last read it."""
         start = opened.read.get(file, 0) if opened is not None else 0
         with contextlib.suppress(FileNotFoundError), open(file, "rb") as journal:  # removed when its range is finished
             journal.seek(start)
@@ -197,7 +207,12 @@ class Output:
             opened.read[file] = start
 
     def add(self, opened: OpenRange, pair: Pair, answer: Answer) -> None:
-        """Append an answer or failure to this worker's journal.
+        """Append an answer or failure to this worker's journal of a range.
+
+        Args:
+            opened: the range.
+            pair: row position in the range, and sample number.
+            answer: the answer or failure.
 
         Raises:
             OSError: the journal cannot be written.
@@ -250,7 +265,7 @@ class Output:
         return True
 
     def give_up(self, opened: OpenRange) -> None:
-        """Write the dead letters of an incomplete range."""
+        """Write the dead letters of an incomplete range, if it has no part yet."""
         if not opened.again:
             entries = self._entries(self._journals_of(opened.range))
             failed = [self._failure(opened, pair, line) for pair, line in entries.items() if line["problem"]]
@@ -293,7 +308,12 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a part; return False if it already exists."""
+        """Write a range's part; return False if it already exists.
+
+        Args:
+            opened: the range.
+            answers: (row, sample) and journal line of each answer, in order.
+        """
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
@@ -391,7 +411,7 @@ class Output:
 
 
 def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the columns `_MEASURED` from the body of a response; None if unknown."""
+    """Return an answer's `_MEASURED` columns from the body of its response; None if unknown, as `seconds` always is."""
     usage, ended = body.get("usage") or {}, body["choices"][0].get("finish_reason")
     return {
         "finish_reason": ended if isinstance(ended, str) else None,
@@ -401,7 +421,12 @@ def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_line(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Format an answer as a line of an OpenAI batch output file."""
+    """Format an answer as a line of an OpenAI batch output file.
+
+    Args:
+        answer: the answer's columns, of which `key` and `sample` are used.
+        body: body of the endpoint's response.
+    """
     return {
         "id": f"batch_req_{answer['key']}_{answer['sample']}",
         "custom_id": answer["key"],

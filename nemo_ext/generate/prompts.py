@@ -76,7 +76,7 @@ class Prompts:
         return cls(settings=settings, seed=seed, source=None, column=column)
 
     def made_of(self) -> dict[str, Any]:
-        """Return the settings that determine the requests, together with the rows."""
+        """Return the settings that, together with the rows, determine the requests."""
         settings = self.settings
         return {
             "template": self.source,

@@ -22,7 +22,7 @@ _TOKENS = np.unique(np.round(np.geomspace(1, 1e6, 401)))
 
 @dataclass
 class _Sums:
-    """Totals over all answers."""
+    """Counts over all answers: tokens, finish reasons, and histograms of latencies and lengths."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -32,7 +32,7 @@ class _Sums:
     lengths: Any = field(default_factory=lambda: np.zeros(len(_TOKENS) - 1, int))
 
     def add(self, line: dict[str, list[Any]]) -> None:
-        """Add the answers of a part, given as columns."""
+        """Add the answers of a part, given as lists of values keyed by column."""
         self.answers += len(line["finish_reason"])
         self.prompt_tokens += sum(filter(None, line["prompt_tokens"]))
         self.completion_tokens += sum(filter(None, line["completion_tokens"]))
@@ -84,7 +84,7 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
 
 
 def _reason(problem: str) -> str:
-    """Strip a problem of the details that differ between rows."""
+    """Return a failure's message without the details that differ between rows, to count failures by reason."""
     return problem.partition(":")[0] if problem.startswith(("HTTP", "prompt")) else problem
 
 

@@ -100,7 +100,7 @@ class Work:
                 self.seen(answer)
 
     def has(self, request: Request) -> bool:
-        """Whether another worker has received the answer since the request was made."""
+        """Return whether another worker has received the answer to a request since this worker made it."""
         opened, pair = self._asked[request.key, request.sample]
         if pair in opened.settled:
             del self._asked[request.key, request.sample]
@@ -108,7 +108,7 @@ class Work:
         return False
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Store an answer.
+        """Store the answer to a request that this worker made.
 
         Raises:
             TooManyDead: the answer is a failure, and there are now more than `most_dead` failures.
@@ -138,7 +138,11 @@ class Work:
                 await asyncio.wait_for(self._news.wait(), _IDLE)
 
     def _wanted(self, opened: OpenRange, pairs: Sequence[Pair]) -> Iterator[Request]:
-        """Yield a range's requests that are unanswered and that this worker has not made yet."""
+        """Yield the requests for `pairs` of (row, sample) that are unanswered and that this worker has not made yet.
+
+        Requests with a known answer are not yielded: their answers are stored. A failure is stored if no request can be
+        made from a row. At the end, the range's part is written if the range is complete.
+        """
         for pair in pairs:
             if pair in opened.settled or pair in opened.asked:
                 continue
@@ -169,7 +173,7 @@ class Work:
             yield self._open.get(range_.number) or self._opened(range_)
 
     def _others(self) -> Iterator[OpenRange]:
-        """Open and yield unfinished ranges that have unanswered requests which this worker has not made."""
+        """Open and yield the unfinished ranges that contain unanswered requests not yet made by this worker."""
         for range_ in self.index.ranges:
             if self.output.part(range_).name not in self._settled:
                 opened = self._open.get(range_.number) or self._opened(range_)

@@ -72,7 +72,7 @@ class Streams:
         return [leaf.name for leaf in self.leaves]
 
     def written(self, shares: Shares) -> list[dict[str, Any]]:
-        """Return the streams with a positive share, as a list for `data.streams`."""
+        """Return the streams with a positive share as a list for `data.streams`, with name, weight and path prefix."""
         return [
             {"name": leaf.name, "weight": float(share), "prefix": str(leaf.prefix.absolute())}
             for leaf, share in zip(self.leaves, shares, strict=True)
@@ -102,7 +102,10 @@ class Plan:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """Settings on which runs depend; the number of runs, benchmarks and limits may change when a job is resumed."""
+        """Settings that determine the runs, and thus must not change when a job is resumed.
+
+        The number of runs, the benchmarks and the limits are not among them.
+        """
         streams = zip(self.streams.names, self.streams.sizes.tolist(), self.streams.prior.tolist(), strict=True)
         values = {"train": self.settings.train, "streams": list(streams), "tokens": self.streams.tokens}
         normalised: dict[str, Any] = json.loads(json.dumps(values))
@@ -214,6 +217,10 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
     """Return the names of the benchmarks that are scored in bits per byte.
 
+    Args:
+        benchmarks: benchmarks of the evaluation.
+        settings: settings of the job, for the error message.
+
     Raises:
         ValueError: no benchmark is scored in bits per byte.
     """
@@ -229,8 +236,13 @@ def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
     """Read the streams of a training config, with sizes from their files.
 
+    Args:
+        training: composed config of the training run.
+        mixture: settings of the mixture: prior, limits and repeats.
+
     Raises:
-        ValueError: files are missing, there is only one stream, or a limit names an unknown stream.
+        ValueError: files are missing, there is only one stream, a limit names an unknown stream, the number of training
+            tokens is unknown, or a run on the prior would repeat a stream too often.
     """
     tokens = tokens_of_run(training)
     if tokens is None:
@@ -285,7 +297,13 @@ def _mixtures(plan: Plan) -> dict[str, Shares]:
 
 
 def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
-    """Return each stream's minimum and maximum share in the optimum, for both small and target runs, [streams]."""
+    """Return each stream's minimum and maximum share in the optimum, [streams] each.
+
+    They follow from the user's limits and from the maximum number of passes over a stream, in small and target runs.
+
+    Raises:
+        ValueError: a stream's minimum is above its maximum, or no shares within the limits sum to 1.
+    """
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
     by_repeats = np.minimum(1, streams.repeats * streams.sizes / longest)
@@ -305,12 +323,17 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
 
 
 def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
-    """Run the training and the evaluation for a mixture as a pipeline.
+    """Train and evaluate a small model on a mixture, as a pipeline of two stages.
+
+    Args:
+        plan: plan of the runs.
+        name: name of the run.
+        shares: shares of the streams, [streams].
 
     Raises:
         ValueError: the pipeline's arguments are invalid.
-        SystemExit: it failed.
-        KeyboardInterrupt: it was interrupted.
+        SystemExit: the pipeline failed.
+        KeyboardInterrupt: the pipeline was interrupted.
     """
     conf, run_dir = plan.settings.folder / CONF, plan.settings.folder / RUNS / name
     streams = ", ".join(

@@ -70,7 +70,10 @@ def fit(shares: Shares, values: Shares) -> Law:
     """
 
     def loss(parameters: Shares) -> tuple[float, Shares]:
-        """Return the loss and its gradient, in units of DELTA squared to suit the solver's tolerances."""
+        """Return the loss and its gradient at `parameters`, the constant followed by the slopes.
+
+        Both are in units of DELTA squared, to suit the solver's tolerances.
+        """
         constant, slopes = np.exp(parameters[0]), parameters[1:]
         variable = np.exp(np.clip(shares @ slopes, -50, 50))
         residuals = (constant + variable - values) / DELTA
@@ -113,7 +116,13 @@ def cross_validate(shares: Shares, values: Shares, *, folds: int = FOLDS) -> Qua
 
 
 def quality(predicted: Shares, values: Shares, laws: Sequence[Law] = ()) -> Quality:
-    """Compute the error and rank correlation of predictions."""
+    """Compute the error and rank correlation of predictions.
+
+    Args:
+        predicted: predicted value of each run, [runs].
+        values: measured value of each run, [runs].
+        laws: the laws that predicted them, kept in the result.
+    """
     constant = np.ptp(predicted) == 0 or np.ptp(values) == 0
     return Quality(
         predicted=predicted,

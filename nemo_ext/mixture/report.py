@@ -75,7 +75,7 @@ def verdict(results: Results) -> str:
 
 
 def doubt(results: Results) -> str | None:
-    """Return a reason not to trust the optimum; None if the laws predict runs much better than their mean does."""
+    """Return a reason not to trust the optimum; None if the laws predict runs much better than the runs' mean does."""
     error, spread = results.mean_quality.error, results.mean_quality.spread
     if error < _GOOD * spread:
         return None
@@ -166,7 +166,7 @@ def _page(results: Results) -> Report:
 
 
 def _best_sample(results: Results) -> str:
-    """Return a sentence about the best of the runs other than the optimum's, which the optimum should beat."""
+    """Return a sentence about the best run on the prior or a sampled mixture, which the optimum should beat."""
     means = results.values @ results.weights
     place = int(means.argmin())
     shares = zip(results.streams, results.shares[place], strict=True)

@@ -116,13 +116,16 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
 
 
 def evaluation_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the config of the `nemo-ext evaluate` job that generates the responses into `folder`."""
+    """Return the config of the `nemo-ext evaluate` job that generates the responses and writes them to `folder`.
+
+    `config` is the composed config of `nemo-ext online`, whose `served` is the policy.
+    """
     keys = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
     return {**{key: config[key] for key in keys}, "endpoint": None, "key_variable": None, "run_dir": str(folder)}
 
 
 def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> Iterator[Benchmark]:
-    """Yield one benchmark per environment and thinking mode, after writing its tasks to a file in `folder`."""
+    """Write one task file per environment and thinking mode to `folder`, and yield the benchmark that evaluates it."""
     kinds: defaultdict[tuple[str, bool | None], list[Task]] = defaultdict(list)
     for task in tasks:
         kinds[task.environment, task.thinking].append(task)
@@ -147,9 +150,12 @@ def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> 
 def _rewards(
     groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]], reward: GroupReward | None, path: Path
 ) -> dict[tuple[str, str], Sequence[float]]:
-    """Return a mapping from (environment, task id) to the rewards of the task's responses.
+    """Return the rewards of all responses, as a mapping from (environment, task id) to one reward per response.
 
-    Groups already judged in `path` are not judged again.
+    Args:
+        groups: each task with its responses and their scores.
+        reward: group reward function; if None, the scores are the rewards.
+        path: path of judged.jsonl; groups that it contains are not judged again, and new ones are appended.
     """
     if reward is None:
         return {(task.environment, task.id): [score for _, score in group] for task, group in groups}
@@ -194,6 +200,11 @@ def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[f
     """Return the record of a task and its responses for `nemo-ext preference_data`.
 
     Truncated responses are listed under `cut`, because a pair would train on them as if they were complete.
+
+    Args:
+        task: the task.
+        group: the task's responses and their scores.
+        rewards: one reward per response.
     """
     record = task.record()
     line: dict[str, Any] = {"id": f"{task.environment}/{task.id}", "messages": record["prompt"], "task": task.domain}

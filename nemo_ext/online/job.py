@@ -86,7 +86,10 @@ def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
 
 
 class _Run:
-    """A run with validated settings; `check_tasks` checks its tasks. Raises the same errors as `run`."""
+    """A run with validated settings, created from a composed config. The constructor raises the same errors as `run`.
+
+    The tasks are checked separately, by `check_tasks`.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(Settings, config)
@@ -114,7 +117,7 @@ class _Run:
 
     @cached_property
     def tasks(self) -> PlannedTasks:
-        """Tasks of all rounds; each step of the plan is a round."""
+        """Training tasks, planned for all rounds before the first one; a round is one step of the plan."""
         train = self.config["tasks"].get("train") or {}
         settings = checked(TrainTasks, {"seed": self.all_settings.seed, **train}, "tasks.train")
         if settings.curriculum:
@@ -163,7 +166,18 @@ class _Run:
         write_versions(self.run_dir, sys.argv)
 
     def round(self, policy: Path, number: int) -> Path | None:
-        """Run or resume a round and return the trained policy; if pairs are too few, None (ValueError in round 1)."""
+        """Run or resume a round, and return the path of the trained policy.
+
+        Args:
+            policy: Hugging Face folder of the policy that the round starts from.
+            number: number of the round, from 1.
+
+        Returns:
+            Path of the trained policy; None if there are too few pairs for a batch.
+
+        Raises:
+            ValueError: there are too few pairs in round 1.
+        """
         folder = self.run_dir / "rounds" / str(number)
         model = folder / "train" / MODEL
         if not model.is_dir() and not self._make(folder, policy, number):
@@ -191,7 +205,19 @@ class _Run:
         notice(f"report: {write_report(self.run_dir, self.algorithm)}; model: {link}")
 
     def _make(self, folder: Path, policy: Path, number: int) -> bool:
-        """Generate, make pairs and train; return False, without training, if the pairs do not fill a batch."""
+        """Do a round: generate and judge responses, make pairs, and train on them.
+
+        Args:
+            folder: folder of the round.
+            policy: Hugging Face folder of the policy that the round starts from.
+            number: number of the round, from 1.
+
+        Returns:
+            False, without training, if the pairs do not fill a batch.
+
+        Raises:
+            ValueError: in round 1, the pairs do not fill a batch, or all responses are truncated.
+        """
         tasks = self.of_round(number)
         notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} responses of {policy}")
         generations = generate({**self.config, "served": str(policy)}, tasks, self.generation, folder / "answers")
@@ -218,7 +244,12 @@ class _Run:
         return True
 
     def _pairs(self, folder: Path, policy: Path) -> int:
-        """Make a round's pairs, unless already made, and return their number."""
+        """Make a round's preference pairs, unless already made, and return their number.
+
+        Args:
+            folder: folder of the round.
+            policy: folder of the policy, whose tokenizer measures prompt lengths.
+        """
         path = folder / "pairs" / PAIRS
         max_prompt, batch = self.algorithm.lengths.prompt, self.training.batch
         if not (folder / "pairs" / "report.json").is_file():
@@ -245,7 +276,7 @@ class _Run:
             raise KeyboardInterrupt
 
     def _note(self, rounds: int, values: Mapping[str, float]) -> None:
-        """Merge values of the policy after `rounds` rounds into its line of metrics.jsonl."""
+        """Add values, keyed by name, to the line of metrics.jsonl for the policy after `rounds` rounds."""
         path = self.run_dir / METRICS
         lines = {line["rounds"]: line for line in read_metrics(path)} if path.is_file() else {}
         lines[rounds] = {"rounds": rounds, **lines.get(rounds, {}), **values}

@@ -31,9 +31,16 @@ _ROWS = {
 
 
 def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float]:
-    """Summarise lines of generations.jsonl: counts, mean rewards over prompts, and mean response length in tokens.
+    """Summarise a round's responses.
 
-    The mean reward has a 95 % bootstrap interval over prompts. Truncated responses are included.
+    Args:
+        lines: lines of generations.jsonl, one per task.
+        seed: seed of the bootstrap.
+
+    Returns:
+        Numbers of `prompts` and `answers`; mean `reward` over prompts with its 95 % bootstrap interval (`reward_low`,
+        `reward_high`); mean `best` and `worst` reward of a prompt; mean response length in `tokens`; and the share of
+        truncated responses (`cut`), which are included in all other values.
     """
     groups = [[*line["generations"], *line["cut"]] for line in lines]
     rewards = [np.array([response["score"] for response in group]) for group in groups]
@@ -63,7 +70,7 @@ def shown(values: Mapping[str, float]) -> str:
 
 
 def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the last logged `loss` and `accuracy` of a training run; a metric never logged is omitted."""
+    """Return the last `loss` and `accuracy` in a training run's logged metrics; a metric never logged is omitted."""
     names = {"loss": "loss", "accuracy": "rewards/accuracies"}
     return {
         ours: values[-1]
@@ -73,7 +80,10 @@ def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def write_report(run_dir: Path, algorithm: Preference) -> Path:
-    """Write report.md and its plot, and return the report's path."""
+    """Write report.md and its plot to the run directory, and return the report's path.
+
+    `algorithm` is described at the top of the report.
+    """
     lines = read_metrics(run_dir / METRICS)
     about = f"{algorithm.source}. Each column is a policy and the pairs that it was trained on next; "
     report = Report(

@@ -41,7 +41,11 @@ class OnlineSettings:
         return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
-        """Return the maximum response length in tokens; raise ValueError if the settings do not determine it."""
+        """Return the maximum response length in tokens, from these settings or the algorithm's maximum lengths.
+
+        Raises:
+            ValueError: neither determines it.
+        """
         lengths = algorithm.lengths
         if self.max_tokens is not None:
             return self.max_tokens
@@ -65,7 +69,11 @@ class Settings(TrainingSettings):
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
-    """Return a composed config's algorithm; raise ValueError if it does not train in rounds."""
+    """Return the preference algorithm of a composed config.
+
+    Raises:
+        ValueError: the config has no algorithm, or its algorithm does not train on pairs in rounds.
+    """
     if not config.get("rl"):
         raise ValueError("preset=null: set it to a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")

@@ -26,12 +26,18 @@ ONE_RANK = {
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return the config of the run that trains the parent."""
+    """Return the config of the run that trains the parent in the directory `run_dir`."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """Return the config from which a stage builds a model: whole on each of `ranks` ranks, without a precision plan."""
+    """Return the config from which a stage builds a model, without a precision plan.
+
+    Args:
+        config: composed config.
+        description: the model's description.
+        ranks: number of ranks, each of which holds the whole model.
+    """
     stage = {**with_model(config, description, "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return stage

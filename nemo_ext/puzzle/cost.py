@@ -190,7 +190,10 @@ def throughput_limit(
 
 
 def request_seconds(costs: Mapping[str, float], *, new_tokens: int) -> float:
-    """Compute the seconds for a batch of requests from the seconds of its prefill and of one new token."""
+    """Return the seconds in which a batch of requests is answered: the prefill and `new_tokens` decoding steps.
+
+    `costs` are totals keyed by resource, including `prefill_seconds` and `decode_seconds`.
+    """
     return sum(weight * costs[name] for name, weight in _request_weights(new_tokens).items())
 
 

@@ -182,7 +182,14 @@ class Job:
         write_versions(folder, sys.argv)
 
     def _run_stages(self, stages: Sequence[str]) -> None:
-        """Run consecutive stages: several if they run on ranks, otherwise one."""
+        """Run those of the given stages that are not finished.
+
+        Args:
+            stages: consecutive stages: several if they run on ranks, which are then started once for all; else one.
+
+        Raises:
+            ValueError: a stage needs the output of an unfinished one that is not in the list.
+        """
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
             if stage not in todo:
@@ -266,6 +273,9 @@ class Job:
 
     def _train(self, config: dict[str, Any]) -> None:
         """Train until the last step.
+
+        Args:
+            config: composed config of the training run.
 
         Raises:
             ValueError: the run stopped early.

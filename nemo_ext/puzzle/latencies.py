@@ -60,7 +60,7 @@ class Table:
 
 
 def blocks_to_measure(by_block: Iterable[Iterable[Variant]]) -> list[Block]:
-    """List the distinct blocks that a search may choose, given each block's variants."""
+    """List the distinct blocks that a search may choose; `by_block` holds the variants of each block."""
     return list(dict.fromkeys(variant.block for each in by_block for variant in each if variant.block is not None))
 
 
@@ -115,7 +115,11 @@ def read_table(
 
 
 def _full(notation: str, architecture: Architecture, file: Path) -> str:
-    """Return a block's notation with the parent's values filled in."""
+    """Return a block's notation with the parent's values filled in.
+
+    Raises:
+        ValueError: the notation is invalid; the message names `file`, which contains it.
+    """
     try:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))

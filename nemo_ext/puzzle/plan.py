@@ -42,7 +42,10 @@ class StageWork:
     held_bytes: float = 0.0
 
     def hours(self, gpu: Gpu, ranks: int, nodes: int = 1) -> float:
-        """Estimate the hours on `ranks` GPUs: computation, then communication, each at `REACHED` of its peak."""
+        """Estimate the stage's hours on `ranks` GPUs on `nodes` nodes: time to compute plus time to move data.
+
+        Every rate is assumed to be the fraction `REACHED` of the GPU's peak rate.
+        """
         # NCCL's rings use all network adapters of a node.
         link = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * ranks / nodes)
         seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / link + self.host_bytes / gpu.host
@@ -77,7 +80,15 @@ def stage_work(
     weights = [size * _parameters(architecture, each[0].block) for each in by_block]
 
     def work(stage: str, flops: float, passed: float, written: float, sent: float = 0.0) -> StageWork:
-        """Work of a stage in which each rank runs blocks of `passed` bytes, and ranks exchange `sent` bytes."""
+        """Return the work of a stage for this parent, number of ranks and sharding.
+
+        Args:
+            stage: name of the stage.
+            flops: FLOPs of all ranks together.
+            passed: bytes of the parent's weights that a rank's passes use, counted once per pass.
+            written: bytes of weights written to disk.
+            sent: bytes of variants' gradients and weights that ranks exchange.
+        """
         return StageWork(
             stage=stage,
             flops=flops,
@@ -127,7 +138,7 @@ def _alone(architecture: Architecture, block: Block) -> Architecture:
 
 
 def _forward(architecture: Architecture, block: Block | None, seq_length: int) -> float:
-    """Forward FLOPs per token of a block; 0 for a no-op."""
+    """Return the forward FLOPs per token of a block in sequences of `seq_length` tokens; 0 for a no-op."""
     if block is None:
         return 0.0
     return cost.block_forward_flops_per_token(_alone(architecture, block), 1, seq_length=seq_length)

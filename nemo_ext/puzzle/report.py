@@ -107,12 +107,12 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
-    """Loss in bits per byte of text; None if the number of bytes is unknown, as the config has no tokenizer."""
+    """Return the loss of an evaluated model in bits per byte of text; None if the config has no tokenizer."""
     return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
 
 
 def _with_interval(difference: Mapping[str, Any] | None) -> str:
-    """Format a paired difference with its interval; empty if it was not measured."""
+    """Format a difference between two models' losses, with its confidence interval if known; "" for None."""
     if difference is None:
         return ""
     if difference["interval"] is None:
@@ -122,7 +122,13 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
 
 
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the loss above the parent's against parameters, with intervals, for the child's states and the baselines."""
+    """Add a plot of the losses above the parent's against the number of parameters, with confidence intervals.
+
+    Args:
+        report: the report.
+        states: rows of evaluation.json, which include the child's states.
+        tried: rows of comparison.json and baselines.json, of which the baselines are shown.
+    """
     from matplotlib import colormaps
 
     (axes,) = report.picture("loss against parameters", LOSSES, 8, 4.5)
@@ -138,7 +144,10 @@ def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
-    """Format the speedup over the parent with its range over rounds, marked as noise if the range includes 1."""
+    """Format a model's speedup over the parent, with its range over rounds, marked as noise if the range includes 1.
+
+    Both arguments are rows of evaluation results; the parent's own row gives "1x".
+    """
     if row is parent:
         return "1x"
     rounds = row.get("speedups")
@@ -191,7 +200,10 @@ _PICTURES = {
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the child's blocks in notation, and those before fusion if fusion changed them."""
+    """Describe the child's blocks in pattern notation, and those before fusion if fusion changed them.
+
+    `rows` are the rows of evaluation.json; the last one is the child's final state.
+    """
     last, chosen = rows[-1], next(row for row in rows if row["name"] == "child")
     text = f"{last['blocks']} blocks: `{last['pattern']}`"
     if chosen["pattern"] == last["pattern"]:

@@ -27,7 +27,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
 
 
 def limit(where: str, value: Any, *, at_least: bool = False) -> Limit:
-    """Parse a limit at the key `where`: a number (upper bound, or lower with `at_least`) or `{lower: ..., upper: ...}`.
+    """Parse a limit: a number, which is the upper bound (with `at_least`, the lower), or `{lower: ..., upper: ...}`.
+
+    `where` is the config key of the value, for error messages.
 
     Raises:
         ValueError: it is neither, its bounds cross, or it has an upper bound despite `at_least`.

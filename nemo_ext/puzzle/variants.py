@@ -64,7 +64,7 @@ class Variant:
 
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
-    """List the variants of each of the parent's blocks, the unchanged block first.
+    """List the variants of each of the parent's blocks, the unchanged block first; `choices` defaults to `Choices()`.
 
     A block that is already a linear map can only be kept or removed.
     """
@@ -88,7 +88,7 @@ def _variants_of(number: int, block: Block, choices: Choices) -> list[Variant]:
 
 
 def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
-    """Mapping from variant names to the values that differ from the parent's."""
+    """Return the smaller variants of a block: a mapping from their names to the values in which they differ from it."""
     if block.kind == "*":
         kv, window = block.size("kv"), block.size("window")
         found = {f"kv{n}": {"kv": n} for n in _parts(kv, choices.kv) if kv % n == 0}
@@ -107,6 +107,6 @@ def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
 
 
 def _parts(size: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
-    """Fractions of a size, rounded up to a multiple: distinct, smaller than the size, and in descending order."""
+    """Return fractions of a size, rounded up to a multiple; distinct, below the size, and in descending order."""
     parts = {-(-round(size * share, 6) // multiple) * multiple for share in shares}
     return sorted((int(part) for part in parts if 0 < part < size), reverse=True)

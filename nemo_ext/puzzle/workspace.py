@@ -98,7 +98,7 @@ class Workspace:
         self.exported, self.model = self.folder / "huggingface", self.folder / MODEL
 
     def block_inputs(self, folder: str) -> Path:
-        """Return the subfolder of `folder` that belongs only to this distillation and shard."""
+        """Return this distillation's own subfolder of `folder` for block inputs, named by its settings and shard."""
         made_of = digest([str(self.folder.resolve()), self._now("distill")])[:16]
         return Path(folder) / (made_of if self.shard is None else f"{made_of}_{self.shard.label}")
 
@@ -147,7 +147,16 @@ class Workspace:
         return finished or (own is not None and self._is_done(own))
 
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
-        """Return True if a stage's record has the same settings and inputs, and False if the stage may run again."""
+        """Return True if a record has the current settings and inputs; False if not, but the stage may be run again.
+
+        Args:
+            stage: name of the stage.
+            file: record of the stage or of one of its shards.
+            finished: whether the stage is finished or was only begun, for the error message.
+
+        Raises:
+            ValueError: the settings or inputs differ, and the stage may not be run again.
+        """
         record, now = json.loads(file.read_text()), self._now(stage)
         if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
             return True
@@ -206,7 +215,7 @@ class Workspace:
         return self.record(stage).with_suffix(".begun.json")
 
     def _shards(self, stage: str) -> dict[Shard, Path]:
-        """Mapping from a stage's shards to their records, which are removed when the whole stage is finished."""
+        """Return a stage's shards and their records, which are removed when the whole stage is finished."""
         return {Shard.from_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
 
     def _is_done(self, shard: Path) -> bool:
@@ -250,7 +259,12 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Mapping from each stage to the settings that determine its results."""
+    """Return a mapping from each stage to the settings that determine its results.
+
+    Args:
+        config: composed config.
+        section: its `puzzle` section.
+    """
 
     def part(*names: str) -> dict[str, Any]:
         return {name: section[name] for name in names}

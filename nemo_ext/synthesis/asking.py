@@ -103,7 +103,11 @@ class Asking:
         return asked.with_name(f"answers-{asked.stem.removeprefix('asked-')}")
 
     def _keep_answers(self, folder: Path) -> None:
-        """Copy the answers in the step's other folders into the `Known` file of a folder that is not yet started."""
+        """Before a folder's first request, collect the answers in the step's other folders in its `Known` file.
+
+        Raises:
+            ValueError: another folder's answers were requested with different settings.
+        """
         others = []
         for asked in sorted(self.context.folder.glob("asked-*.jsonl")):
             other = self._folder(asked)
@@ -119,7 +123,7 @@ class Asking:
             notice(f"steps.{self.context.name}: its input rows changed; {number:,} answers are kept for unchanged rows")
 
     def _stored(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
-        """Yield the answers in a folder, each with its request."""
+        """Yield the answers in `folder`, each with its request, which is rebuilt from the rows in the file `asked`."""
         rows = Rows.from_paths((str(asked),), "key")
         leases = Leases(folder / OWN / "leases", self.work.lease)
         output = Output(folder=folder, format="parquet", schema=None, names={}, leases=leases)
@@ -134,7 +138,7 @@ class Asking:
         return f"restore those settings, choose another output, or remove {self.context.folder} to start over"
 
     def _made_of(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, together with the rows."""
+        """Return the settings that, together with the rows, determine the answers."""
         settings = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
         models = {role: self.models[role] for role in self.step.roles()}
         as_json = json.loads(json.dumps(settings, default=asdict))
@@ -207,7 +211,7 @@ class Asking:
         return Request(key=key, sample=sample, body=body | more | {"messages": messages})
 
     def prompt_of(self, row: Row) -> Any:
-        """Return a row's prompt, a string or messages, with the system message.
+        """Return the prompt for a row, with the system message: a list of messages, or a string.
 
         Raises:
             ValueError: a template or expression fails, or the prompt is neither a string nor messages.
@@ -246,7 +250,7 @@ class Asking:
         return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:
-        """Return the episodes of the environment with this name; they are created once.
+        """Return the object that holds conversations in the environment with this name; the first call creates it.
 
         Raises:
             ValueError: the environment does not hold conversations.
@@ -320,7 +324,7 @@ class Asking:
         )
 
     def _with_answer(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
-        """Return the row with its answer; None if it is dropped, which is counted."""
+        """Return the row with the columns made from an answer; None if it is dropped, which is counted by reason."""
         new_row = dict(row)
         if self.step.samples is not None:
             new_row[ID] = f"{row[ID]}/{self.context.name}.{answer['sample']}"
@@ -353,7 +357,10 @@ class Asking:
 
 
 def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that expressions over an answer may use."""
+    """Return the variables that expressions may use for an answer, such as `answer`, `reasoning` and `tool_calls`.
+
+    `answer` has the answer columns of a batch job's output (`nemo_ext.generate`).
+    """
     calls = answer["tool_calls"] or []
     calls = json.loads(calls) if isinstance(calls, str) else calls
     finished = answer["finish_reason"] != "length"
@@ -368,7 +375,10 @@ def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield each row's key with its answers and failures by sample number, in row order."""
+    """Yield each row's key and its answers and failures, sorted by sample number; `problem` is "" in answers.
+
+    Rows are in the order of the input.
+    """
     for range_ in index.ranges:
         rows = Rows.from_paths((range_.part.path,), "key").read(range_)
         keys = [str(row["key"]) for row in rows]

@@ -28,7 +28,16 @@ def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
 
 
 def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
-    """Yield each row, then its canary if it has one, as (row, whether the step applies, whether it is a canary)."""
+    """Yield each row, followed by its canary if it has one.
+
+    Args:
+        context: context of the step, with its rows.
+        canaries: settings of the canaries; None to plant none.
+        when: the step's condition; rows that do not satisfy it have no canary.
+
+    Yields:
+        (row, whether the step applies to it, whether it is a canary).
+    """
     total, planted = len(context.rows), 0.0
     if canaries is not None and total > 1:
         planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
@@ -49,12 +58,18 @@ def with_canaries(context: Context, canaries: Canaries | None, when: str | None)
 
 
 def _origin(row: Row) -> str:
-    """Return the id of the input row from which a row originates."""
+    """Return the id of the input row that a row was made from, by one or several steps."""
     return _MADE.sub("", str(row[ID]))
 
 
 def count_canaries(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
     """Return the numbers of planted and accepted canaries for the report; empty if none were planted.
+
+    Args:
+        canaries: settings of the canaries; None if there are none.
+        planted: number of the judge's verdicts on canaries.
+        fooled: number of these verdicts that accept the fault.
+        context: context of the step.
 
     Raises:
         Fooled: the judge accepted too many of them.

@@ -13,9 +13,9 @@ _SECTIONS = (
 
 
 def literal(key: str, value: str) -> bool | None:
-    """Whether Hydra parses the value of a step's or output's key; other values are templates or expressions.
+    """Return whether Hydra parses the value of a step's or output's key; other values are templates or expressions.
 
-    Return None for other keys.
+    None for keys outside `steps` and `outputs`.
     """
     if not key.startswith(("steps.", "outputs.")):
         return None

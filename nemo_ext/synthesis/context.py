@@ -62,26 +62,44 @@ class Context:
         return {**row, **more, "seed": self.seed, "row": row}
 
     def value(self, key: str, source: str, names: Mapping[str, Any]) -> Any:
-        """Evaluate the expression of a key of the step; `names` are its variables (see `Templates.value`)."""
+        """Evaluate the expression `source` with the variables `names` (see `Templates.value`).
+
+        `key` is the step's key that contains the expression, for error messages.
+        """
         return TEMPLATES.value(source, names, f"steps.{self.name}.{key}", self._place(names))
 
     def text(self, key: str, source: str, names: Mapping[str, Any]) -> str:
-        """Render the template of a key of the step; return it without surrounding whitespace."""
+        """Render the template `source` with the variables `names`; return it without surrounding whitespace.
+
+        `key` is the step's key that contains the template, for error messages.
+        """
         return TEMPLATES.text(source, names, f"steps.{self.name}.{key}", self._place(names)).strip()
 
     def columns(self, key: str, section: Mapping[str, str], names: Mapping[str, Any]) -> Row:
-        """Evaluate a section that maps columns to expressions; later expressions may refer to earlier columns."""
+        """Evaluate a section of the step, and return the new columns.
+
+        Args:
+            key: the section's key, for error messages.
+            section: mapping from new columns to expressions; later ones may refer to earlier columns.
+            names: variables of the expressions.
+        """
         variables, columns = dict(names), Row()
         for name, source in section.items():
             variables[name] = columns[name] = self.value(f"{key}.{name}", source, variables)
         return columns
 
     def applies(self, when: str | None, row: Mapping[str, Any]) -> bool:
-        """Whether the step applies to a row, that is, the condition `when` holds or is None."""
+        """Return whether the step applies to a row: the condition `when`, an expression, holds or is None."""
         return when is None or bool(self.value("when", when, self.names(row)))
 
     def satisfies(self, row: Mapping[str, Any], require: Mapping[str, str], names: Mapping[str, Any]) -> bool:
-        """Whether all conditions in `require` hold; if not, the row is counted as dropped for the first that fails."""
+        """Return whether a row satisfies all conditions; if not, count it as dropped because of the first that fails.
+
+        Args:
+            row: the row.
+            require: mapping from the reason for dropping the row to the condition, an expression.
+            names: variables of the conditions.
+        """
         for reason, source in require.items():
             if not self.value(f"require.{reason}", source, names):
                 self.drop(row, reason)
@@ -89,7 +107,7 @@ class Context:
         return True
 
     def drop(self, row: Mapping[str, Any], reason: str, detail: str = "") -> None:
-        """Count a row as dropped, and keep it as an example if there are few for this reason."""
+        """Count a row as dropped for a reason, and keep its id and the detail as an example if there are few so far."""
         self.counts.dropped[reason] += 1
         examples = self.counts.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:

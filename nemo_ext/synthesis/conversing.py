@@ -65,7 +65,7 @@ class Conversing(Client):
         problems, spoken, full = list[str](), 0, False
 
         def cut_off(response: Answer) -> Answer:
-            """Replace an answer that does not fit into the context length with an empty, truncated one."""
+            """Return an empty, truncated answer in place of the error that the context length is exceeded."""
             nonlocal full
             full = True
             return replace(response, answer="", problem="", finish_reason="length")

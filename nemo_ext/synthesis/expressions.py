@@ -44,7 +44,10 @@ def number(text: str | None) -> float | None:
 
 
 def json_of(text: str | None) -> Any:
-    """Parse JSON from a string's last code block, else from the whole string; None if it is invalid or unstorable."""
+    """Parse JSON from a string's last code block, else from the whole string; None if it is invalid.
+
+    Valid JSON that cannot be stored in a row (lone surrogates, excessive nesting) gives None, too.
+    """
     try:
         value = strict_json(code(text) or text or "")
         orjson.dumps(value)  # no lone surrogates, no excessive nesting
@@ -148,7 +151,10 @@ def chat(
     reasoning: str | None = None,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the messages of a question, or of a conversation that ends in one, followed by its answer."""
+    """Return the messages of a question, or of a conversation that ends in one, followed by its answer.
+
+    `reasoning` is added to the answer's message, and `system` becomes the first message; both may be empty.
+    """
     before = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(each) for each in asked]
     last = {"role": "assistant", "content": answer or ""} | ({"reasoning_content": reasoning} if reasoning else {})
     return [*([{"role": "system", "content": system}] if system else []), *before, last]

@@ -128,7 +128,11 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 
 @contextmanager
 def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
-    """Provide a mapping from role to endpoint; a model folder in `model` is served while the context is open."""
+    """Provide a mapping from each role that the recipe queries to its endpoint.
+
+    Roles without an endpoint get the job's. If the config has a model folder instead, that is served until the context
+    ends.
+    """
     roles = {role: recipe.place(role) for role in recipe.asked()}
     places = {name: role for name, role in roles.items() if role.endpoint is not None}
     if len(places) == len(roles):
@@ -200,7 +204,18 @@ class _Run:
         return RowFile(folder / _ROWS), identity, {"rows": existing["rows"], "repeated": existing["repeated"]}
 
     def _step(self, name: str, step: Step, rows: RowFile, before: str, label: str) -> tuple[RowFile, str, Counts]:
-        """Run a step unless it is finished; return its output rows, their digest and its counts."""
+        """Run a step unless it is finished.
+
+        Args:
+            name: name of the step.
+            step: the step.
+            rows: its input rows.
+            before: digest of the input rows.
+            label: description of the step for the log.
+
+        Returns:
+            The output rows, their digest, and the step's counts.
+        """
         folder = self.folder / _STEPS / name
         canaries = {"canaries": self.work.canaries} if getattr(step, "canaries", None) is not None else {}
         models = {role: self._models[role] for role in step.roles()}
@@ -241,14 +256,19 @@ class _Run:
         return file, done[1], done[0]
 
     def _done(self, record: Path, identity: str) -> tuple[Counts, str] | None:
-        """Return a finished step's counts and the digest of its rows; None if the step must be run."""
+        """Return a finished step's counts and the digest of its rows; None if the step must be run.
+
+        Args:
+            record: file that records the finished step.
+            identity: digest of everything that the rows depend on; the step must be run if the record has another one.
+        """
         existing = noted(record)
         if existing is None or existing["identity"] != identity:
             return None
         return Counts.from_record(existing["counts"]), str(existing["rows"])
 
     def _judge(self, step: Verify) -> dict[str, Any] | None:
-        """Return the settings of a step's judge; None if it has none."""
+        """Return the settings of a step's judge (`nemo_ext.rl.judge.JudgeSettings`); None if it has none."""
         if step.judge is None:
             return None
         place = self.places[step.judge]

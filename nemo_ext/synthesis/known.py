@@ -57,6 +57,9 @@ class Known:
 
 
 def _name(request: Request) -> str:
-    """Return the digest of everything that a request's answer depends on; the seed covers its key and sample number."""
+    """Return the digest of everything that a request's answer depends on.
+
+    Key and sample number are not included, because the seed in the request's body is derived from them.
+    """
     content: list[Any] = [request.path, dict(request.body)]
     return digest([*content, request.row] if isinstance(request, Play) else content)

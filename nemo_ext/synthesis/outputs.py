@@ -26,7 +26,16 @@ READERS: Mapping[OutputKind, str] = {
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:
-    """Write an output file and return the number of words in it; invalid records are counted as dropped.
+    """Write an output file; records that are invalid for the output's kind are counted as dropped.
+
+    Args:
+        name: name of the output.
+        settings: settings of the output.
+        context: rows to make the records from, and counts.
+        path: path of the file.
+
+    Returns:
+        Number of words in the file.
 
     Raises:
         ValueError: an expression fails, or all records are invalid.

@@ -120,7 +120,14 @@ def _draw(step: Draw, context: Context) -> Iterator[Row]:
 
 
 def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]:
-    """Draw `count` distinct indices out of `total` rows, none equal to `number`; fewer if there are not enough rows."""
+    """Draw `count` distinct indices of rows at random, or all if there are fewer, without the row's own index.
+
+    Args:
+        number: index of the row.
+        total: number of rows.
+        count: number of indices to draw.
+        names: values that seed the draw.
+    """
     if total > 1:
         drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
         yield from (int(other) + (int(other) >= number) for other in drawn)

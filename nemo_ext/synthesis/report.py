@@ -90,7 +90,14 @@ def write(
 
 
 def _models(card: Report, models: Mapping[str, Mapping[str, Any]], recipe: Recipe, steps: Mapping[str, Counts]) -> None:
-    """Add to the card a table of the models with their numbers of answers and tokens."""
+    """Add a table of the models to the card: role, model, checkpoint, and numbers of answers and tokens.
+
+    Args:
+        card: the dataset card.
+        models: mapping from role to `model` and `checkpoint`.
+        recipe: the recipe.
+        steps: mapping from step to its counts.
+    """
     rows = []
     for role, model in models.items():
         own = [counts.numbers for name, counts in steps.items() if next(recipe.steps[name].roles(), "") == role]

@@ -48,7 +48,7 @@ class RowFile:
 
 @contextmanager
 def written(path: Path) -> Iterator[Any]:
-    """Provide a function that writes a row to a file; the file appears under its name once complete."""
+    """Provide a function that writes a row to a file; the file appears at `path` once it is complete."""
     with complete_file(path) as file:
         yield lambda row: file.write(json_line(row))
 
@@ -60,7 +60,7 @@ def read(text: bytes | str) -> Row:
 
 
 def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Return the names and paths of the input files.
+    """Return the input files that match the paths or globs, as pairs of name and path.
 
     Raises:
         ValueError: no file matches.
@@ -72,6 +72,10 @@ def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
     """Write the distinct input rows to a file; return their number and the number of repeated rows.
 
     If the rows have no `id`, each gets a hash as its id.
+
+    Args:
+        paths: input files, or globs.
+        path: file to write to.
 
     Raises:
         ValueError: a file cannot be read, or two different rows have the same id.
@@ -88,7 +92,10 @@ def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
 
 
 def source_of(name: str, step: str) -> str:
-    """Return the id of the row from which `step` made the row with id `name`; `name` if it did not make it."""
+    """Return the id of the row that a step made another row from; if the step did not make that row, the row's own id.
+
+    `name` is the id of the row, and `step` the name of the step.
+    """
     before, made, _ = name.rpartition(f"/{step}.")
     return before if made else name
 

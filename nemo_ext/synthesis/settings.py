@@ -14,7 +14,7 @@ from nemo_ext.synthesis.expressions import TEMPLATES
 
 
 def _spelled(value: object) -> object:
-    """Convert a YAML number or boolean to an expression."""
+    """Return a number or boolean from YAML as the expression that evaluates to it; other values unchanged."""
     return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
@@ -90,11 +90,11 @@ class Step:
     when: Expression | None = None
 
     def roles(self) -> Iterator[str]:
-        """Return the roles (models) that the step queries."""
+        """Yield the roles (models) that the step queries."""
         return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
-        """Return the names of the columns that the step sets; may include ""."""
+        """Return the names of the columns that the step sets, including columns of canaries; "" may be among them."""
         planted = getattr(self, "canaries", None)
         named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
         return {name for section in named for name in section} | {getattr(self, "column", "")}
@@ -484,7 +484,7 @@ class Recipe:
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Return a role's endpoint: its own, or that of the role in `like`."""
+        """Return a role with its endpoint or, if it has none, that of the role in `like`; None if neither has one."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own
@@ -517,7 +517,10 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
 
 
 def _entries(section: Any, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, string) for each of the keys that is set; keys may have dots, and mappings yield a pair per entry."""
+    """Yield (key, string) for each of a section's keys that is set; a mapping yields one pair per entry.
+
+    Keys with dots refer to nested sections, and keys of a mapping's entries are appended after a dot.
+    """
     for key in keys:
         value = section
         for part in key.split("."):

@@ -51,7 +51,7 @@ class _Block:
         return bool(self._fence or self._end or self._depth)
 
     def takes(self, line: str) -> bool:
-        """Advance by a line; return whether it belongs to a block (the block's first and last lines do)."""
+        """Advance by a line, and return whether the line belongs to a block, including its first and last line."""
         text = line.strip()
         mark = _FENCE.match(text)
         if self._fence:
@@ -76,7 +76,7 @@ class _Block:
 
 
 def _masked(text: str) -> tuple[str, list[str]]:
-    """Return the string with marks, and the fragments that they replace."""
+    """Return the string with numbered marks in place of untranslatable fragments, and the list of these fragments."""
     aside: list[str] = []
 
     def put(piece: re.Match[str]) -> str:

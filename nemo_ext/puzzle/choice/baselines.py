@@ -30,6 +30,9 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
         cost: function that returns the cost of a sequence of blocks; it must not decrease with the fraction.
         limit: upper limit on the cost.
 
+    Returns:
+        One variant per block.
+
     Raises:
         CannotReach: even the narrowest widths cost more than the limit.
     """
@@ -78,6 +81,9 @@ def greedy(
         cost: function that returns the cost of a sequence of blocks, None for a dropped one.
         limit: upper limit on the cost.
 
+    Returns:
+        One variant per block: the no-op if the block is dropped, otherwise the unchanged block.
+
     Raises:
         CannotReach: the limit is not met even without all removable blocks, or no block would remain.
     """
@@ -105,6 +111,15 @@ def at_random(
 
     Random blocks get a random cheaper variant until the limit is met. Then, in random order, each block gets the
     costliest variant that still fits.
+
+    Args:
+        by_block: variants of each block, from `variants`.
+        cost: function that returns the cost of a sequence of blocks, None for a no-op.
+        limit: upper limit on the cost.
+        seed: seed of all random decisions.
+
+    Returns:
+        One variant per block.
 
     Raises:
         CannotReach: the limit is not met even by the cheapest variants, or no block would remain.

@@ -62,8 +62,14 @@ class Costs:
 def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving: Serving) -> Problem:
     """Build the search problem: one candidate per variant, scored by the metric's increase over the parent.
 
+    Args:
+        scores: score of every variant, including the unchanged blocks.
+        costs: costs of every variant.
+        chosen: settings of the search: metric and limits.
+        serving: serving scenario, from which a limit on the throughput is converted to seconds.
+
     Raises:
-        ValueError: a throughput cannot be reached even without blocks, or the bounds on a resource cross.
+        ValueError: a throughput cannot be reached even without blocks, or a lower bound is above the upper one.
     """
     blocks: dict[int, list[Candidate]] = {}
     unchanged = {score.block: getattr(score, chosen.metric) for score in scores if score.variant == KEEP}
@@ -107,6 +113,14 @@ def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Lim
 def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """Run the search, and write problem.json and choices.json to a folder.
 
+    choices.json holds the solutions, in ascending order of score, and what the baselines need: a resource, its limit,
+    and the solution of a search that is limited by it alone.
+
+    Args:
+        problem: search problem.
+        chosen: settings of the search.
+        folder: folder to write to.
+
     Raises:
         Infeasible: no choice satisfies the limits.
     """
@@ -147,9 +161,10 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
 
 
 def _reference(problem: Problem) -> tuple[str, float]:
-    """Return the resource on which baselines are compared (a size, as every block adds to it) and its upper limit.
+    """Return the resource on which baselines must match the child, and its upper limit.
 
-    The limit is inf if no size is limited.
+    It is the first size (a resource to which every block adds) that has an upper limit. If there is none, it is
+    `parameters`, with inf as the limit.
     """
     for name in SIZES:
         if name in problem.limits and problem.limits[name].upper < math.inf:
@@ -158,10 +173,18 @@ def _reference(problem: Problem) -> tuple[str, float]:
 
 
 def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) -> bool:
-    """Search along `chosen.sweep`, and write pareto.csv and pareto.png to the folder used by `choose`.
+    """Compute the Pareto front that `chosen.sweep` describes, and write pareto.csv and pareto.png.
+
+    No picture is drawn if all points of the front are infeasible.
+
+    Args:
+        problem: search problem; its limit on the swept resource is ignored.
+        chosen: settings of the search.
+        folder: folder with choices.json from `choose`, where both files are written.
+        title: title of the picture.
 
     Returns:
-        True if a front was computed.
+        True if the front was written; False if `chosen.sweep` names no resource or the time limit was reached.
     """
     resource = chosen.sweep.resource
     if resource is None:

@@ -56,11 +56,11 @@ class Program:
     upper: Floats
 
     def totals(self, choice: Sequence[int]) -> Floats:
-        """Sum each row over a choice's variants, [rows]."""
+        """Return the total of each row over the chosen variants, [rows]; `choice` has one variant index per block."""
         return np.sum([row[index] for row, index in zip(self.rows, choice, strict=True)], axis=0)
 
     def keeps(self, totals: Floats) -> NDArray[np.bool_]:
-        """Return, as an array [...], whether sums [..., rows] are within all bounds up to the tolerance."""
+        """Return, as an array [...], whether totals [..., rows] are within all bounds up to the tolerance."""
         slack = TOLERANCE * self.sizes
         return ((totals <= self.upper + slack) & (totals >= self.lower - slack)).all(axis=-1)
 
@@ -71,7 +71,7 @@ class Program:
 
     @cached_property
     def sizes(self) -> Floats:
-        """Scale of each row's tolerance: its bound, or its largest entry if the bound is far smaller."""
+        """Scale of each row's tolerance, [rows]: its bound, or its largest entry if the bound is far smaller."""
         entries = np.max([np.abs(row).max(axis=0) for row in self.rows], axis=0)
         bounds = [np.where(np.isfinite(bound), np.abs(bound), 0.0) for bound in (self.lower, self.upper)]
         larger = np.maximum(*bounds)
@@ -108,7 +108,9 @@ class Answer:
 
 
 def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
-    """Find a choice whose total is within the relative `gap` of the best; at the time limit, a worse one or None.
+    """Find a choice whose total is within the relative `gap` of the lowest one that satisfies the rows.
+
+    After `time_limit` seconds, the best choice found so far is returned, or None if there is none.
 
     Raises:
         RuntimeError: HiGHS failed for numerical reasons.
@@ -160,7 +162,15 @@ class _Reduced:
         self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # group of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
-        """Solve the program with HiGHS, and return the best choice found and the bound."""
+        """Solve the program with HiGHS, and return the best choice found and the bound.
+
+        Args:
+            gap: relative optimality gap at which HiGHS stops.
+            deadline: time at which it stops anyway, by `time.monotonic`.
+
+        Raises:
+            RuntimeError: HiGHS failed for numerical reasons.
+        """
         one_each = csr_array((np.ones(len(self.group)), (self.group, np.arange(len(self.group)))))
         constraints = [LinearConstraint(one_each, self.count, self.count)]
         if len(self.upper):
@@ -193,7 +203,10 @@ class _Reduced:
 
 
 def undominated(program: Program, block: int) -> Integers:
-    """Return the indices of a block's undominated variants in ascending order, only the first of equal ones."""
+    """Return the indices of a block's variants that no other variant can replace without loss, in ascending order.
+
+    Of equal variants, only the first one is included. `block` is the block's 0-based index.
+    """
     rows = program.rows[block]
     keys = np.column_stack(
         [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]

@@ -119,7 +119,7 @@ class Problem:
         }
 
     def names(self, choice: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the chosen candidates."""
+        """Return the names of a choice's candidates; the choice is given as one 0-based index per block."""
         return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
 
     def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
@@ -149,9 +149,15 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 
 
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
-    """Return the maximum seconds for a batch of `batch` sequences of `tokens` tokens at a minimum throughput.
+    """Return the maximum number of seconds that a batch may take at a minimum throughput.
 
-    It follows from batch * tokens / seconds >= tokens_per_second.
+    Args:
+        tokens_per_second: minimum throughput of the whole batch.
+        batch: number of sequences in the batch.
+        tokens: number of tokens per sequence.
+
+    Raises:
+        ValueError: an argument is not positive.
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(
@@ -188,7 +194,7 @@ def write_problem(problem: Problem, path: Path) -> Path:
 
 
 def read_problem(path: Path) -> Problem:
-    """Read a problem file of the following form.
+    """Read a search problem from a JSON file of the following form.
 
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 

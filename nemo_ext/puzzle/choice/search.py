@@ -1,8 +1,9 @@
 """Search for one variant per block with the lowest total score within limits, or explain why the limits conflict.
 
-problem = Problem(blocks=library, limits={"memory_bytes": Limit(upper=72e9)}, outside={"memory_bytes": 2e9})
-solution = solve(problem)
-problem.names(solution.choice)
+Example:
+    problem = Problem(blocks=library, limits={"memory_bytes": Limit(upper=72e9)}, outside={"memory_bytes": 2e9})
+    solution = solve(problem)
+    problem.names(solution.choice)
 """
 
 import math
@@ -118,7 +119,13 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
 
 
 def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -> Solution | None:
-    """Solve the problem's program, or one with additional rows; return None if it is infeasible.
+    """Solve an integer program, and return its solution as one of the problem; None if the program is infeasible.
+
+    Args:
+        problem: blocks, candidates and limits.
+        program: the problem's program (`to_program`), possibly with further rows that exclude some choices.
+        gap: relative optimality gap of the score.
+        time_limit: time limit in seconds.
 
     Raises:
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
@@ -149,7 +156,7 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
 
 
 def relative_gap(score: float, bound: float) -> float:
-    """Distance of a score from its bound, relative to the score; inf if only the score is 0."""
+    """Return the distance of a score from its lower bound, relative to the score; inf if only the score is 0."""
     if score == bound:
         return 0.0
     return (score - bound) / abs(score) if score else math.inf
@@ -208,10 +215,10 @@ def to_program(
 
 
 def explain(problem: Problem, *, time_limit: float) -> Infeasible:
-    """Explain why a problem has no feasible choice.
+    """Return the exception that explains why a problem has no feasible choice, with an irreducible set of limits.
 
-    An irreducible set is found by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided
-    at the time limit are kept.
+    The set is found by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided after
+    `time_limit` seconds are kept.
     """
     deadline = time.monotonic() + time_limit
 

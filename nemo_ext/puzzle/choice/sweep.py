@@ -65,7 +65,11 @@ def sweep(
 
 
 def _monotone(points: list[Point]) -> list[Point]:
-    """Replace choices by a tighter limit's where that is better, as a solve may return a worse one within the gap."""
+    """Make scores non-increasing: give a point the solution of the previous, tighter limit if that has a lower score.
+
+    This happens because a solution may be worse than the best one by up to the gap. `points` are in ascending order of
+    their limits.
+    """
     better: list[Point] = []
     for point in points:
         tighter = better[-1].solution if better else None
@@ -144,7 +148,10 @@ def plot(
 
 
 def _axis(resource: str, most: float) -> tuple[float, str]:
-    """Return the axis's scale and label, with a unit derived from the resource's name."""
+    """Return the unit in which to plot a resource, as a number to divide by, and the axis label.
+
+    The unit depends on the resource's name (bytes, seconds or a count) and on `most`, the largest value to plot.
+    """
     words, _, last = resource.rpartition("_")
     units: tuple[tuple[float, str], ...] = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1.0, "number"))
     if last == "bytes":

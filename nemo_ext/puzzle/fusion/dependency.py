@@ -163,15 +163,16 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - cosine over the last dimension, as half the squared distance between unit vectors to avoid cancellation.
+    """Return 1 - cosine of two tensors' vectors along the last dimension, which the result lacks.
 
-    The distance between two zero vectors is 0, and between a zero and a nonzero vector 0.5.
+    It is computed as half the squared distance between unit vectors, to avoid cancellation. The distance between two
+    zero vectors is 0, and between a zero and a nonzero vector 0.5.
     """
     return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
 
 
 def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
-    """A block's contribution to the residual stream, in fp32."""
+    """Return a block's output minus its input, in fp32; `record` is the pair (input, output)."""
     hidden, output = record
     return output.float() - hidden.float()
 
@@ -231,14 +232,17 @@ def draw_dependency(
 
 
 def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
-    """Draw a square on the diagonal."""
+    """Outline `length` consecutive blocks, from the 0-based block `place`, as a square on the matrix's diagonal.
+
+    `looks` are matplotlib's patch properties, such as the colour.
+    """
     from matplotlib.patches import Rectangle
 
     axis.add_patch(Rectangle((place - 0.5, place - 0.5), length, length, clip_on=False, **looks))
 
 
 def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
-    """Draw the legend in the empty half of the matrix."""
+    """Draw a legend of the kinds of blocks and, if `fused`, of fused blocks' outlines, in the matrix's empty half."""
     from matplotlib.patches import Patch
 
     kinds = dict.fromkeys(block.kind for block in pattern.blocks)
@@ -249,7 +253,7 @@ def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
 
 
 def _label(axis: "Axes", pattern: Pattern) -> None:
-    """Label blocks with number and symbol; if not all labels fit, only every second, fifth, tenth and so on."""
+    """Label both axes with the blocks' numbers and symbols; if not all fit, only every second, fifth, tenth etc."""
     count = len(pattern.blocks)
     step = next((step for step in (1, 2, 5, 10, 20, 50) if count / step <= _LABELS), 100)
     places = range(step - 1, count, step)

@@ -139,7 +139,13 @@ def plan(
 
 
 def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, largest: float | None) -> list[Group]:
-    """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first."""
+    """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first.
+
+    `blocks` is the number of blocks in the model.
+
+    Raises:
+        ValueError: the matrix has another number of blocks, or lacks pairs of a group.
+    """
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
             f"the dependency matrix has {len(dependency)} rows, but the model has {blocks} blocks: measure it again"
@@ -160,7 +166,7 @@ def width_of_bytes(description: Description, size: float, precision: str) -> int
 
 
 def _alone(description: Description, width: int) -> Architecture:
-    """Return a model of one fused block, with biases if fusing any FFN block creates them."""
+    """Return a model of one FFN block of this width, with biases if fusing any of the model's FFN blocks adds them."""
     bias = _creates_bias(description, range(len(description.blocks)))
     return description.architecture.with_pattern(Pattern((Block.from_values("-", ffn=width, bias=bias),)))
 
@@ -168,9 +174,15 @@ def _alone(description: Description, width: int) -> Architecture:
 def _cut(
     description: Description, numbers: Sequence[int], *, max_width: int | None, max_blocks: int | None
 ) -> list[Group]:
-    """Divide a run into groups that result in the fewest blocks within the limits, with lengths as equal as possible.
+    """Divide a run of FFN blocks into groups, so that the fewest blocks remain, with lengths as equal as possible.
 
-    A block that does not fit in any group is not fused.
+    Blocks that fit in no group are left out.
+
+    Args:
+        description: the model.
+        numbers: 0-based numbers of the run's blocks, in order.
+        max_width: maximum width of a fused block; None for no limit.
+        max_blocks: maximum number of blocks in a group; None for no limit.
     """
     widths = [description.blocks[number].size("ffn") for number in numbers]
     # For the first n blocks: number of resulting blocks, sum of squared lengths, lengths.
@@ -291,7 +303,14 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
 
 
 def _fused_work(reader: TorchDistReader, description: Description, group: Group, pieces: Sequence[Piece]) -> Work:
-    """Return one work item for all tensors of a fused block, so that each source block is read once."""
+    """Return one work item that computes all tensors of a fused block, so that each source block is read only once.
+
+    Args:
+        reader: reader of the checkpoint before fusion.
+        description: the model before fusion.
+        group: the blocks to fuse.
+        pieces: places of the fused block's tensors in the new checkpoint.
+    """
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype
     names = [piece.key.split(".mlp.", 1)[1] for piece in pieces]
@@ -347,7 +366,10 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
 
 
 def _folded(part: Mapping[str, Tensor], description: Description) -> tuple[Tensor, Tensor | None]:
-    """Return a block's first linear with its norm folded in: weight in its original dtype, bias (or None) in fp64."""
+    """Return a block's first linear with its norm folded in: weight in its original dtype, bias (or None) in fp64.
+
+    `part` holds the block's tensors, named as in `fuse_weights`.
+    """
     original = part["linear_fc1.weight"]
     weight = original.double()
     bias = part["linear_fc1.bias"].double() if "linear_fc1.bias" in part else None

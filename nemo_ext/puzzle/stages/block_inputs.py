@@ -44,7 +44,7 @@ class BlockInputs:
         return int(data_parallel.summed(torch.tensor(int(complete)))) == data_parallel.count()
 
     def read(self, number: int, steps: Iterable[int]) -> Iterator[Tensor]:
-        """Iterate over this rank's inputs of a block in host memory, reading one step ahead."""
+        """Yield this rank's inputs of a block for each of the steps, in host memory; the next one is read meanwhile."""
 
         def read(step: int) -> Tensor:
             hidden = load_file(self._file(number, step))["hidden"]
@@ -53,7 +53,7 @@ class BlockInputs:
         return read_ahead(read, [*steps])
 
     def write(self, number: int, step: int, hidden: Tensor) -> None:
-        """Write this rank's input of a block in the background, once the previous write has finished."""
+        """Write this rank's input of a block at one step in the background, once the previous write has finished."""
 
         def write() -> None:
             file = self._file(number, step)

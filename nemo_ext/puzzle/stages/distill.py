@@ -127,7 +127,7 @@ class _InTraining:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay(training.steps))
 
     def step(self, error: Tensor) -> None:
-        """Take an optimizer step on this rank's error. Collective."""
+        """Take an optimizer step with the gradients of this rank's error, averaged over ranks. Collective."""
         gradients = [*torch.autograd.grad(error, self.weights, allow_unused=True, materialize_grads=True)]
         for master in reversed(self.masters):
             master.grad = data_parallel.mean_part(gradients.pop())
@@ -152,7 +152,11 @@ class _InTraining:
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's `state`, or the states of all ranks if their number has changed. Collective."""
+        """Restore a checkpoint. Collective.
+
+        Args:
+            states: this rank's saved `state` only or, if the number of ranks has changed, those of all ranks in order.
+        """
 
         def own(parts: Sequence[Tensor], at: int) -> Tensor:
             if len(parts) == 1 or not parts[0].dim():
@@ -183,10 +187,10 @@ def train_group(
     """Train a group of variants in the same forward passes, and write them to `trained`.
 
     Args:
+        parent, library, trained, batches, training, advance, inputs: as in `distill`.
         group: variants to train, in model order.
         file: checkpoint of the group.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
-        others: as in `distill`.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
     errors: list[list[float]] = [[] for _ in group]
@@ -272,7 +276,7 @@ def _checkpoint(trained: Library, shard: Shard | None) -> Path:
 
 
 def _parts(file: Path) -> Path:
-    """Folder with the ranks' shards of a checkpoint."""
+    """Return the folder with the ranks' parts of the checkpoint whose main file is `file`."""
     return file.with_suffix(".parts")
 
 
@@ -281,7 +285,12 @@ def _part(file: Path, step: int, number: int, ranks: int) -> Path:
 
 
 def _index(file: Path, state: Mapping[str, Any]) -> None:
-    """Write the index that completes a checkpoint of the ranks' shards, and remove older shards."""
+    """Write a checkpoint's main file, which makes it valid, and remove the ranks' files of earlier steps.
+
+    Args:
+        file: path of the main file; the ranks' files are in `_parts(file)`.
+        state: its content, including the `step`.
+    """
     _write(file, state)
     for part in _parts(file).iterdir():
         if not part.name.startswith(f"step_{state['step']:06d}_"):
@@ -309,7 +318,13 @@ def _prefix(variant: Variant) -> str:
 
 
 def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Path, list[tuple[int, str]]]:
-    """Map the checkpoint of each interrupted group to its variants, some of which may already be written."""
+    """Return a mapping from the checkpoints of interrupted groups to the groups' variants (0-based block number, name).
+
+    Some of these variants may already be in the library. With a shard, only its own checkpoint is considered.
+
+    Raises:
+        ValueError: a checkpoint is from an older version or was written with other settings.
+    """
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}
     for file in every:

@@ -46,7 +46,7 @@ def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = 
 
 
 def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Measure the seconds of two models' forward passes over tokens `[batch, seq]`, one value per model and round.
+    """Measure the forward passes of two models over tokens `[batch, seq]`; return each model's seconds by round.
 
     The models alternate, so that a slowdown of the machine affects both; the first pass of each is not counted.
     """

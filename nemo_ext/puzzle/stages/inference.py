@@ -11,10 +11,10 @@ from nemo_ext.blockwise.parent import Parent
 
 
 class Inference:
-    """A reduced model in Megatron's static inference; created by `open_inference`.
+    """Static inference with a model whose stack is reduced to one layer or the final norm (see `open_inference`).
 
     Args:
-        decoder: stack of the layers to run.
+        decoder: the reduced stack.
         rotary: the model's rotary embedding for `length` tokens; None if it has none.
         batch: batch size.
         length: cache capacity in tokens per sequence.
@@ -27,7 +27,10 @@ class Inference:
         self.context = StaticInferenceContext(batch, length)
 
     def __call__(self, hidden: Tensor, *, start: int) -> Tensor:
-        """Run hidden states `[seq, batch, hidden]` from 0-based position `start`; earlier tokens are in the cache."""
+        """Run hidden states `[seq, batch, hidden]` through the stack, and return its output, of the same shape.
+
+        `start` is their 0-based position in the sequences; the cache holds the tokens before it.
+        """
         self.at(start)
         return self.decoder(hidden, None, inference_context=self.context, rotary_pos_emb=self.rotary)
 
@@ -49,7 +52,14 @@ class Inference:
 
 @contextmanager
 def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int, length: int) -> Iterator[Inference]:
-    """Reduce the parent's stack to one layer without the final norm, or to the final norm if `layer` is None."""
+    """Put the parent into static inference with only one layer and no final norm, until the context ends.
+
+    Args:
+        parent: the model.
+        layer: the layer to run; None to run only the final norm.
+        batch: batch size.
+        length: cache capacity in tokens per sequence.
+    """
     from megatron.core.inference.utils import InferenceMode
 
     decoder = parent.model.decoder

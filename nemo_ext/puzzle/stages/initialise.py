@@ -76,7 +76,11 @@ def initial_weights(
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """Mean-pool the keys and values of neighbouring groups (GQA, arXiv:2305.13245)."""
+    """Return the attention tensors that change with fewer KV heads: neighbouring heads are averaged (arXiv:2305.13245).
+
+    Raises:
+        ValueError: the variant's number of KV heads does not divide the parent's.
+    """
     import torch
 
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
@@ -117,7 +121,14 @@ def _narrower_mlp(
 
 
 def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
-    """Keep the same number of heads in every group, as the heads of a group share its B and C."""
+    """Return a Mamba-2 block's tensors that change with fewer heads; the most important heads of every group are kept.
+
+    All groups keep the same number of heads, as the heads of a group share its B and C. `importance`, `[heads]`, is the
+    heads' importance; if None, the norm of their output weights is used.
+
+    Raises:
+        ValueError: the variant's number of heads is not a multiple of the groups.
+    """
     import torch
 
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
@@ -199,7 +210,14 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
 
 
 def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
-    """The block's norm under its name before a linear map; an identity if the parent's norm is on its output."""
+    """Return the norm's tensors for a linear block; an identity norm if the parent's norm is on the block's output.
+
+    Args:
+        tensors: tensors of the parent's block.
+        prefix: prefix of the norm's tensors in `tensors`.
+        norm: prefix that replaces it in the result.
+        architecture: the parent's architecture.
+    """
     import torch
 
     if architecture.norm_affine and architecture.norm_placement == "output":

@@ -90,7 +90,10 @@ def block_key(block: Block | None) -> str:
 
 
 def distinct_blocks(by_block: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
-    """Map each distinct block's `block_key` to its first variant, without no-ops; depth does not affect time."""
+    """Return a mapping from the `block_key` of each distinct block to its first variant, without no-ops.
+
+    Equal blocks at different depths count once, as depth does not affect time.
+    """
     distinct: dict[str, Variant] = {}
     for variant in (variant for each in by_block for variant in each):
         if variant.block is not None:
@@ -143,10 +146,14 @@ def measure_blocks(
 
 
 def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) -> dict[str, float]:
-    """Replace the roofline's seconds in costs (from `cost.block_costs` or `cost.outside_costs`) by measured ones.
+    """Return costs with the roofline's seconds replaced by measured ones.
 
-    Bytes are still those of the cost model, as a serving engine's cache ends at the window but Megatron's static one
-    does not.
+    Bytes stay those of the cost model: in a serving engine, a windowed block's cache ends at the window, but Megatron
+    allocates it for the whole context.
+
+    Args:
+        analytic: costs from `cost.block_costs` or `cost.outside_costs`.
+        measured: measured seconds of the same block, or of the part outside the blocks.
     """
     seconds = {"prefill_seconds": measured.prefill_seconds, "decode_seconds": measured.decode_seconds}
     return {**analytic, **seconds}
@@ -250,7 +257,12 @@ def _measure(
 
 
 def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float, float]:
-    """Measure the median and interquartile range of seconds per call; the timer synchronises the device."""
+    """Call a function repeatedly, and return the median and interquartile range of seconds per call.
+
+    Args:
+        run: function to call; the timer synchronises the device.
+        min_seconds: minimum total duration of the calls.
+    """
     from torch.utils.benchmark import Measurement, Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())

@@ -41,7 +41,7 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
 
 
 def _shortened(architecture: Architecture, block: Block) -> Block:
-    """Return the block without the values that the model implies."""
+    """Return the block without the values that it would get from the model's architecture anyway."""
     values = dict(block.values)
     for name, _ in block.values:
         # If the model sets windows by layer number, a block that changes its number keeps its window.

@@ -69,7 +69,7 @@ class Shard:
         return cls(int(number), int(count))
 
     def select(self, by_block: Sequence[Sequence[Variant]]) -> list[list[Variant]]:
-        """Return this shard's variants of every block, in order; some blocks may have none.
+        """Return this shard's variants of every block, in order, given all variants; some blocks may have none.
 
         Every variant is in exactly one shard. Variants of the same sizes take about the same time, so each kind is
         divided evenly: shards differ by at most one variant, per kind and in total.

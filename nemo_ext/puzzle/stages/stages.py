@@ -110,7 +110,12 @@ class Stages:
         return open_parent(config, checkpoint, self.chosen.fsdp)
 
     def tokens(self, split: Any, size: Batches) -> list[torch.Tensor]:
-        """Return this rank's batches of the training or validation data (`split` is `train` or `valid`)."""
+        """Return this rank's batches of training or validation data, as tokens `[batch, seq]`.
+
+        Args:
+            split: `train` or `valid`.
+            size: number of sequences on all ranks, and sequences per batch.
+        """
         return self._token_batches(split, size.sequences).batches(size.batch)
 
     def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
@@ -395,7 +400,11 @@ class Stages:
         data_parallel.written(write)
 
     def fuse(self) -> bool:
-        """Measure the dependencies between the child's blocks, and fuse runs of FFN blocks."""
+        """Measure the dependencies between the child's blocks, and fuse runs of FFN blocks.
+
+        Returns:
+            True if a fused checkpoint was written; False if fusion is disabled or no blocks can be fused.
+        """
         chosen = self.chosen.fuse
         description = description_of(self.workspace.weights)
         if not chosen.enabled:
@@ -491,7 +500,13 @@ def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[st
 def _compared(
     row: dict[str, Any], parent: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Add to a row the paired differences of its per-sequence losses from the parent's and the chosen child's."""
+    """Return an evaluation's row with the paired differences of its sequences' losses from those of other models.
+
+    Args:
+        row: results of the evaluated model, with `losses` per sequence.
+        parent: the parent's results; the difference is added as `from_parent`.
+        chosen: the chosen child's results, likewise for `from_child`; None to leave it out.
+    """
     sides = {"from_parent": parent, "from_child": chosen}
     return row | {
         name: asdict(difference(side["losses"], row["losses"], seed=1234)) for name, side in sides.items() if side
@@ -499,7 +514,10 @@ def _compared(
 
 
 def _as_json(description: Description) -> dict[str, Any]:
-    """Return a child's notation, and Puzzle's block_configs if they can express it, otherwise the reason."""
+    """Return a child's blocks as JSON: in pattern notation and as Puzzle's block_configs.
+
+    If block_configs cannot express them, it is null and `block_configs_missing` gives the reason.
+    """
     pattern = description.architecture.pattern
     sizes = to_config(description)["megatron"]
     result: dict[str, Any] = {"pattern": format_pattern(pattern), "block_configs": None}
