@@ -119,7 +119,10 @@ class Parent:
                 hook.remove()
 
     def hidden(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute the hidden states `[seq, batch, hidden]` before the output layer from tokens `[batch, seq]`."""
+        """Compute the hidden states `[seq, batch, hidden]` before the output layer from tokens `[batch, seq]`.
+
+        `replaced` maps 0-based block numbers to layers to run instead; None skips the block.
+        """
         with self._layers(0, replaced or {}):
             return self._run(tokens)
 
@@ -132,7 +135,10 @@ class Parent:
             self._run(tokens if hidden is None else None, hidden)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute the hidden states before the output layer from block `first`'s input; both `[seq, batch, hidden]`."""
+        """Compute the hidden states before the output layer from the input of block `first`.
+
+        Both are `[seq, batch, hidden]`; see `Parent.hidden` for `replaced`.
+        """
         with self._layers(first, replaced or {}):
             return self._run(None, hidden)
 
@@ -143,7 +149,7 @@ class Parent:
         return model.output_layer(hidden, weight=tied)[0].transpose(0, 1)
 
     def logits(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute logits `[batch, seq, vocabulary]` from tokens `[batch, seq]`, with blocks `replaced`."""
+        """Compute logits `[batch, seq, vocabulary]` from tokens `[batch, seq]`; see `Parent.hidden` for `replaced`."""
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
@@ -163,7 +169,10 @@ class Parent:
                 decoder.post_layer_norm = saved
 
     def _run(self, tokens: Tensor | None, hidden: Tensor | None = None) -> Tensor:
-        """Run HybridModel's forward pass without its output layer, on tokens or on the first layer's input."""
+        """Run HybridModel's forward pass without its output layer; return hidden states `[seq, batch, hidden]`.
+
+        The input is tokens `[batch, seq]`, or if they are None, `hidden` as the first layer's input.
+        """
         from nemo_ext.megatron.transformer_engine import explained
 
         if tokens is None:
@@ -180,7 +189,10 @@ class Parent:
 
     @contextmanager
     def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
-        """Restrict the decoder to blocks `first` to `last` (None for the end), with replacements, in the context."""
+        """Restrict the decoder in the context to the blocks from `first` to `last`; None for the final block.
+
+        `replaced` maps 0-based block numbers to layers that take the blocks' place; None skips the block.
+        """
         end = len(self.layers) if last is None else last + 1
         chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
         decoder = self.model.decoder

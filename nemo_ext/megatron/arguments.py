@@ -85,11 +85,11 @@ def backend_of(config: Mapping[str, Any]) -> str:
 
 
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
-    """Return `model.pattern`, cut into stages of balanced cost if the config asks for stages and it has no `|`.
+    """Return `model.pattern`; if it has no `|` but the config has several stages, cut it into stages of equal cost.
 
     Raises:
         PatternError: the pattern does not parse.
-        ValueError: it cannot be cut, or the number of virtual stages is not a positive whole number.
+        ValueError: the pattern cannot be cut, or the number of virtual stages is not a positive whole number.
     """
     pattern = parse(config["model"]["pattern"])
     stages = int(config["megatron"].get("pipeline_model_parallel_size") or 1)

@@ -165,7 +165,11 @@ def one_stage_a_rank(config: Mapping[str, Any]) -> None:
 
 
 def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the student's training config with the teacher's model, which builds the teacher in the student's run.
+    """Return the config that builds the teacher in the student's run: the student's, but with the teacher's model.
+
+    Args:
+        config: the student's composed config.
+        teacher: the teacher's training config.
 
     Raises:
         ValueError: the two vocabularies differ in size.
@@ -216,7 +220,7 @@ class Distillation(ABC):
         self._divergence: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Model hook that makes the last stage compute the divergence whenever it computes its LM loss."""
+        """Make the last stage compute the divergence whenever it computes its LM loss; return the model's stages."""
         from megatron.core.utils import unwrap_model
 
         student = unwrap_model(model)[-1]
@@ -232,7 +236,12 @@ class Distillation(ABC):
         return model
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
-        """Prepare for the student's forward pass on a micro-batch; `bounds` has keyword arguments for packed ones."""
+        """Prepare for the student's forward pass on a micro-batch.
+
+        Args:
+            batch: the micro-batch's tensors `[batch, seq]`, keyed by name (`tokens`, `labels`, ...).
+            bounds: the model's keyword argument `packed_seq_params` for a pack; empty for other data.
+        """
 
     def after_student(self, output: Tensor) -> Tensor:
         """Return the output that this stage sends on, given the student's output."""
@@ -412,9 +421,10 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Model hook that applies Megatron's `freeze_all_layers`, which Megatron-Core 0.19's model builders ignore.
+    """Freeze the model's stages and return them, as the model builders of Megatron-Core 0.19 ignore the flag for it.
 
-    Weights get no gradients and routers keep their expert bias (training/training.py, `get_model`).
+    As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
+    keep their expert bias.
     """
     module: Any
     for module in (module for stage in model for module in stage.requires_grad_(False).modules()):

@@ -22,7 +22,7 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """FP8 scaling of the matrices in a product, whose rows run along the summed dimension.
+    """FP8 scaling of the two matrices in a product, in each of which the summed dimension is the last.
 
     Attributes:
         activation: size (rows, columns) of the blocks of inputs and gradients that share a scale; None for the whole

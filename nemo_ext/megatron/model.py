@@ -38,7 +38,7 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: extent of QK norms.
         llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: whether windowed blocks of a YaRN model also use YaRN; if False, plain RoPE (OLMo 3).
-        precision: precision plan with the modules that deviate from the model's precision, or None.
+        precision: precision plan for the modules that deviate from the model's precision, or None.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"

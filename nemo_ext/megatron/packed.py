@@ -201,7 +201,9 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
 
 
 def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -> dict[str, Tensor]:
-    """Return this context-parallel rank's part of a batch: two chunks of the row, or of each packed sequence.
+    """Return this context-parallel rank's part of a batch: two chunks of each row, or of each packed sequence.
+
+    Entries of the batch other than `[batch, seq]` tensors are dropped. `packing` is None for data without packs.
 
     Raises:
         ValueError: a packed sequence cannot be split into 2 x context_parallel_size equal parts.

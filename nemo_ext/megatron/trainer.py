@@ -306,7 +306,10 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """Model hook that makes Megatron's timers record the run's phases; before hooks are called, no timers exist."""
+    """Make Megatron's timers record the run's phases in a log, and return the model's stages unchanged.
+
+    This is a hook of Megatron's model builder, because the timers do not exist earlier.
+    """
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
@@ -363,9 +366,10 @@ def close_metrics() -> None:
 def validate_at_start(
     model: list[torch.nn.Module], *, run_dir: Path, forward_step: Callable[..., Any]
 ) -> list[torch.nn.Module]:
-    """Model hook that measures the untrained model's validation loss, which Megatron's loop cannot do.
+    """Write the untrained model's validation loss to metrics.jsonl, and return the model's stages unchanged.
 
-    It calls Megatron's own `evaluate`, unless the run already has a checkpoint or has no evaluations.
+    This is a hook of Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
+    Megatron's own `evaluate` with `forward_step`, unless the run already has a checkpoint or has no evaluations.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training

@@ -37,7 +37,10 @@ class Sensitivity:
 
 
 def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
-    """Loss relative to the unchanged model by the metric `kl` or `loss`, in nats per token."""
+    """Return the loss of `score` relative to the unchanged model's (`reference`), in nats per token.
+
+    With the metric `kl`, this is the score's KL divergence; with `loss`, the increase of the language model loss.
+    """
     return score.kl if metric == "kl" else score.loss - reference.loss
 
 

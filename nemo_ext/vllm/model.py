@@ -223,7 +223,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
 
 
 class ResidualBlock(nn.Module):
-    """Residual block that computes x + mixer(norm(x)), or x + norm(mixer(x)) with norms on outputs."""
+    """Residual block that computes x + mixer(norm(x)), or x + norm(mixer(x)) if the model has norms on outputs."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class ResidualBlock(nn.Module):
             self.mixer = made(description, block, names, vllm)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Map `[tokens, hidden]` to the same shape."""
+        """Run the block on hidden states `[tokens, hidden]`, whose positions are `[tokens]`."""
         mixed = self.norm(hidden) if self.norm_first else hidden
         if self.kind == "*":
             mixed = self.mixer(positions, mixed)
@@ -302,7 +302,10 @@ class BlocksModel(nn.Module):
 
 
 def module_names(found: Format, description: Description) -> dict[int | None, dict[str, str]]:
-    """Mapping from block number (None outside the blocks) to a mapping from role to the module's checkpoint name."""
+    """Return the modules' names in the checkpoint, keyed by block number and role.
+
+    Block numbers start at 0; modules outside the blocks, such as the embedding, are under None.
+    """
     names: dict[int | None, dict[str, str]] = {number: {} for number in (None, *range(len(description.blocks)))}
     for entry in found.entries(description):
         for (module, _), name in zip(entry.roles, entry.names, strict=True):
@@ -311,7 +314,10 @@ def module_names(found: Format, description: Description) -> dict[int | None, di
 
 
 def places(found: Format, description: Description) -> dict[str, tuple[str, str | int | None]]:
-    """Mapping from a module's checkpoint name to our module, and to its shard if that is a fused module (else None)."""
+    """Map each module's checkpoint name to the name of our module, and to the module's shard in it.
+
+    The shard, as vLLM's weight loaders name it, is None unless our module fuses several modules (QKV, gate and up).
+    """
     outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     moved: dict[str, tuple[str, str | int | None]] = {name: ("qkv_proj", name) for name in "qkv"}
     if description.architecture.gated:
@@ -434,7 +440,7 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of a block's convolution state and SSM state."""
+        """Return the dtypes of a Mamba-2 block's convolution state and SSM state."""
         cache = vllm_config.cache_config
         return MambaStateDtypeCalculator.mamba2_state_dtype(
             vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
@@ -442,23 +448,23 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[MambaSpec]:
-        """Return the state specification for each size of block; the largest determines the cache's page size."""
+        """Return a state spec for each size of Mamba-2 block; the largest determines the cache's page size."""
         dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
         return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1) for shapes in _state_shapes(vllm_config)]
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Shapes:
-        """Return the shapes of the convolution state and SSM state of the largest block."""
+        """Return the shapes of the convolution state and SSM state of the Mamba-2 block with the largest state."""
         return max(_state_shapes(vllm_config), key=lambda shapes: sum(map(prod, shapes)))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        """Return the functions that copy a block's two states."""
+        """Return the functions with which vLLM copies a Mamba-2 block's convolution state and SSM state."""
         return MambaStateCopyFuncCalculator.mamba2_state_copy_func()
 
 
 def _state_shapes(vllm_config: VllmConfig) -> list[Shapes]:
-    """Shapes of the convolution state and SSM state for each size of Mamba-2 block."""
+    """Return the shapes of the convolution state and SSM state for each different size of Mamba-2 block."""
     _, description = model_of(vllm_config.model_config.hf_config)
     blocks = dict.fromkeys(block for block in description.blocks if block.kind == "M" and not block.is_linear)
     return [

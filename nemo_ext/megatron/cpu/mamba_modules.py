@@ -103,6 +103,10 @@ def mamba_split_conv1d_scan_combined(
     With `rmsnorm_weight`, the result then goes through the gated norm, and with `outproj_weight` through the output
     projection, as in transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
 
+    Returns:
+        [batch, length, features]; with `return_final_states` also the last SSM state
+        [batch, heads, head_dim, state].
+
     Raises:
         ValueError: headdim is missing, outproj_bias is set without outproj_weight, state_dtype is wider than the
             computation's dtype, or the shapes do not match.
