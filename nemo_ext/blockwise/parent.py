@@ -100,10 +100,13 @@ class Parent:
 
     @contextmanager
     def recorded(self, numbers: Collection[int] | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record blocks' (input, output) pairs `[seq, batch, hidden]` in all forward passes in the context.
+        """Record the inputs and outputs of blocks in all forward passes in the context.
 
         Args:
             numbers: 0-based numbers of the blocks; None for all. Recorded tensors stay in memory.
+
+        Yields:
+            List to which an (input, output) pair, each `[seq, batch, hidden]`, is appended whenever a block is run.
         """
         record: list[tuple[Tensor, Tensor]] = []
 

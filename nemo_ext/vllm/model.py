@@ -136,7 +136,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Map `[tokens, hidden]` to the same shape."""
+        """Compute attention over hidden states `[tokens, hidden]`, whose positions are `[tokens]`."""
         query, key, value = self.qkv_proj(hidden)[0].split([self.widths[0], *[self.widths[1]] * 2], dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
@@ -392,7 +392,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors under their checkpoint names, and return the names of the loaded parameters.
+        """Load tensors, given as pairs of checkpoint name and tensor, and return the names of the loaded parameters.
 
         Raises:
             ValueError: the model has no parameter for a tensor.
