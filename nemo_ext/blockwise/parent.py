@@ -77,7 +77,7 @@ class Parent:
         return layer
 
     def fresh(self, number: int, block: Block) -> torch.nn.Module:
-        """Build the same layer as `layer` does, with newly initialised weights."""
+        """Build a layer like `layer` does for the same arguments, but with newly initialised weights."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 

@@ -199,7 +199,7 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
-    """Parse and validate a command line with Megatron, as rank 0 of `world_size` ranks.
+    """Parse and validate the command line `argv` with Megatron, as rank 0 of `world_size` ranks.
 
     Raises:
         ValueError: Megatron rejects the command line; the message gives its reason.
@@ -269,7 +269,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return a failed check's message, or the source line of the check if it has no message."""
+    """Return the message of the error that a check raised, or the check's source line if the error has no message."""
     if str(error):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -116,7 +116,7 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 
 def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
-    """Yield every parameter and saved buffer of a model once, in model order.
+    """Yield a model's parameters and saved buffers once, in model order, each paired with its Hugging Face tensors.
 
     Raises:
         ValueError: the format cannot express a block, or the model has multi-token prediction.

@@ -262,7 +262,7 @@ class Distillation(ABC):
         return divergence
 
     def loss(self, lm: Tensor, kl: Tensor) -> Tensor:
-        """Weight and add both losses, given as sums (or means) over tokens."""
+        """Return the weighted sum of the LM loss and the divergence, both given as sums (or means) over tokens."""
         return self.kl_weight * kl + (self.lm_weight * lm if self.lm_weight else 0.0)
 
 
@@ -308,7 +308,7 @@ class OnlineTeacher(Distillation):
         student.set_input_tensor = divided
 
     def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap one of Megatron's pipeline schedules so that tensors sent between stages also fit the teacher's part."""
+        """Wrap Megatron's pipeline schedule `run`, so that tensors sent between stages also hold the teacher's part."""
 
         def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
             more = int(self.teacher.config.hidden_size)

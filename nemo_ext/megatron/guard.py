@@ -71,7 +71,7 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Bad step at which the guard ended a start of the run (one launch of its ranks).
+    """Bad step that ended a start.
 
     Attributes:
         step: number of the step.
@@ -306,7 +306,10 @@ class Alive:
 
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:
-    """Describe in one line where ranks stalled, from their stack traces; None if there is no limit or no trace."""
+    """Describe in one line where ranks stalled, from the stack traces that their watchdogs wrote.
+
+    The result is None if there are no traces, or if `minutes`, the guard's time limit, is None.
+    """
     if minutes is None:
         return None
     places = []

@@ -79,7 +79,10 @@ class BlockModelConfig(HybridModelConfig):
         return spec
 
     def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
-        """Return rotary settings, keyed by layer number, for the blocks that do not use HybridModel's embedding."""
+        """Return rotary settings for the blocks that do not use HybridModel's embedding.
+
+        `attention` has the model's attention blocks; it and the result are keyed by 1-based layer number.
+        """
         plain = Rotary(
             base=self.rotary_base, percent=self.rotary_percent, interpolation_factor=self.seq_len_interpolation_factor
         )

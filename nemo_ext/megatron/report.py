@@ -67,6 +67,8 @@ def _plot(
 ) -> None:
     """Plot loss, learning rate, speed and any benchmarks over tokens, and mark bad steps.
 
+    `steps`, `evaluations` and `benchmarks` are lines of metrics.jsonl of these kinds; `bad` has the bad steps.
+
     Speed is in tokens per second and, if processor time was logged, also in tokens per processor second, which other
     work on the machine does not affect.
     """

@@ -150,7 +150,7 @@ def share_cores(ranks: int) -> None:
 
 
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
-    """Keep the results of writing a checkpoint in this process, unless checkpoints are written asynchronously.
+    """Make Megatron keep the results of writing a checkpoint in this process, if it does not write asynchronously.
 
     Megatron's queue for the results is a separate process (core/dist_checkpointing/strategies/filesystem_async.py) that
     imports Megatron to read them, which on every rank costs seconds at the first checkpoint and half a gigabyte of
@@ -319,7 +319,13 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
-    """Insert the metrics writer between Megatron and TensorBoard on the last rank, which is the one that logs."""
+    """Insert the metrics writer between Megatron and TensorBoard on the last rank, which is the one that logs.
+
+    Args:
+        config: the run's config.
+        plan: plan of the phases; None without phases.
+        first_step: step that training starts or resumes from.
+    """
     from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter

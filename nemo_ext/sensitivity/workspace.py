@@ -95,7 +95,10 @@ class Workspace:
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
-    """Describe a compared plan as JSON: its loss, rules, and bytes of the weights, keyed by precision."""
+    """Return a compared plan's row for the file of results: its score, default precision, rules and `bytes`.
+
+    `bytes` has the size of the weights, keyed by precision. The plan is None for the unchanged model.
+    """
     held = weight_bytes(plan or Plan(), architecture)
     rules = [rule.text for rule in plan.rules] if plan is not None else []
     return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

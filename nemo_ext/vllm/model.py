@@ -68,7 +68,7 @@ _PARAMETERS = {"A_log": "A"}
 
 
 def _norm(description: Description) -> nn.Module:
-    """Create the norm of a block, or the final norm."""
+    """Create a norm of the model's kind and width, for a block or as the final norm."""
     architecture = description.architecture
     hidden, epsilon, affine = architecture.hidden_size, description.norm_epsilon, architecture.norm_affine
     if architecture.normalization == "RMSNorm":
