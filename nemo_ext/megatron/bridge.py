@@ -538,7 +538,7 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """Return a stand-in for the model, whose config has the sizes of one attention block.
+            """Return a stand-in for the model that has only a config, with the sizes of one attention block.
 
             Megatron-Bridge reads the sizes from the model's config when it splits QKV, but ours differ by block.
 

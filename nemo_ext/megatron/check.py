@@ -493,7 +493,7 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
-    """Reject a pattern whose cuts leave one of the `pipeline` pipeline ranks without MoE blocks.
+    """Reject a pattern with MoE blocks that is cut so that one of the `pipeline` ranks has none.
 
     Megatron sums the MoE losses over the pipeline, and a rank without routers contributes a tensor of another length
     (training/training.py, `training_log`), so gloo aborts and NCCL hangs.

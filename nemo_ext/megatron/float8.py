@@ -22,7 +22,7 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """FP8 scaling of the two matrices in a product, in each of which the summed dimension is the last.
+    """FP8 scaling of both matrices in a product; the summed dimension is the last one of each matrix.
 
     Attributes:
         activation: size (rows, columns) of the blocks of inputs and gradients that share a scale; None for the whole

@@ -46,7 +46,7 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Compute the layer's product in FP8, with the communication that Megatron's `_forward_impl` does."""
+        """Compute the layer's product in FP8, with the same communication as Megatron's `_forward_impl`."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:

@@ -104,7 +104,7 @@ def pending(run_dir: Path) -> Event | None:
 
 
 def turn_back(run_dir: Path, guard: Guard) -> str | None:
-    """Make the last checkpoint before the bad step, if one ended the last start, the one to resume from.
+    """If the last start ended at a bad step, make the run resume from the last checkpoint before it.
 
     Returns:
         Message for the user; None if the last start did not end at a bad step.
@@ -129,7 +129,7 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
 
 
 def check_events(run_dir: Path, guard: Guard) -> None:
-    """Check that the run has not already returned `guard.most` times to the checkpoint to resume from.
+    """Check that the run has not already returned `guard.most` times to the checkpoint from which it would resume.
 
     Raises:
         ValueError: a bad step ended the last start, and earlier ones have used up the returns to its checkpoint.

@@ -87,7 +87,7 @@ class PhaseTimers(Timers):
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
-        """Convert Megatron's timers in place, as its functions already hold references to them; log into `phases`."""
+        """Convert Megatron's timers in place, as its functions already hold references to them; `phases` is the log."""
         timers.__class__ = cls
         timers.phases = phases
         timers.cpu = CpuClock()

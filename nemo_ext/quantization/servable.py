@@ -71,7 +71,7 @@ def check_servable(
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Describe each FP8 matrix (in `low`) that has a size that is not a multiple of `step`, even if vLLM fuses it."""
+    """Describe each FP8 matrix (in `low`) whose rows or columns are not multiples of `step`, even if vLLM fuses it."""
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape

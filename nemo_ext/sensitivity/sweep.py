@@ -173,7 +173,7 @@ class Measurements:
             }
 
     def measure(self, name: str, precision: Precision | None) -> Sensitivity:
-        """Measure a plan, or return an earlier measurement of that name; `precision` None is the unchanged model."""
+        """Measure a plan, or return the earlier result with this name; `precision` is None for the unchanged model."""
         if name not in self.known:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
@@ -199,7 +199,10 @@ class Measurements:
 
 
 def _first_block(precision: Precision) -> int:
-    """Return the 0-based number of the first block with FP8 weights; the last block's if only the output layer has."""
+    """Return the 0-based number of the first block with FP8 weights.
+
+    If only the output layer has FP8 weights, it is the last block's number.
+    """
     weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
     return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
@@ -215,7 +218,7 @@ def _score(
         in_fp8: function that returns the plan with only these units in FP8.
 
     Returns:
-        Scores, keyed by the names of `Sensitivity.name`.
+        Scores, keyed by their names (`Sensitivity.name`).
     """
     groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
     plans: Mapping[str, Sequence[Unit] | None] = {

@@ -113,7 +113,7 @@ def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> 
 
 
 def kept_by(selectors: Sequence[str], every: Sequence[Unit], architecture: Architecture) -> list[Unit]:
-    """Return those of all units (`every`) that BF16 rules with these selectors would keep in BF16 as a whole."""
+    """Return the units, among `every`, that rules with these selectors would keep completely in BF16."""
     rules = [Rule.parse(f"{selector} bf16") for selector in selectors]
     kinds = [block.kind for block in architecture.sizes]
     return [u for u in every if all(any(r.selector.selects(w, kinds) for r in rules) for w in u.weights)]

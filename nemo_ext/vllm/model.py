@@ -288,7 +288,17 @@ class BlocksModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """Return hidden states `[tokens, hidden]` after the final norm, or tensors for the next pipeline rank."""
+        """Run this pipeline rank's blocks.
+
+        Args:
+            input_ids: token ids `[tokens]`; only the first rank uses them.
+            positions: positions of the tokens in their sequences, `[tokens]`.
+            intermediate_tensors: result of the previous pipeline rank; None on the first.
+            inputs_embeds: embeddings `[tokens, hidden]` to use instead of the token ids, or None.
+
+        Returns:
+            Hidden states `[tokens, hidden]` after the final norm, or tensors for the next pipeline rank.
+        """
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
             hidden = intermediate_tensors["hidden_states"]

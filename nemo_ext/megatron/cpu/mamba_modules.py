@@ -47,7 +47,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Call `ssd_chunk_scan` with upstream's arguments.
+    """Compute Mamba-2's scan with `ssd_chunk_scan`, which describes the arguments and the result.
 
     `state_dtype` is upstream's dtype for states between chunks; here it has no effect, as they are in the computation's
     dtype.
@@ -167,7 +167,7 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Call `causal_conv1d` with upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
+    """Call `causal_conv1d` with channels first: x [batch, channels, length], states [batch, channels, width - 1].
 
     Raises:
         ValueError: return_final_states or final_states_out is set, or the shapes do not match.
