@@ -47,7 +47,7 @@ class Parent:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model, on which tokens must be."""
+        """Device of the model; tokens passed to the methods must be on it."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int, *, wanted: bool = True) -> dict[str, Tensor]:

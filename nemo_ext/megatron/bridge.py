@@ -479,7 +479,7 @@ if MISSING is None:
             return MegatronMappingRegistry(*(mapping for weight in parameters for mapping in mappings(weight)))
 
         def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Build the conversion tasks, rejecting missing tensors, about which MegatronModelBridge only warns.
+            """Build the conversion tasks; missing tensors are an error here, while MegatronModelBridge only warns.
 
             Raises:
                 ValueError: the Hugging Face checkpoint lacks a tensor, or a parameter of the model has no mapping.

@@ -141,7 +141,7 @@ def check_same_tokens(config: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_file(place: object) -> Path | None:
-    """Return a tokenizer's JSON file, given its folder or the file itself; None if it does not exist."""
+    """Return a tokenizer's JSON file, where `place` is its folder or the file itself; None if it does not exist."""
     if place is None:
         return None
     path = Path(str(place)).expanduser()

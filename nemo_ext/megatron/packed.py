@@ -183,7 +183,7 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
 
 
 def packing_of(bounds: Tensor) -> PackedSeqParams:
-    """Return Megatron's parameters for sequences with bounds `[sequences + 1]`, the last of which is the row's length.
+    """Return Megatron's parameters for packed sequences with these bounds `[sequences + 1]`; the last is the row's end.
 
     `max_seqlen` is exactly the longest sequence's length. With the row's length, Megatron's rotary embedding would
     continue counting positions across bounds.

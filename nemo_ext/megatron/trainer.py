@@ -259,7 +259,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
 
     Args:
         config: the run's config.
-        arguments: Megatron's arguments, whose own rule is turned off.
+        arguments: Megatron's arguments, in which its own rule is turned off.
         ends: last steps of the phases.
 
     Returns:

@@ -184,7 +184,7 @@ def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """View a tensor as bytes, for comparisons in which NaN equals itself."""
+    """View a tensor as bytes, so that NaN equals itself in comparisons."""
     import torch
 
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -90,7 +90,7 @@ def matrices(plan: Plan, description: Description, checkpoint_format: Format) ->
 
 
 def _part(role: Role) -> str | None:
-    """Return the part of a block, as named in plans, that contains the parameter with a role (module, parameter).
+    """Return the part of a block (as plans name it) that contains a parameter, given its role (module, parameter).
 
     The part is None for parameters that plans do not contain: norms, biases and Mamba's per-head parameters.
     """

@@ -141,7 +141,7 @@ def _groups(
 
 
 def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
-    """Say in words whether this model supports Nemotron 3 Nano's choice of BF16 blocks; empty without such blocks.
+    """Compare this model's losses, in words, with Nemotron 3 Nano's choice of BF16 blocks; empty without such blocks.
 
     `groups` maps each group of units (see `Unit.group`) to the losses of its units, each alone in FP8.
     """

@@ -136,7 +136,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Compute attention over hidden states `[tokens, hidden]`, whose positions are `[tokens]`."""
+        """Compute attention for hidden states `[tokens, hidden]` at positions `[tokens]`, keeping their shape."""
         query, key, value = self.qkv_proj(hidden)[0].split([self.widths[0], *[self.widths[1]] * 2], dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
@@ -246,7 +246,7 @@ class ResidualBlock(nn.Module):
             self.mixer = made(description, block, names, vllm)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Run the block on hidden states `[tokens, hidden]`, whose positions are `[tokens]`."""
+        """Run the block on hidden states `[tokens, hidden]` at positions `[tokens]`, keeping their shape."""
         mixed = self.norm(hidden) if self.norm_first else hidden
         if self.kind == "*":
             mixed = self.mixer(positions, mixed)
@@ -398,7 +398,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits `[tokens, vocabulary]` on the ranks on which vLLM samples; None on others."""
+        """Return logits `[tokens, vocabulary]` on the ranks that sample the next tokens; None on others."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
