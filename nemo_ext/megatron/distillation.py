@@ -421,7 +421,7 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze the model's stages and return them, as the model builders of Megatron-Core 0.19 ignore the flag for it.
+    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
 
     As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
     keep their expert bias.

@@ -99,7 +99,7 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Return whether a device multiplies float8 matrices: GPUs from compute capability 8.9 on, CPUs in newer torch."""
+    """Return whether a device multiplies float8 matrices: GPUs from compute capability 8.9 on, CPUs if torch can."""
     if device.type == "cpu":
         return _cpu_has_float8_products()
     return torch.cuda.get_device_capability(device) >= (8, 9)

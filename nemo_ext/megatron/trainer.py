@@ -399,7 +399,7 @@ def validate_at_start(
 
 
 def peak_flops() -> float | None:
-    """Return the device's peak FLOP/s: NVIDIA's BF16 figure, None for unknown GPUs, a measured matmul rate on a CPU."""
+    """Return the device's peak FLOP/s: NVIDIA's BF16 figure, or a CPU's measured matmul rate; None for unknown GPUs."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         clock = getattr(device, "clock_rate", 0)  # in kHz; not in every torch

@@ -70,7 +70,7 @@ def _row(line: Mapping[str, Any]) -> list[float]:
 
 
 def read_phases(folder: Path) -> list[tuple[float, str | None]]:
-    """Read when each phase began (Unix seconds) and its name, in order; the name None marks the end of a start."""
+    """Read when each phase began (Unix seconds) and its name, in order; the name None marks when the ranks ended."""
     return sorted(((line["time"], line["phase"]) for line in _lines(folder / PHASES)), key=itemgetter(0))
 
 
