@@ -22,7 +22,9 @@ class CachedInputs:
         self.last: list[Tensor] = []
 
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each batch's tokens `[batch, seq]`, the block's input and the output layer's `[seq, batch, hidden]`.
+        """Yield, for each batch, its tokens `[batch, seq]`, the input of the block, and that of the output layer.
+
+        Both inputs are `[seq, batch, hidden]`.
 
         Moving to a later block runs the blocks in between; moving to an earlier block runs the whole model.
 

@@ -61,7 +61,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """Gather all ranks' shards into a tensor with the shape of `like`. Collective."""
+    """Gather all ranks' shards (from `part_of`) into a tensor with the shape of `like`. Collective."""
     whole = part
     if count() > 1:
         whole = part.new_empty(len(part) * count())
@@ -112,5 +112,11 @@ def say(text: str) -> None:
 
 
 def progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Show a progress bar on rank 0; its context yields the function that advances it (see `progress_of`)."""
+    """Return a context with a progress bar on rank 0, which yields the function that advances the bar.
+
+    Args:
+        label: name of the work.
+        total: number of items.
+        unit: name of the items, such as `variants`.
+    """
     return progress_of(label, total, unit=unit, enabled=number() == 0)

@@ -47,7 +47,7 @@ class Parent:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model, on which tokens must be."""
+        """Device of the model; tokens passed to the methods must be on it."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int, *, wanted: bool = True) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class Parent:
         return layer
 
     def fresh(self, number: int, block: Block) -> torch.nn.Module:
-        """Build the same layer as `layer` does, with newly initialised weights."""
+        """Build a layer like `layer` does for the same arguments, but with newly initialised weights."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 
@@ -100,10 +100,13 @@ class Parent:
 
     @contextmanager
     def recorded(self, numbers: Collection[int] | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record blocks' (input, output) pairs `[seq, batch, hidden]` in all forward passes in the context.
+        """Record the inputs and outputs of blocks in all forward passes in the context.
 
         Args:
             numbers: 0-based numbers of the blocks; None for all. Recorded tensors stay in memory.
+
+        Yields:
+            List to which an (input, output) pair, each `[seq, batch, hidden]`, is appended whenever a block is run.
         """
         record: list[tuple[Tensor, Tensor]] = []
 
@@ -119,7 +122,10 @@ class Parent:
                 hook.remove()
 
     def hidden(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute the hidden states `[seq, batch, hidden]` before the output layer from tokens `[batch, seq]`."""
+        """Compute the hidden states `[seq, batch, hidden]` before the output layer from tokens `[batch, seq]`.
+
+        `replaced` maps 0-based block numbers to layers to run instead; None skips the block.
+        """
         with self._layers(0, replaced or {}):
             return self._run(tokens)
 
@@ -132,7 +138,10 @@ class Parent:
             self._run(tokens if hidden is None else None, hidden)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute the hidden states before the output layer from block `first`'s input; both `[seq, batch, hidden]`."""
+        """Compute the hidden states before the output layer from the input of block `first`.
+
+        Both are `[seq, batch, hidden]`; see `Parent.hidden` for `replaced`.
+        """
         with self._layers(first, replaced or {}):
             return self._run(None, hidden)
 
@@ -143,7 +152,7 @@ class Parent:
         return model.output_layer(hidden, weight=tied)[0].transpose(0, 1)
 
     def logits(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Compute logits `[batch, seq, vocabulary]` from tokens `[batch, seq]`, with blocks `replaced`."""
+        """Compute logits `[batch, seq, vocabulary]` from tokens `[batch, seq]`; see `Parent.hidden` for `replaced`."""
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
@@ -163,7 +172,10 @@ class Parent:
                 decoder.post_layer_norm = saved
 
     def _run(self, tokens: Tensor | None, hidden: Tensor | None = None) -> Tensor:
-        """Run HybridModel's forward pass without its output layer, on tokens or on the first layer's input."""
+        """Run HybridModel's forward pass without its output layer; return hidden states `[seq, batch, hidden]`.
+
+        The input is tokens `[batch, seq]`, or if they are None, `hidden` as the first layer's input.
+        """
         from nemo_ext.megatron.transformer_engine import explained
 
         if tokens is None:
@@ -180,7 +192,10 @@ class Parent:
 
     @contextmanager
     def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
-        """Restrict the decoder to blocks `first` to `last` (None for the end), with replacements, in the context."""
+        """Restrict the decoder in the context to the blocks from `first` to `last`; None for the final block.
+
+        `replaced` maps 0-based block numbers to layers that take the blocks' place; None skips the block.
+        """
         end = len(self.layers) if last is None else last + 1
         chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
         decoder = self.model.decoder

@@ -81,7 +81,7 @@ class SharedOut:
 
 
 def _places(shapes: Sequence[torch.Size]) -> list[int]:
-    """Return the offsets of parameters with these shapes in their flat tensor, followed by its length."""
+    """Return the offsets of parameters with these shapes in one flat tensor, followed by the tensor's length."""
     return [0, *accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes)]
 
 

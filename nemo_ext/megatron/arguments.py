@@ -85,11 +85,11 @@ def backend_of(config: Mapping[str, Any]) -> str:
 
 
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
-    """Return `model.pattern`, cut into stages of balanced cost if the config asks for stages and it has no `|`.
+    """Return `model.pattern`; if it has no `|` but the config has several stages, cut it into stages of equal cost.
 
     Raises:
         PatternError: the pattern does not parse.
-        ValueError: it cannot be cut, or the number of virtual stages is not a positive whole number.
+        ValueError: the pattern cannot be cut, or the number of virtual stages is not a positive whole number.
     """
     pattern = parse(config["model"]["pattern"])
     stages = int(config["megatron"].get("pipeline_model_parallel_size") or 1)
@@ -199,7 +199,7 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
-    """Parse and validate a command line with Megatron, as rank 0 of `world_size` ranks.
+    """Parse and validate the command line `argv` with Megatron, as rank 0 of `world_size` ranks.
 
     Raises:
         ValueError: Megatron rejects the command line; the message gives its reason.
@@ -269,7 +269,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return a failed check's message, or the source line of the check if it has no message."""
+    """Return the message of the error that a check raised, or the check's source line if the error has no message."""
     if str(error):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -145,7 +145,10 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _band(rows: int, columns: int, offset: int, window: int | None, device: torch.device) -> Tensor:
-    """Build a boolean mask `[rows, columns]`: row r sees the `window` columns (None for all) up to `r + offset`."""
+    """Build a boolean mask `[rows, columns]`, True for the columns that each row may attend to.
+
+    Row r sees the columns up to `r + offset`, or only the last `window` of them if it is not None.
+    """
     row = torch.arange(rows, device=device)[:, None] + offset
     column = torch.arange(columns, device=device)[None, :]
     visible = column <= row

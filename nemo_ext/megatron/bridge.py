@@ -1,9 +1,9 @@
-"""Bridges for Megatron-Bridge, with which `AutoBridge` reads and writes our models as block sequences.
+"""Bridges that let Megatron-Bridge's `AutoBridge` read and write our models as block sequences.
 
-Names come from the formats (`nemo_ext.checkpoint.formats`) and sizes from the description of a config.json, so nothing
-is specific to a family. This module maps checkpoint keys to names in the live model (`parameter_names`), parameters to
-tensor-parallel layouts (`weights`), and Megatron flags to provider fields (`provider_fields`), all without
-Megatron-Bridge. The classes at the end exist only if it can be imported.
+Names come from the formats (`nemo_ext.checkpoint.formats`), and sizes from the description read from a config.json, so
+no code is specific to a model family. This module maps checkpoint keys to names in the live model (`parameter_names`),
+parameters to tensor-parallel layouts (`weights`), and Megatron flags to provider fields (`provider_fields`), all
+without Megatron-Bridge. The classes at the end exist only if it can be imported.
 
 Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
 """
@@ -90,9 +90,10 @@ class Weight:
     Attributes:
         names: names of the parameter, one per back end that spells it differently; the first is the local back end's.
         hf: names of the Hugging Face tensors: q, k, v for `qkv`, and gate, up for `gated`.
-        kind: `qkv`, `gated`, `vocabulary`, `experts` (one expert in a Hugging Face tensor that holds all of them),
-            `replicated`, or one of `KINDS`.
-        rows: for `vocabulary`, number of rows of the Hugging Face tensor; the parameter may have more.
+        kind: how the values are converted and split over tensor-parallel ranks: `qkv`, `gated`, `vocabulary`,
+            `experts` (one expert of a Hugging Face tensor that holds all of them), `replicated`, or a layout in
+            `KINDS`: `in_proj`, `conv1d`, `column` or `row`.
+        rows: number of rows of the Hugging Face tensor, for `vocabulary`; the parameter may have more.
     """
 
     names: tuple[str, ...]
@@ -102,7 +103,12 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Return a piece's (or its expert's) possible names in the live model; the local back end's comes first."""
+    """Return the names that a parameter can have in the live model, the local back end's first.
+
+    Args:
+        piece: the parameter's tensor in a Megatron checkpoint.
+        expert: 0-based number of the expert, if the tensor holds all experts of a block.
+    """
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
@@ -110,7 +116,7 @@ def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
 
 
 def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
-    """Yield every parameter and saved buffer of a model once, in model order.
+    """Yield a model's parameters and saved buffers once, in model order, each paired with its Hugging Face tensors.
 
     Raises:
         ValueError: the format cannot express a block, or the model has multi-token prediction.
@@ -193,7 +199,10 @@ def provider_fields(description: Description) -> dict[str, Any]:
 
 
 def stack_spec(config: Any) -> ModuleSpec:
-    """Build the layer spec of a provider with `sections`. At module level, so that a saved config can refer to it."""
+    """Build the layer spec of a model from its `BlocksProvider`, which is passed as `config`.
+
+    This is a function at module level, so that a saved config can refer to it.
+    """
     model, megatron = config.sections["model"], config.sections["megatron"]
     return BlockModelConfig(
         # Not the provider itself, because HybridModelConfig would overwrite its fields with defaults.
@@ -226,7 +235,13 @@ def _plain(value: Any) -> Any:
 
 
 def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Register a bridge for every format; return the registered classes, and a mapping from skipped ones to reasons.
+    """Register a bridge for every format that Megatron-Bridge does not serve with a bridge of its own.
+
+    Args:
+        replace: names of Hugging Face classes whose existing bridges are to be replaced by ours.
+
+    Returns:
+        Names of the Hugging Face classes that now have our bridge, and a mapping from skipped ones to the reason.
 
     Raises:
         ImportError: Megatron-Bridge cannot be imported.
@@ -274,9 +289,14 @@ def _register(hf_format: Format) -> None:
 
 
 def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
-    """Cut Megatron's pattern into stages with nearly equal parameter counts, unless it has cuts already.
+    """Cut a pattern into pipeline stages with nearly equal parameter counts, unless it has cuts already.
 
     Megatron would give every stage the same number of blocks, which fails for most models that Puzzle produces.
+
+    Args:
+        pattern: Megatron's pattern, one letter per block.
+        sections: `model` and `megatron` sections of our config that describe the model.
+        stages: number of stages.
     """
     if stages == 1 or "|" in pattern:
         return pattern
@@ -323,7 +343,10 @@ if MISSING is None:
             return VocabularyMapping(self.megatron_param, self.hf_param, self.rows)
 
         def hf_to_megatron(self, hf_weights: torch.Tensor, megatron_module: Any) -> torch.Tensor:
-            """Return this rank's rows `[rows / tp, hidden]` of a table `[vocabulary, hidden]`."""
+            """Return this rank's rows `[padded vocabulary / tp, hidden]` of a Hugging Face weight.
+
+            The weight, of the embedding or the output layer, has the shape `[vocabulary, hidden]`.
+            """
             missing = megatron_module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
             if missing > 0:
                 hf_weights = torch.cat([hf_weights, hf_weights.new_zeros(missing, hf_weights.shape[1])])
@@ -332,7 +355,7 @@ if MISSING is None:
         def megatron_to_hf(
             self, megatron_weights: torch.Tensor | None, megatron_module: torch.nn.Module | None
         ) -> dict[str, torch.Tensor]:
-            """Return the table `[vocabulary, hidden]` without padding, keyed by its Hugging Face name."""
+            """Return the whole weight `[vocabulary, hidden]` without padding rows, keyed by its Hugging Face name."""
             whole = super().megatron_to_hf(megatron_weights, megatron_module)
             return {name: table[: self.rows] for name, table in whole.items()}
 
@@ -456,7 +479,7 @@ if MISSING is None:
             return MegatronMappingRegistry(*(mapping for weight in parameters for mapping in mappings(weight)))
 
         def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Build the conversion tasks, rejecting missing tensors, about which MegatronModelBridge only warns.
+            """Build the conversion tasks; missing tensors are an error here, while MegatronModelBridge only warns.
 
             Raises:
                 ValueError: the Hugging Face checkpoint lacks a tensor, or a parameter of the model has no mapping.
@@ -481,7 +504,10 @@ if MISSING is None:
             return tasks
 
         def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Export adapters, with the model described by its provider, as there is no Hugging Face config here."""
+            """Export adapters as the base class does.
+
+            No Hugging Face config is available here, so the model is described by its provider's `sections`.
+            """
             chunk = megatron_model[0] if isinstance(megatron_model, list) else megatron_model
             while hasattr(chunk, "module"):
                 chunk = chunk.module
@@ -512,9 +538,13 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """Return a stand-in for the model with the attention sizes of the block that has these QKV tensors.
+            """Return a stand-in for the model that has only a config, with the sizes of one attention block.
 
-            For names of other tensors, return the model itself.
+            Megatron-Bridge reads the sizes from the model's config when it splits QKV, but ours differ by block.
+
+            Args:
+                names: Hugging Face names of a block's q, k and v tensors; for other names, the model is returned.
+                megatron_model: list of the model's pipeline stages on this rank.
 
             Raises:
                 ValueError: no attention block has these tensors.

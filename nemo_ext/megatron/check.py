@@ -204,6 +204,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
 def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Reject saving a model's log-probabilities while it is trained, or if Megatron cannot save them.
 
+    Args:
+        config: the composed config.
+        arguments: Megatron's validated arguments for it.
+
     Raises:
         ValueError: the message says what to set instead.
     """
@@ -233,7 +237,11 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
 
 
 def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Reject saved log-probabilities that are missing or come from a different data order.
+    """Reject a teacher's saved log-probabilities that are missing or come from a different data order.
+
+    Args:
+        config: the composed config.
+        arguments: Megatron's validated arguments for it.
 
     Raises:
         ValueError: the message names what is missing, invalid or different.
@@ -327,7 +335,9 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
-    """Reject multi-token prediction, and flags for it, that would fail in a rank or have no effect.
+    """Reject settings of multi-token prediction that would fail in a rank or have no effect.
+
+    `pattern` is the parsed `model.pattern`, which may contain depths of multi-token prediction.
 
     Raises:
         ValueError: the message names the setting.
@@ -483,7 +493,7 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
-    """Reject cuts that leave a pipeline rank without MoE blocks while others have some.
+    """Reject a pattern with MoE blocks that is cut so that one of the `pipeline` ranks has none.
 
     Megatron sums the MoE losses over the pipeline, and a rank without routers contributes a tensor of another length
     (training/training.py, `training_log`), so gloo aborts and NCCL hangs.

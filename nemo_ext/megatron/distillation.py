@@ -141,7 +141,7 @@ def check_same_tokens(config: Mapping[str, Any]) -> None:
 
 
 def _tokenizer_file(place: object) -> Path | None:
-    """Return a tokenizer's JSON file, given its folder or the file itself; None if it does not exist."""
+    """Return a tokenizer's JSON file, where `place` is its folder or the file itself; None if it does not exist."""
     if place is None:
         return None
     path = Path(str(place)).expanduser()
@@ -165,7 +165,11 @@ def one_stage_a_rank(config: Mapping[str, Any]) -> None:
 
 
 def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the student's training config with the teacher's model, which builds the teacher in the student's run.
+    """Return the config that builds the teacher in the student's run: the student's, but with the teacher's model.
+
+    Args:
+        config: the student's composed config.
+        teacher: the teacher's training config.
 
     Raises:
         ValueError: the two vocabularies differ in size.
@@ -216,7 +220,7 @@ class Distillation(ABC):
         self._divergence: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Model hook that makes the last stage compute the divergence whenever it computes its LM loss."""
+        """Make the last stage compute the divergence whenever it computes its LM loss; return the model's stages."""
         from megatron.core.utils import unwrap_model
 
         student = unwrap_model(model)[-1]
@@ -232,7 +236,12 @@ class Distillation(ABC):
         return model
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
-        """Prepare for the student's forward pass on a micro-batch; `bounds` has keyword arguments for packed ones."""
+        """Prepare for the student's forward pass on a micro-batch.
+
+        Args:
+            batch: the micro-batch's tensors `[batch, seq]`, keyed by name (`tokens`, `labels`, ...).
+            bounds: the model's keyword argument `packed_seq_params` for a pack; empty for other data.
+        """
 
     def after_student(self, output: Tensor) -> Tensor:
         """Return the output that this stage sends on, given the student's output."""
@@ -253,7 +262,7 @@ class Distillation(ABC):
         return divergence
 
     def loss(self, lm: Tensor, kl: Tensor) -> Tensor:
-        """Weight and add both losses, given as sums (or means) over tokens."""
+        """Return the weighted sum of the LM loss and the divergence, both given as sums (or means) over tokens."""
         return self.kl_weight * kl + (self.lm_weight * lm if self.lm_weight else 0.0)
 
 
@@ -299,7 +308,7 @@ class OnlineTeacher(Distillation):
         student.set_input_tensor = divided
 
     def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap one of Megatron's pipeline schedules so that tensors sent between stages also fit the teacher's part."""
+        """Wrap Megatron's pipeline schedule `run`, so that tensors sent between stages also hold the teacher's part."""
 
         def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
             more = int(self.teacher.config.hidden_size)
@@ -412,9 +421,10 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Model hook that applies Megatron's `freeze_all_layers`, which Megatron-Core 0.19's model builders ignore.
+    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
 
-    Weights get no gradients and routers keep their expert bias (training/training.py, `get_model`).
+    As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
+    keep their expert bias.
     """
     module: Any
     for module in (module for stage in model for module in stage.requires_grad_(False).modules()):

@@ -82,7 +82,7 @@ def logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> T
 
 
 def _among_top(logits: Tensor, k: int, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """Return a mask, shaped like the logits, of this rank's logits that are among the `k` largest of all ranks."""
+    """Return a mask, shaped like the logits, of this rank's logits that are among the `k` largest in the group."""
     ranks = 1 if group is None else group.size()
     k = min(k, logits.shape[-1] * ranks)
     values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)

@@ -22,7 +22,7 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """FP8 scaling of the matrices in a product, whose rows run along the summed dimension.
+    """FP8 scaling of both matrices in a product; the summed dimension is the last one of each matrix.
 
     Attributes:
         activation: size (rows, columns) of the blocks of inputs and gradients that share a scale; None for the whole
@@ -99,7 +99,7 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Return whether a device multiplies float8 matrices: GPUs from compute capability 8.9 on, CPUs in newer torch."""
+    """Return whether a device multiplies float8 matrices: GPUs from compute capability 8.9 on, CPUs if torch can."""
     if device.type == "cpu":
         return _cpu_has_float8_products()
     return torch.cuda.get_device_capability(device) >= (8, 9)

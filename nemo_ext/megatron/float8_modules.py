@@ -46,7 +46,7 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Compute the layer's product, with the communication that it requires."""
+        """Compute the layer's product in FP8, with the same communication as Megatron's `_forward_impl`."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -59,7 +59,7 @@ def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int
     """Set a pipeline stage's linear layers to FP8 according to the plan, and return the layers that were changed.
 
     Args:
-        model: the stage, not wrapped.
+        model: the stage's model, without wrappers such as DDP.
         precision: precision plan and architecture.
         stage: 0-based numbers of the stage's blocks, in order.
 

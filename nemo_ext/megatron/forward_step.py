@@ -50,7 +50,8 @@ def build_datasets(
     """Build datasets as `datasets` does, but from the given arguments and without Megatron's trainer.
 
     In a run with phases or mixed lengths, every epoch of a stream has its own order (`nemo_ext.megatron.epochs`). In a
-    run with phases, `drawn` maps each reading and stream prefix to the number of sequences already read.
+    run with phases, `drawn` maps each way of reading (sequence length and part of the documents) to the number of
+    sequences already read from each stream, keyed by path prefix.
 
     A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, separately for each split, so
     that a phase of packs can be validated on the run's text. If the trainer has set `arguments.mixed_lengths` (the
@@ -169,6 +170,12 @@ def forward_step(
     z_loss: ZLoss | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
     """Run one micro-batch from Megatron's datasets through one pipeline stage.
+
+    Args:
+        iterator: source of the micro-batches.
+        model: the stage.
+        distillation: the run's distillation; None without a teacher.
+        z_loss: the run's z-loss, or None.
 
     Returns:
         The stage's output (per-token losses `[batch, seq]` on the last stage), and the loss function to apply to it.

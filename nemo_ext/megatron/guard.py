@@ -1,7 +1,7 @@
-"""Guard of a training run (config section `guard`): ends a start at a bad step, whose batches the next start skips.
+"""Guard of a training run (config section `guard`): ends the ranks at a bad step, and skips its batches afterwards.
 
 If a loss or gradient norm is not finite, or a loss is far above the preceding ones, the ranks end and the step is
-recorded. The next start resumes from the last checkpoint before it and skips its batches, with Megatron's own
+recorded. The run's next start resumes from the last checkpoint before it and skips its batches, with Megatron's own
 `iterations_to_skip`. A rank that takes no step for too long writes its stack traces and ends too. Does not import torch
 at module level.
 """
@@ -99,12 +99,12 @@ def _write(run_dir: Path, recorded: list[Event]) -> None:
 
 
 def pending(run_dir: Path) -> Event | None:
-    """Return the event that ended the last start and that no later start has handled; None if there is none."""
+    """Return the event at which the run's last start ended, if no later start has handled it yet; otherwise None."""
     return next((event for event in events(run_dir) if event.checkpoint is None), None)
 
 
 def turn_back(run_dir: Path, guard: Guard) -> str | None:
-    """Return to the last checkpoint before the bad step that ended the last start.
+    """If the last start ended at a bad step, make the run resume from the last checkpoint before it.
 
     Returns:
         Message for the user; None if the last start did not end at a bad step.
@@ -129,7 +129,7 @@ def turn_back(run_dir: Path, guard: Guard) -> str | None:
 
 
 def check_events(run_dir: Path, guard: Guard) -> None:
-    """Check that the run has not already returned `guard.most` times to the checkpoint to resume from.
+    """Check that the run has not already returned `guard.most` times to the checkpoint from which it would resume.
 
     Raises:
         ValueError: a bad step ended the last start, and earlier ones have used up the returns to its checkpoint.
@@ -200,7 +200,7 @@ def read_and_drop(data_iterator: Any) -> None:
 
 
 class Watch:
-    """Check of every logged step, on the rank that logs.
+    """Callable that checks every logged step, on the rank that logs.
 
     Args:
         guard: settings.
@@ -306,7 +306,10 @@ class Alive:
 
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:
-    """Describe in one line where ranks stalled, from their stack traces; None if there is no limit or no trace."""
+    """Describe in one line where ranks stalled, from the stack traces that their watchdogs wrote.
+
+    The result is None if there are no traces, or if `minutes`, the guard's time limit, is None.
+    """
     if minutes is None:
         return None
     places = []

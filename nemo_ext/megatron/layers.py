@@ -46,7 +46,7 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
 
 
 class _Block(MegatronModule):
-    """Base class of the blocks, whose constructor chooses config and submodules for Megatron's layer."""
+    """Base class of the blocks: builds Megatron's layer with the config and submodules that suit the block's values."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class PhaseTimers(Timers):
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
-        """Convert Megatron's timers in place, because its functions already hold references to them."""
+        """Convert Megatron's timers in place, as its functions already hold references to them; `phases` is the log."""
         timers.__class__ = cls
         timers.phases = phases
         timers.cpu = CpuClock()
@@ -166,7 +166,7 @@ class MetricsWriter:
         truncate_metrics(self.path, self.first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Record one scalar of a step; Megatron's "... vs samples" duplicates go only to TensorBoard."""
+        """Record a step's scalar, named by its TensorBoard tag; "... vs samples" duplicates go only to TensorBoard."""
         if self.tensorboard is not None:
             self.tensorboard.add_scalar(tag, value, step)
         if tag.endswith(" vs samples"):
@@ -191,7 +191,10 @@ class MetricsWriter:
             self.flush()  # now rather than with the next step: a checkpoint may follow, and a kill after it
 
     def add_evaluation(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
-        """Record benchmark results after a step: values keyed by benchmark, under `evaluate` and `evaluate_bits`."""
+        """Write a line of benchmark results after a step.
+
+        `measured` has the keys `evaluate` (accuracies) and `evaluate_bits` (bits per byte), each keyed by benchmark.
+        """
         self.flush()
         line: dict[str, Any] = {"step": step, "tokens": self.tokens_at(step)}
         for key, values in measured.items():

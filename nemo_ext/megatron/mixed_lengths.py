@@ -15,10 +15,11 @@ SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MixedRows(Dataset):
-    """Dataset whose rows hold one sequence from the long dataset, or `per_row` from the short one.
+    """Dataset whose rows hold one sequence from the dataset `long`, or `per_row` sequences from `short`.
 
-    Like a pack, a row has `tokens`, `labels`, `loss_mask` and `position_ids`, all `[seq]`, and `cu_seqlens`. Row n
-    depends only on n, so a resumed run continues with the same rows.
+    `schedule` determines which of the `rows` rows are short. Like a pack, a row has `tokens`, `labels`, `loss_mask` and
+    `position_ids`, all `[seq]`, and `cu_seqlens`. Row n depends only on n, so a resumed run continues with the same
+    rows.
     """
 
     def __init__(self, long: Dataset, short: Dataset, *, schedule: RowSchedule, rows: int, per_row: int) -> None:
@@ -42,7 +43,7 @@ class MixedRows(Dataset):
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate samples of Megatron's GPTDataset into a row, with the bounds between and within them."""
+    """Concatenate samples of Megatron's GPTDataset into a row; `cu_seqlens` also has the samples' own bounds."""
     bounds = [torch.zeros(1, dtype=torch.int32)]
     end = 0
     for part in parts:
@@ -67,7 +68,8 @@ def mixed_rows(
         settings: the two lengths and the schedule of the rows.
         samples: number of rows of each split.
         seq_length: tokens per row.
-        build: function from each split's number of sequences, and how they are read, to Megatron's datasets.
+        build: function that builds Megatron's dataset for each split, called with the splits' numbers of sequences and
+            with their length and part of the documents.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
     counts = [sequences_of(rows, seq_length, settings) for rows in samples]

@@ -38,7 +38,7 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: extent of QK norms.
         llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: whether windowed blocks of a YaRN model also use YaRN; if False, plain RoPE (OLMo 3).
-        precision: precision plan with the modules that deviate from the model's precision, or None.
+        precision: precision plan for the modules that deviate from the model's precision, or None.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
@@ -79,7 +79,10 @@ class BlockModelConfig(HybridModelConfig):
         return spec
 
     def _rotary(self, attention: Mapping[int, Block]) -> dict[int, Rotary]:
-        """Return rotary settings, keyed by layer number, for the blocks that do not use HybridModel's embedding."""
+        """Return rotary settings for the blocks that do not use HybridModel's embedding.
+
+        `attention` has the model's attention blocks; it and the result are keyed by 1-based layer number.
+        """
         plain = Rotary(
             base=self.rotary_base, percent=self.rotary_percent, interpolation_factor=self.seq_len_interpolation_factor
         )

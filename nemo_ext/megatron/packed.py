@@ -183,7 +183,7 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
 
 
 def packing_of(bounds: Tensor) -> PackedSeqParams:
-    """Return Megatron's parameters for sequences with bounds `[sequences + 1]`, the last of which is the row's length.
+    """Return Megatron's parameters for packed sequences with these bounds `[sequences + 1]`; the last is the row's end.
 
     `max_seqlen` is exactly the longest sequence's length. With the row's length, Megatron's rotary embedding would
     continue counting positions across bounds.
@@ -201,7 +201,9 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
 
 
 def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -> dict[str, Tensor]:
-    """Return this context-parallel rank's part of a batch: two chunks of the row, or of each packed sequence.
+    """Return this context-parallel rank's part of a batch: two chunks of each row, or of each packed sequence.
+
+    Entries of the batch other than `[batch, seq]` tensors are dropped. `packing` is None for data without packs.
 
     Raises:
         ValueError: a packed sequence cannot be split into 2 x context_parallel_size equal parts.

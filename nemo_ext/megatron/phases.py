@@ -65,7 +65,7 @@ class TokenSchedule(OptimizerParamScheduler):
 
 
 def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
-    """Make Megatron's trainer build a `TokenSchedule` instead of its own schedule."""
+    """Make Megatron's trainer build a `TokenSchedule` with these arguments instead of its own schedule."""
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 
@@ -98,8 +98,12 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
 
     Args:
         plan: plan of all phases.
-        segment: names of the segment's `phases`, and `train_data_path`, a mapping from every phase's name to its data.
+        segment: mapping with `phases`, the names of the segment's phases, and `train_data_path`, which maps the names
+            of phases to their data.
         samples: number of samples of each split, as Megatron passes them; only that of validation is used.
+
+    Returns:
+        Training, validation and test datasets, as Megatron expects; the last is always None.
     """
     arguments = get_args()
     by_phase = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
@@ -114,7 +118,7 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
 
 
 def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.Namespace) -> argparse.Namespace:
-    """Copy Megatron's arguments, with a phase's training data."""
+    """Return a copy of Megatron's arguments with a phase's training data (see `phased_datasets` for `segment`)."""
     changed, path = copy(arguments), segment["train_data_path"].get(phase.name)
     if path:
         changed.train_data_path = path

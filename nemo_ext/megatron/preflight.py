@@ -62,7 +62,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def fits(share: float) -> Literal["error", "warning", "note"]:
-    """Return the kind of finding for an estimated share of a GPU's memory."""
+    """Return the kind of finding for a run that needs this share of a GPU's memory, an error if it is above 1."""
     return "error" if share > 1 else "warning" if share > TIGHT else "note"
 
 
@@ -79,7 +79,7 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
 
 
 def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    """Yield findings on FP8 or FP4 settings of a config that the site's GPUs do not support."""
+    """Yield findings on a config's FP8 or FP4 settings that the GPUs of the site `cluster` do not support."""
     node, flags, section = cluster.node, config["megatron"], config.get("precision_plan")
     plan = None if section is None else Plan.from_config(section)
     if node is None:
@@ -102,7 +102,10 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    """Yield a finding if the site's GPUs have no attention kernel for packs: in a container, only a warning."""
+    """Yield an error if the GPUs of the site `cluster` have no attention kernel for the config's packs.
+
+    If the site uses a container, this is only a warning, as the packages in its image are unknown.
+    """
     if cluster.node is None or config["model"].get("backend") == "local":
         return
     inside = cluster.container.used

@@ -25,7 +25,7 @@ MTP_LOSS = "mtp_{}_loss"
 
 
 def _depths(line: dict[str, Any]) -> list[int]:
-    """Numbers of the depths of multi-token prediction whose loss is logged."""
+    """Return the numbers (from 1) of the multi-token prediction depths with a loss in this line of metrics.jsonl."""
     return list(takewhile(lambda depth: MTP_LOSS.format(depth) in line, count(1)))
 
 
@@ -66,6 +66,8 @@ def _plot(
     bad: list[guard.Event],
 ) -> None:
     """Plot loss, learning rate, speed and any benchmarks over tokens, and mark bad steps.
+
+    `steps`, `evaluations` and `benchmarks` are lines of metrics.jsonl of these kinds; `bad` has the bad steps.
 
     Speed is in tokens per second and, if processor time was logged, also in tokens per processor second, which other
     work on the machine does not affect.
@@ -166,7 +168,7 @@ def _facts(
 
 
 def _ends(benchmarks: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return a row for each benchmark: name, quantity, and its first and last measurements."""
+    """Return a table row for each benchmark: name, measured quantity, and its first and last values with steps."""
     rows = []
     for key, what in MEASURED.items():
         for name in _names(benchmarks, key):
@@ -185,7 +187,10 @@ def _ranks(config: dict[str, Any]) -> int:
 
 
 def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
-    """Compute tokens per processor second, assuming that all ranks use as much as this one; None if not logged."""
+    """Compute a step's tokens per processor second from its line of metrics.jsonl; None if it was not logged.
+
+    All ranks are assumed to use as much processor time as the one that logs.
+    """
     if not line.get("cpu_seconds_per_step"):
         return None
     return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)

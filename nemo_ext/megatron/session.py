@@ -89,9 +89,11 @@ def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any,
 
 
 def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
-    """Yield a module's parts of a Megatron checkpoint: key, slices of the whole tensor, and the module's own memory.
+    """Yield, for each part of a Megatron checkpoint's tensors that a module holds, its key, place and memory.
 
-    Writing to the memory changes the module. Parts with the same key (experts, gate and up) are consecutive.
+    The key is the name of the whole tensor, starting with `prefix`; the place is the part's slices in that tensor. The
+    memory is a view of the module's own weight, so writing to it changes the module. Parts with the same key (experts,
+    gate and up) are consecutive.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -107,7 +109,7 @@ def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slic
 
 
 def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Set a module's weights from whole tensors, keyed by their names in Megatron's checkpoint.
+    """Set a module's weights from whole tensors, keyed by their names in Megatron's checkpoint, `prefix` included.
 
     Raises:
         ValueError: a tensor is missing or has the wrong shape; the message names it.
@@ -128,7 +130,10 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
 
 
 def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Copy a module's weights as whole tensors, all held by this rank, keyed by names in Megatron's checkpoint."""
+    """Return copies of a module's weights, keyed by their names in Megatron's checkpoint, `prefix` included.
+
+    This rank must hold the whole module.
+    """
     parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
     for key, place, memory in named_parts(module, prefix):
         parts.setdefault(key, []).append((place, memory.detach()))

@@ -83,7 +83,7 @@ class LocalBackend(LocalSpecProvider):
     """Megatron's local back end, with norms and core attention that do not have upstream's limits."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
-        """Return the class of norms, which supports sequence parallelism."""
+        """Return the builder of all norms, `LocalNorm`; the arguments have no effect."""
         return LocalNorm
 
     def core_attention(self) -> type:
@@ -153,7 +153,10 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         column = parts.column_parallel_layer_norm_linear() or column
 
     def saved_as(norm_name: str, linear_name: str) -> dict[str, str]:
-        """Map the key prefix of an unfused norm to its name in Transformer Engine's fused layer; empty if fused."""
+        """Map a norm's key prefix to the one in Transformer Engine's fused layer, for checkpoints.
+
+        The mapping is empty if the norm is not a separate module here.
+        """
         return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if block_norm is norm else {}
 
     q_norm = k_norm = None
@@ -326,9 +329,9 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
 
 
 class BlockPredictionLayer(MultiTokenPredictionLayer):
-    """Depth of multi-token prediction, with the sub-layers and norms of the model's back end.
+    """One depth of multi-token prediction, built from the sub-layers and norms of the model's back end.
 
-    Megatron numbers the blocks of a depth from 1, so they have options of their own.
+    Megatron numbers the blocks of a depth from 1 again, so they have their own `options`, apart from the model's.
     """
 
     def __init__(
@@ -347,7 +350,7 @@ class BlockPredictionLayer(MultiTokenPredictionLayer):
 
 
 def _with_prediction(options: StackOptions) -> HybridStackSubmodules:
-    """Return the part of a stack spec from which HybridModel builds multi-token prediction; `options` are a depth's."""
+    """Return the submodules from which HybridModel builds multi-token prediction, with `options` for each depth."""
     layer = ModuleSpec(
         module=BlockPredictionLayer,
         params={"options": options},
@@ -362,8 +365,8 @@ def hybrid_stack(pattern: str = "", *, mtp_rotary: Mapping[int, Rotary] | None =
 
     Args:
         pattern: block notation, such as `(*{kv=4}-)x40`; empty if every block has the config's sizes.
-        mtp_rotary: `rotary` of the blocks of a prediction depth.
-        options: `norm_affine`, `norm_placement`, `qk_norm_scope` and `rotary` of `StackOptions`.
+        mtp_rotary: rotary embeddings of single blocks in a depth of multi-token prediction, keyed by 1-based number.
+        options: `norm_affine`, `norm_placement`, `qk_norm_scope` and `rotary`, as in `StackOptions`.
 
     Raises:
         PatternError: the pattern does not parse.

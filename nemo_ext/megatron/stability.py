@@ -65,7 +65,7 @@ class ZLoss:
         self._value: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Model hook that makes the last stage compute the z-loss whenever it computes its LM loss."""
+        """Make the last stage compute the z-loss whenever it computes its LM loss; return the model's stages."""
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
 

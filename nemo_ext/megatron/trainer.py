@@ -150,7 +150,7 @@ def share_cores(ranks: int) -> None:
 
 
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
-    """Keep the results of writing a checkpoint in this process, unless checkpoints are written asynchronously.
+    """Make Megatron keep the results of writing a checkpoint in this process, if it does not write asynchronously.
 
     Megatron's queue for the results is a separate process (core/dist_checkpointing/strategies/filesystem_async.py) that
     imports Megatron to read them, which on every rank costs seconds at the first checkpoint and half a gigabyte of
@@ -259,7 +259,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
 
     Args:
         config: the run's config.
-        arguments: Megatron's arguments, whose own rule is turned off.
+        arguments: Megatron's arguments, in which its own rule is turned off.
         ends: last steps of the phases.
 
     Returns:
@@ -306,7 +306,10 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """Model hook that makes Megatron's timers record the run's phases; before hooks are called, no timers exist."""
+    """Make Megatron's timers record the run's phases in a log, and return the model's stages unchanged.
+
+    This is a hook of Megatron's model builder, because the timers do not exist earlier.
+    """
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
@@ -316,7 +319,13 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
-    """Insert the metrics writer between Megatron and TensorBoard on the last rank, which is the one that logs."""
+    """Insert the metrics writer between Megatron and TensorBoard on the last rank, which is the one that logs.
+
+    Args:
+        config: the run's config.
+        plan: plan of the phases; None without phases.
+        first_step: step that training starts or resumes from.
+    """
     from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -363,9 +372,10 @@ def close_metrics() -> None:
 def validate_at_start(
     model: list[torch.nn.Module], *, run_dir: Path, forward_step: Callable[..., Any]
 ) -> list[torch.nn.Module]:
-    """Model hook that measures the untrained model's validation loss, which Megatron's loop cannot do.
+    """Write the untrained model's validation loss to metrics.jsonl, and return the model's stages unchanged.
 
-    It calls Megatron's own `evaluate`, unless the run already has a checkpoint or has no evaluations.
+    This is a hook of Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
+    Megatron's own `evaluate` with `forward_step`, unless the run already has a checkpoint or has no evaluations.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
@@ -389,7 +399,7 @@ def validate_at_start(
 
 
 def peak_flops() -> float | None:
-    """Return the device's peak FLOP/s: NVIDIA's BF16 figure, None for unknown GPUs, a measured matmul rate on a CPU."""
+    """Return the device's peak FLOP/s: NVIDIA's BF16 figure, or a CPU's measured matmul rate; None for unknown GPUs."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         clock = getattr(device, "clock_rate", 0)  # in kHz; not in every torch

@@ -53,7 +53,7 @@ def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "Hyb
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Replace Transformer Engine's error about a missing attention kernel in the context with an explanation.
+    """Return a context that turns Transformer Engine's error about a missing attention kernel into an explanation.
 
     Raises:
         ValueError: neither fused nor flash attention is available; the message names the packages to install.

@@ -72,7 +72,7 @@ def installed() -> tuple[int, int, int]:
 
 
 def spelled(version: Iterable[int]) -> str:
-    """Write a version with dots."""
+    """Join a version's numbers with dots, as in `0.19.0`."""
     return ".".join(map(str, version))
 
 
@@ -82,7 +82,7 @@ def missing(feature: Feature) -> bool:
 
 
 def lack(flags: Iterable[str]) -> str | None:
-    """Explain why the installed Megatron-Core is too old for any of these flags (or `flag=value`), or return None."""
+    """Explain why the installed Megatron-Core is too old for any of the flags (or `flag=value`); None if it is not."""
     names = set(flags)
     for feature in FEATURES:
         if names & set(feature.flags) and missing(feature):

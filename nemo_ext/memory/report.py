@@ -56,7 +56,7 @@ def read(folder: Path) -> list[Node]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Parse a file's lines, skipping those cut off by a kill or a full disk; empty if the file does not exist."""
+    """Parse a file's lines of JSON, skipping those cut off by a kill or a full disk; empty if there is no file."""
     whole = list[dict[str, Any]]()
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(orjson.JSONDecodeError):
@@ -70,7 +70,7 @@ def _row(line: Mapping[str, Any]) -> list[float]:
 
 
 def read_phases(folder: Path) -> list[tuple[float, str | None]]:
-    """Read when each phase began (Unix seconds) and its name, in order; the name None marks the end of a start."""
+    """Read when each phase began (Unix seconds) and its name, in order; the name None marks when the ranks ended."""
     return sorted(((line["time"], line["phase"]) for line in _lines(folder / PHASES)), key=itemgetter(0))
 
 

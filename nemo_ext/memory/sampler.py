@@ -58,7 +58,9 @@ def interval(config: Mapping[str, Any]) -> float | None:
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes]:
-    """Start a process that samples the process `root` and its descendants until `root` or this process ends.
+    """Start a process that samples the process with id `root` and its descendants until that or this process ends.
+
+    It writes a sample to this node's file in `directory` every `seconds`.
 
     Call this from the main thread, because Linux ties a child process to the thread that started it.
     """
@@ -129,7 +131,10 @@ def gpu_memory(what: str) -> list[int]:
 
 
 def node_memory(what: str) -> dict[str, Any]:
-    """Return this node's `used` or `total` bytes: `host`, `shm` for /dev/shm, and `gpu`, a list with one per GPU."""
+    """Return this node's memory in bytes, `used` or `total` as `what` says.
+
+    The keys are `host`, `shm` for /dev/shm, and `gpu` for a list with one number per GPU.
+    """
     memory, shm = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
     host = memory.total - (memory.available if what == "used" else 0)
     return {"host": host, "shm": getattr(shm, what), "gpu": gpu_memory(what)}

@@ -1,1 +1,1 @@
-"""Post-training quantisation: calibrates a model with ModelOpt by a precision plan, and writes checkpoints for vLLM."""
+"""Post-training quantisation: applies a precision plan to a model with ModelOpt, and writes checkpoints for vLLM."""

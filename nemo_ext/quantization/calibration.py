@@ -150,7 +150,13 @@ def _packed(data: str) -> Path | None:
 
 
 def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple[list[Ids], int]:
-    """Read distinct samples from packs in random order; also return the number of samples in the packs."""
+    """Read distinct samples from packs in random order, as many as the settings ask for.
+
+    Prints a note if the packs were made with another tokenizer than the one in the directory `model`.
+
+    Returns:
+        Token ids of the samples, each truncated to the maximum length, and the number of samples in the packs.
+    """
     manifest = read_packed_manifest(prefix)
     identity = manifest.tokenizer_identity
     if identity.startswith("huggingface-") and (model / "tokenizer.json").is_file():
@@ -175,7 +181,15 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Tokenise conversations with distinct ids in random order; also return the number of distinct ids."""
+    """Tokenise conversations in random order, as many as the settings ask for; repeated conversation ids are skipped.
+
+    Args:
+        settings: source and amount of the data.
+        model: directory with the tokenizer and, unless the settings name one, the chat template.
+
+    Returns:
+        Token ids of the samples, each truncated to the maximum length, and the number of distinct conversations.
+    """
     source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
     template = Template.load(settings.template if settings.template is not None else model)
     encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)

@@ -1,4 +1,4 @@
-"""The `nemo-ext quantize` command: makes an FP8 checkpoint for vLLM by a precision plan, with ModelOpt."""
+"""The `nemo-ext quantize` command: makes an FP8 checkpoint for vLLM from a precision plan, with ModelOpt."""
 
 from pathlib import Path
 

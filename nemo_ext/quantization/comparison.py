@@ -72,7 +72,13 @@ def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -
 
 
 def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
-    """Sum both losses, KL divergence and agreement over tokens, `[4]`. Logits are `[tokens, vocabulary]`."""
+    """Sum over tokens, as `[4]`: the losses before and after quantisation, the KL divergence, and the agreement.
+
+    Args:
+        before: the original model's logits `[tokens, vocabulary]`.
+        after: the quantised model's logits, in the same shape.
+        labels: token ids to predict, `[tokens]`.
+    """
     import torch
     from torch.nn import functional
 

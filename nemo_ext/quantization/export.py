@@ -76,7 +76,10 @@ def export(
 def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
-    """Read the tensors that transformers loads in a type other than the checkpoint's, keyed by their model names."""
+    """Read the tensors outside FP8 that transformers has loaded in a type other than the checkpoint's.
+
+    The arguments are those of `export`; the tensors are keyed by their names in the transformers model.
+    """
     # Stacked experts, in the checkpoint or only in transformers, share one type; `check` reports a mismatch.
     skipped = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
     skipped |= {stacked for stacked, _ in _single_experts(listed).values()}
@@ -93,7 +96,14 @@ def _own_types(
 def _write_configs(
     folder: Path, source: Path, quantization: tuple[dict[str, Any], dict[str, Any]], exclude: Sequence[str]
 ) -> None:
-    """Write the checkpoint's config.json and ModelOpt's hf_quant_config.json, with the plan's exclusions."""
+    """Write config.json and hf_quant_config.json into an exported directory.
+
+    Args:
+        folder: the exported directory.
+        source: directory of the checkpoint, whose config.json is extended.
+        quantization: ModelOpt's own hf_quant_config.json, and its `quantization_config` for config.json.
+        exclude: names of the modules outside FP8, which replace ModelOpt's list in both files.
+    """
     alone, inside = quantization
     alone["quantization"]["exclude_modules"] = list(exclude)
     (folder / QUANT_CONFIG).write_text(json.dumps(alone, indent=2) + "\n")
@@ -113,7 +123,7 @@ def check(
         tensors: names of all of the checkpoint's tensors.
 
     Returns:
-        Bytes `before` and `after`, each keyed by the matrices' planned precision, `scales` and `others`.
+        Bytes on disk, `before` and `after`, each keyed by planned precision (for matrices), `scales` and `others`.
 
     Raises:
         CheckpointError: a tensor is missing or unknown, has a precision other than planned, or changed outside FP8.
@@ -174,7 +184,7 @@ def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """View a tensor as bytes, for comparisons in which NaN equals itself."""
+    """View a tensor as bytes, so that NaN equals itself in comparisons."""
     import torch
 
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -27,7 +27,7 @@ def vllm_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
-    """Return the `vllm.LLM` arguments for a BF16 checkpoint that vLLM quantises by the plan while loading it.
+    """Return the `vllm.LLM` arguments for a BF16 checkpoint that vLLM quantises as planned while loading it.
 
     Args:
         plan: precision plan of the weights.
@@ -55,7 +55,7 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """List the names, from `layers.` on, of linear modules outside FP8; a block's experts count as one module.
+    """List the names of linear modules outside FP8, without what precedes `layers.`; experts of a block are one module.
 
     Modules that engines never run in FP8 are omitted: routers, convolutions, embedding and output layer.
     """

@@ -301,6 +301,12 @@ def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
 def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], data: CalibrationData) -> None:
     """Insert ModelOpt's quantizers into the model and calibrate their scales on the samples.
 
+    Args:
+        model: the model, which is changed in place.
+        work: the job, with the precision plan.
+        names: mapping from the checkpoint's tensors to parameter names in the model, from `modelopt.parameters`.
+        data: calibration samples.
+
     Raises:
         ValueError: ModelOpt is not installed, or no sample reached a quantizer.
     """

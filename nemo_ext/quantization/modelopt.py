@@ -90,7 +90,10 @@ def matrices(plan: Plan, description: Description, checkpoint_format: Format) ->
 
 
 def _part(role: Role) -> str | None:
-    """Return the part of a plan that contains a parameter; None for norms, biases and Mamba's per-head parameters."""
+    """Return the part of a block (as plans name it) that contains a parameter, given its role (module, parameter).
+
+    The part is None for parameters that plans do not contain: norms, biases and Mamba's per-head parameters.
+    """
     module, parameter = role
     if module == "experts":  # stacked: the parameter is the matrix
         return PARTS[parameter.removesuffix("_proj")]
@@ -149,7 +152,7 @@ def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, st
 
 
 def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> None:
-    """Check a converted model's quantizers against its config.
+    """Check that `mtq.quantize` has enabled exactly the quantizers in its config (from `quantize_config`).
 
     Raises:
         RuntimeError: a quantizer of the config is missing, or another quantizer is enabled.

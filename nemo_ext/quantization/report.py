@@ -47,7 +47,7 @@ class Quantized:
 
 
 def write(folder: Path, report: Quantized) -> None:
-    """Write `quantization.json` and `quantization.md`."""
+    """Write `quantization.json` and `quantization.md`, which hold the results, to a folder."""
     (folder / JSON).write_text(json.dumps(_values(report), indent=2) + "\n")
     _page(report).write(folder / MARKDOWN)
 

@@ -71,7 +71,7 @@ def check_servable(
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Describe the matrices whose sizes are not multiples of `step`, each one separately even if vLLM fuses them."""
+    """Describe each FP8 matrix (in `low`) whose rows or columns are not multiples of `step`, even if vLLM fuses it."""
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape

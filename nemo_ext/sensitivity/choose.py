@@ -1,4 +1,4 @@
-"""Search for the plan with the fewest BF16 bytes within a loss budget, by Puzzle's integer program.
+"""Search for the plan with the fewest BF16 bytes within a loss budget, using Puzzle's integer program.
 
 The sensitivities of single units add up only roughly. Plans are therefore measured, and the budget given to the program
 is bisected until its plan's measured loss is as close as possible to the requested budget. Does not import torch.
@@ -36,7 +36,7 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
     Args:
         units: units to choose from.
         losses: loss of each unit alone in FP8, at least 0.
-        budget: maximum sum of losses, in the same unit.
+        budget: maximum sum of the chosen units' losses.
     """
     program = Program(
         objective=[np.array([0.0, float(unit.bytes)]) for unit in units],  # FP8, BF16

@@ -7,7 +7,7 @@ from nemo_ext.sensitivity.workspace import LOG
 
 
 def work(config_path: str) -> None:
-    """Run the measurements. Megatron is imported here."""
+    """Run the measurements of the composed config at a path. Megatron is imported only here."""
     from nemo_ext.sensitivity.sweep import run
 
     run(config_path)

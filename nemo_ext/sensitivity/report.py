@@ -141,7 +141,10 @@ def _groups(
 
 
 def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
-    """Compare this model with Nemotron 3 Nano's choice of BF16 blocks, in words; empty if it lacks such blocks."""
+    """Compare this model's losses, in words, with Nemotron 3 Nano's choice of BF16 blocks; empty without such blocks.
+
+    `groups` maps each group of units (see `Unit.group`) to the losses of its units, each alone in FP8.
+    """
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]

@@ -97,7 +97,15 @@ class Sweep:
             )
 
     def _compare(self, best: Proposal, by_loss: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Compare the proposal with other plans on validation data; `by_loss` has all units, least sensitive first."""
+        """Compare the proposal with other plans on validation data.
+
+        Args:
+            best: the proposal.
+            by_loss: all units, the least sensitive first.
+
+        Returns:
+            For each plan, its name, loss, rules and bytes (see `as_json`).
+        """
         plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
         if in_bf16 := kept_by(NANO_IN_BF16, self.every, self.architecture):
             plans[NANO] = self._only([unit for unit in self.every if unit not in in_bf16])
@@ -165,7 +173,7 @@ class Measurements:
             }
 
     def measure(self, name: str, precision: Precision | None) -> Sensitivity:
-        """Measure a plan, or return its earlier measurement; `precision` is None for the unchanged model."""
+        """Measure a plan, or return the earlier result with this name; `precision` is None for the unchanged model."""
         if name not in self.known:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
@@ -191,7 +199,10 @@ class Measurements:
 
 
 def _first_block(precision: Precision) -> int:
-    """0-based number of the first block with a weight in FP8, or of the last block if only the output layer has one."""
+    """Return the 0-based number of the first block with FP8 weights.
+
+    If only the output layer has FP8 weights, it is the last block's number.
+    """
     weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
     return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
@@ -199,7 +210,16 @@ def _first_block(precision: Precision) -> int:
 def _score(
     measurements: Measurements, every: Sequence[Unit], in_fp8: Callable[[Sequence[Unit]], Precision]
 ) -> dict[str, Sensitivity]:
-    """Score, keyed by name, the unchanged model, all units together, each unit alone and each group together."""
+    """Score the unchanged model, and the model with all units, each single unit and each group of units in FP8.
+
+    Args:
+        measurements: measurements on the calibration data.
+        every: all units.
+        in_fp8: function that returns the plan with only these units in FP8.
+
+    Returns:
+        Scores, keyed by their names (`Sensitivity.name`).
+    """
     groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
     plans: Mapping[str, Sequence[Unit] | None] = {
         REFERENCE: None,

@@ -101,7 +101,10 @@ NAMED = (("*",), NANO_IN_BF16, ("M>*",), ("M",), ("E",), ("-",), ("first 1", "la
 
 
 def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> tuple[str, ...] | None:
-    """Return the entry of NAMED that keeps exactly these units; None if there is none or all units are kept."""
+    """Return the common selectors (an entry of NAMED) that keep exactly these units in BF16; None if none do.
+
+    The result is also None if all of the plan's FP8 units are kept.
+    """
     every = units(plan, architecture, "part" if any("." in unit.selector for unit in kept) else "block")
     for selectors in NAMED if len(kept) < len(every) else ():
         if {unit.selector for unit in kept} == {unit.selector for unit in kept_by(selectors, every, architecture)}:
@@ -110,7 +113,7 @@ def named_rule(kept: Sequence[Unit], plan: Plan, architecture: Architecture) -> 
 
 
 def kept_by(selectors: Sequence[str], every: Sequence[Unit], architecture: Architecture) -> list[Unit]:
-    """Return the units that rules with these selectors keep in BF16."""
+    """Return the units, among `every`, that rules with these selectors would keep completely in BF16."""
     rules = [Rule.parse(f"{selector} bf16") for selector in selectors]
     kinds = [block.kind for block in architecture.sizes]
     return [u for u in every if all(any(r.selector.selects(w, kinds) for r in rules) for w in u.weights)]

@@ -37,7 +37,10 @@ class Sensitivity:
 
 
 def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
-    """Loss relative to the unchanged model by the metric `kl` or `loss`, in nats per token."""
+    """Return the loss of `score` relative to the unchanged model's (`reference`), in nats per token.
+
+    With the metric `kl`, this is the score's KL divergence; with `loss`, the increase of the language model loss.
+    """
     return score.kl if metric == "kl" else score.loss - reference.loss
 
 
@@ -92,7 +95,10 @@ class Workspace:
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
-    """Describe a compared plan as JSON: its loss, rules, and bytes of the weights, keyed by precision."""
+    """Return a compared plan's row for the file of results: its score, default precision, rules and `bytes`.
+
+    `bytes` has the size of the weights, keyed by precision. The plan is None for the unchanged model.
+    """
     held = weight_bytes(plan or Plan(), architecture)
     rules = [rule.text for rule in plan.rules] if plan is not None else []
     return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

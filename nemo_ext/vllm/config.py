@@ -32,7 +32,7 @@ def model_of(config: PreTrainedConfig) -> tuple[Format, Description]:
 
 
 class _Most:
-    """Descriptor whose value is the maximum of a size over all blocks of a kind, 0 without such blocks."""
+    """Descriptor for the maximum of the size `name` over all blocks of one kind; 0 if there are no such blocks."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind, self.name = kind, name

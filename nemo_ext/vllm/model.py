@@ -68,7 +68,7 @@ _PARAMETERS = {"A_log": "A"}
 
 
 def _norm(description: Description) -> nn.Module:
-    """Create the norm of a block, or the final norm."""
+    """Create a norm of the model's kind and width, for a block or as the final norm."""
     architecture = description.architecture
     hidden, epsilon, affine = architecture.hidden_size, description.norm_epsilon, architecture.norm_affine
     if architecture.normalization == "RMSNorm":
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Map `[tokens, hidden]` to the same shape."""
+        """Compute attention for hidden states `[tokens, hidden]` at positions `[tokens]`, keeping their shape."""
         query, key, value = self.qkv_proj(hidden)[0].split([self.widths[0], *[self.widths[1]] * 2], dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
@@ -223,7 +223,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
 
 
 class ResidualBlock(nn.Module):
-    """Residual block that computes x + mixer(norm(x)), or x + norm(mixer(x)) with norms on outputs."""
+    """Residual block that computes x + mixer(norm(x)), or x + norm(mixer(x)) if the model has norms on outputs."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class ResidualBlock(nn.Module):
             self.mixer = made(description, block, names, vllm)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Map `[tokens, hidden]` to the same shape."""
+        """Run the block on hidden states `[tokens, hidden]` at positions `[tokens]`, keeping their shape."""
         mixed = self.norm(hidden) if self.norm_first else hidden
         if self.kind == "*":
             mixed = self.mixer(positions, mixed)
@@ -288,7 +288,17 @@ class BlocksModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """Return hidden states `[tokens, hidden]` after the final norm, or tensors for the next pipeline rank."""
+        """Run this pipeline rank's blocks.
+
+        Args:
+            input_ids: token ids `[tokens]`; only the first rank uses them.
+            positions: positions of the tokens in their sequences, `[tokens]`.
+            intermediate_tensors: result of the previous pipeline rank; None on the first.
+            inputs_embeds: embeddings `[tokens, hidden]` to use instead of the token ids, or None.
+
+        Returns:
+            Hidden states `[tokens, hidden]` after the final norm, or tensors for the next pipeline rank.
+        """
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
             hidden = intermediate_tensors["hidden_states"]
@@ -302,7 +312,10 @@ class BlocksModel(nn.Module):
 
 
 def module_names(found: Format, description: Description) -> dict[int | None, dict[str, str]]:
-    """Mapping from block number (None outside the blocks) to a mapping from role to the module's checkpoint name."""
+    """Return the modules' names in the checkpoint, keyed by block number and role.
+
+    Block numbers start at 0; modules outside the blocks, such as the embedding, are under None.
+    """
     names: dict[int | None, dict[str, str]] = {number: {} for number in (None, *range(len(description.blocks)))}
     for entry in found.entries(description):
         for (module, _), name in zip(entry.roles, entry.names, strict=True):
@@ -311,7 +324,10 @@ def module_names(found: Format, description: Description) -> dict[int | None, di
 
 
 def places(found: Format, description: Description) -> dict[str, tuple[str, str | int | None]]:
-    """Mapping from a module's checkpoint name to our module, and to its shard if that is a fused module (else None)."""
+    """Map each module's checkpoint name to the name of our module, and to the module's shard in it.
+
+    The shard, as vLLM's weight loaders name it, is None unless our module fuses several modules (QKV, gate and up).
+    """
     outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     moved: dict[str, tuple[str, str | int | None]] = {name: ("qkv_proj", name) for name in "qkv"}
     if description.architecture.gated:
@@ -382,11 +398,11 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits `[tokens, vocabulary]` on the ranks on which vLLM samples; None on others."""
+        """Return logits `[tokens, vocabulary]` on the ranks that sample the next tokens; None on others."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors under their checkpoint names, and return the names of the loaded parameters.
+        """Load tensors, given as pairs of checkpoint name and tensor, and return the names of the loaded parameters.
 
         Raises:
             ValueError: the model has no parameter for a tensor.
@@ -434,7 +450,7 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of a block's convolution state and SSM state."""
+        """Return the dtypes of a Mamba-2 block's convolution state and SSM state."""
         cache = vllm_config.cache_config
         return MambaStateDtypeCalculator.mamba2_state_dtype(
             vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
@@ -442,23 +458,23 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[MambaSpec]:
-        """Return the state specification for each size of block; the largest determines the cache's page size."""
+        """Return a state spec for each size of Mamba-2 block; the largest determines the cache's page size."""
         dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
         return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1) for shapes in _state_shapes(vllm_config)]
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Shapes:
-        """Return the shapes of the convolution state and SSM state of the largest block."""
+        """Return the shapes of the convolution state and SSM state of the Mamba-2 block with the largest state."""
         return max(_state_shapes(vllm_config), key=lambda shapes: sum(map(prod, shapes)))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
-        """Return the functions that copy a block's two states."""
+        """Return the functions with which vLLM copies a Mamba-2 block's convolution state and SSM state."""
         return MambaStateCopyFuncCalculator.mamba2_state_copy_func()
 
 
 def _state_shapes(vllm_config: VllmConfig) -> list[Shapes]:
-    """Shapes of the convolution state and SSM state for each size of Mamba-2 block."""
+    """Return the shapes of the convolution state and SSM state for each different size of Mamba-2 block."""
     _, description = model_of(vllm_config.model_config.hf_config)
     blocks = dict.fromkeys(block for block in description.blocks if block.kind == "M" and not block.is_linear)
     return [

@@ -36,12 +36,12 @@ def identity(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a maker of replacements (see `Patch.make`) that return `value` for any arguments."""
+    """Return a `Patch.make` function; its replacement is a function that returns `value` for any arguments."""
     return lambda original: lambda *args, **kwargs: value
 
 
 def instead(value: Any) -> Callable[[Any], Any]:
-    """Return a maker of replacements (see `Patch.make`) that gives `value` itself."""
+    """Return a `Patch.make` function; its replacement is `value` itself."""
     return lambda original: value
 
 

@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 class _Taps(torch.autograd.Function):
-    """Convolution with taps [width, channels], in their dtype; row a multiplies the token a positions before."""
+    """Convolution with `taps` [width, channels], in their dtype; row a multiplies the token a positions earlier."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, run: Tensor | None) -> Tensor:
@@ -44,7 +44,10 @@ class _Taps(torch.autograd.Function):
 
 
 def _same_run(values: Tensor, run: Tensor | None, age: int) -> Tensor:
-    """Zero the values [batch, length - age, channels] where a tap `age` tokens back reaches into another sequence."""
+    """Zero the values [batch, length - age, channels] where a tap `age` tokens back reaches into another sequence.
+
+    `run` [batch, length] numbers the sequences; None for one sequence, whose values are returned unchanged.
+    """
     if run is None:
         return values
     same = run[:, age:] == run[:, : run.shape[1] - age]

@@ -47,7 +47,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Call `ssd_chunk_scan` with upstream's arguments.
+    """Compute Mamba-2's scan with `ssd_chunk_scan`, which describes the arguments and the result.
 
     `state_dtype` is upstream's dtype for states between chunks; here it has no effect, as they are in the computation's
     dtype.
@@ -102,6 +102,10 @@ def mamba_split_conv1d_scan_combined(
 
     With `rmsnorm_weight`, the result then goes through the gated norm, and with `outproj_weight` through the output
     projection, as in transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
+
+    Returns:
+        [batch, length, features]; with `return_final_states` also the last SSM state
+        [batch, heads, head_dim, state].
 
     Raises:
         ValueError: headdim is missing, outproj_bias is set without outproj_weight, state_dtype is wider than the
@@ -163,7 +167,7 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Call `causal_conv1d` with upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
+    """Call `causal_conv1d` with channels first: x [batch, channels, length], states [batch, channels, width - 1].
 
     Raises:
         ValueError: return_final_states or final_states_out is set, or the shapes do not match.

@@ -83,7 +83,7 @@ def rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """Apply the functional form of `RMSNorm`, computing in float32 (float64 for float64 inputs).
+    """Normalise `x` as `RMSNorm` does, with its attributes as arguments, in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: The shapes do not match.

@@ -39,7 +39,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def full_precision(tensor: Tensor) -> torch.autocast:
-    """Disable autocast in the context, whose code chooses its own dtypes."""
+    """Return a context without autocast on the tensor's device, for code that chooses its own dtypes."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)
 
 
@@ -188,7 +188,7 @@ def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) ->
 
 
 def _segments(x: Tensor) -> list[slice]:
-    """Return slices of the chunks of x [k, b, g, q, r, p] that are processed together."""
+    """Return slices of the first axis of x [k, b, g, q, r, p], each with the chunks that are processed together."""
     chunks, batch, groups, length, heads, _ = x.shape
     elements = SEGMENT_ELEMENTS_CPU if x.device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
     at_once = max(1, elements // (batch * groups * heads * length * length))
@@ -253,7 +253,10 @@ def ssd_chunk_scan(
         q = -(-length // chunks)
 
         def by_chunk(tensor: Tensor) -> Tensor:
-            """View [b, l, heads or groups, ...] as [k, b, g, q, heads per group or 1, ...], with zeros appended."""
+            """View [b, length, heads or groups, ...] as [k, b, g, q, heads per group or 1, ...].
+
+            Zeros are appended if the chunks are longer than the sequence.
+            """
             if chunks * q > length:
                 tensor = torch.cat([tensor, tensor.new_zeros(batch, chunks * q - length, *tensor.shape[2:])], dim=1)
             return tensor.unflatten(2, (groups, -1)).unflatten(1, (chunks, q)).movedim((1, 0, 3), (0, 1, 2))

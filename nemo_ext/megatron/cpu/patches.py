@@ -20,7 +20,7 @@ from nemo_ext.megatron.cpu import devices, mamba_step
 
 @dataclass(frozen=True)
 class Patch:
-    """Row of the table of patches.
+    """One row in the table of patches.
 
     Attributes:
         name: short name, for `apply(without=...)` and logs.
