@@ -1,4 +1,4 @@
-"""Precision of each weight in a model: a default, and rules for blocks, of which the first that matches applies.
+"""Precision of each weight in a model: a default, and a list of rules; the first rule that matches a weight applies.
 
 A rule is a selector and a precision, such as `M>* bf16`. Selectors:
 

@@ -74,10 +74,11 @@ class StepTime:
 class _Work(NamedTuple):
     """Work of a set of blocks per token, before a layout divides it.
 
-    Forward FLOPs: `flops` in total, `core` for attention scores, `mlp` and `moe` for blocks of these kinds, `experts`
-    for routed experts; `again` is what kernels recompute in their backward pass. `pairs` counts pairs of linear layers,
-    `routers` MoE blocks and `rings` attention blocks. `routed` counts numbers sent to experts, `keys` and `exchanged`
-    those sent by CP. The other fields are parameter counts.
+    `flops` is the total of forward FLOPs; `core` is the part for attention scores, `mlp` and `moe` the parts for blocks
+    of these kinds, and `experts` the part for routed experts. `again` is the FLOPs that kernels recompute in their
+    backward pass. `pairs` is the number of pairs of linear layers, `routers` that of MoE blocks, and `rings` that of
+    attention blocks. `routed` is the number of values sent to experts. Context parallelism sends `keys` values around
+    the ring and `exchanged` values by all-to-all. The other fields are parameter counts.
     """
 
     flops: float = 0
@@ -276,7 +277,17 @@ class Roofline:
         return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
 
     def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
-        """Estimate the seconds of data-parallel communication that does not overlap, and of the optimizer."""
+        """Estimate the seconds of what happens once per step.
+
+        Args:
+            layout: parallel layout.
+            work: work of a pipeline rank.
+            hides_reduce: seconds of computation that overlap with the reduction of gradients.
+            hides_gather: seconds of computation that overlap with the gathering of weights.
+
+        Returns:
+            Seconds of data-parallel communication that does not overlap, and seconds of the optimizer.
+        """
         weight, gradient, state = bytes_per_parameter(layout.precision)
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
@@ -304,7 +315,7 @@ class Roofline:
         return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
 
     def _all_to_all(self, sent: float, ranks: int, stride: int) -> float:
-        """Estimate the seconds of an all-to-all in which each of `ranks` ranks sends `sent` bytes, evenly to all."""
+        """Estimate the seconds of an all-to-all among `ranks` GPUs that are `stride` apart; each sends `sent` bytes."""
         near = self._near(ranks, stride)
         far = sent * (ranks - near) / ranks / (LINKS * self.gpu.network)
         return max(far, sent * (near - 1) / ranks / (LINKS * self.gpu.nvlink))

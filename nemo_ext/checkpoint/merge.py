@@ -221,7 +221,7 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights to a target, and remarks for the user.
+    """Return a function that adds all files except tensors to a target's folder, and remarks for the user.
 
     Raises:
         CheckpointError: the config.json files describe different models.
@@ -242,7 +242,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights to a target, and remarks for the user."""
+    """Return a function that adds all files except tensors to a target's folder, and remarks for the user."""
     first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)

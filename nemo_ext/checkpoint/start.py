@@ -80,9 +80,10 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Config for a job on a checkpoint: with the checkpoint's model, and its tokenizer in place of a byte tokenizer.
+    """Return a copy of a config for a job that runs a checkpoint's model.
 
-    Data tokenised with the checkpoint's tokenizer are written to the run directory, apart from the recipe's data.
+    The model is replaced by the checkpoint's. If the config has a byte tokenizer, it is replaced by the checkpoint's
+    tokenizer, and data tokenised with that are written to the run directory, apart from the recipe's data.
 
     Raises:
         ValueError: there is no checkpoint, or no config next to it.

@@ -345,7 +345,7 @@ def write_tracker(checkpoints: Path) -> None:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """OSError or KeyboardInterrupt that a failure of `torch.save` masks; the failure itself if there is none."""
+    """Return the OSError or KeyboardInterrupt behind a failure of `torch.save`; the failure itself if there is none."""
     earlier: BaseException | None = error
     while earlier is not None:
         if isinstance(earlier, OSError | KeyboardInterrupt):
@@ -374,7 +374,12 @@ def _bytes_item(name: str) -> Any:
 
 
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Keys of the modules' extra states, as Megatron shards them: one per module, or one per expert."""
+    """Return the keys of the modules' extra states in a Megatron checkpoint, one per module or one per expert.
+
+    Args:
+        keys: keys of the model's tensors.
+        wholes: mapping from these keys to the shapes of the whole tensors.
+    """
     names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:
         module, _, parameter = key.rpartition(".")

@@ -59,7 +59,11 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel: `makes` returns the output and extra tensors to save; `works` runs in the backward pass."""
+    """Stand-in for a kernel as an autograd function.
+
+    In the forward pass, `makes(*given)` returns the output and a list of tensors to save in addition to the inputs
+    `given`. In the backward pass, `works(*given)` records the work, and the gradients are empty tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, makes: Callable[..., Any], works: Callable[..., Any], *given: Tensor) -> Tensor:
@@ -110,12 +114,15 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
 
 
 def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
-    """Communication of context-parallel attention, forward and backward, as lists of (operation, calls, bytes).
+    """Return the communication of context-parallel attention in the forward and in the backward pass.
 
     Args:
         way: Megatron's `cp_comm_type`.
         parts: context-parallel size.
         query, key, value: one rank's tensors.
+
+    Returns:
+        For each pass, a list of (operation, calls, bytes); both are empty if `parts` is 1.
     """
     pair = key.nbytes + value.nbytes
     if parts == 1:
@@ -243,7 +250,14 @@ def _share(imbalance: float) -> Callable[..., Any]:
 
 
 def _tokens(dispatcher: Any, mean: float, imbalance: float, tokens: int) -> int:
-    """Number of token copies for this rank's experts, limited by top-k and the number of local experts."""
+    """Return how many token copies this rank's experts receive: `mean` x `imbalance`, up to the possible maximum.
+
+    Args:
+        dispatcher: Megatron's token dispatcher.
+        mean: mean over expert-parallel ranks.
+        imbalance: ratio of this rank's number to the mean.
+        tokens: number of tokens, each routed to at most top-k of the rank's experts.
+    """
     return min(round(mean * imbalance), tokens * min(dispatcher.config.moe_router_topk, dispatcher.num_local_experts))
 
 

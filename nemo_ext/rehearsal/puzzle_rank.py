@@ -180,7 +180,7 @@ def _distill(rank: _Rank) -> None:
             return rank.layer(variant)
 
     class FakeInputs(BlockInputs):
-        """Block inputs that exist without files; a written one is held in memory, as during the real write."""
+        """Stand-in for block inputs in files: reading yields empty tensors, writing keeps the tensor in memory."""
 
         def has(self, number: int, steps: Iterable[int]) -> bool:
             return groups.index(group) > 0
@@ -253,7 +253,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Disable file writes and agreement between ranks; let optimizers update a whole group at once, as on a GPU."""
+    """Context manager for a single rank: no file writes, no communication between ranks, and fused Adam as on a GPU."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

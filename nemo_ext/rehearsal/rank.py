@@ -258,7 +258,14 @@ def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
-    """Reduce a curve to the highest point in each of `POINTS` intervals."""
+    """Reduce a memory curve to the highest point in each of `POINTS` equal intervals.
+
+    Args:
+        curve: (operations so far, phase, live bytes), in order.
+
+    Returns:
+        Points (position from 0 to 1, phase, live bytes).
+    """
     if not curve:
         return []
     last = max(curve[-1][0], 1)

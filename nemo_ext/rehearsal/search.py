@@ -256,7 +256,10 @@ class Search:
     def _fine(
         self, tensor: int, pipeline: int, context: int, data: int, expert: int, virtual: int, pattern: Pattern
     ) -> Iterator[Candidate]:
-        """Yield one combination of parallel sizes with each micro-batch, sequence parallelism and recomputation."""
+        """Yield the candidates for given parallel sizes: all micro-batch sizes, sequence parallelism and recomputation.
+
+        The sizes are TP, PP, CP, DP, EP and virtual stages; `pattern` has the cuts that they require.
+        """
         sequence_parallel = [True] if "E" in self.kinds else [False, True]
         sequence_parallel = sequence_parallel if tensor > 1 and not self.length % (2 * context * tensor) else [False]
         if tensor > 1 and "E" in self.kinds and sequence_parallel == [False]:
@@ -311,7 +314,10 @@ class Search:
         return _passes(lambda: check_blocks(self.architecture, layout))
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
-        """Return the pattern with cuts for these stages, or None if it cannot be divided so."""
+        """Return the model's pattern, cut for `pipeline` pipeline ranks with `virtual` stages each.
+
+        None if the cuts would leave a rank without a MoE block, which Megatron does not support.
+        """
         from nemo_ext.megatron.check import check_experts_on_every_rank
 
         if pipeline == 1:

@@ -28,7 +28,7 @@ class Tracker(TorchDispatchMode):
         peak_phase: phase at that time.
         flops: FLOPs, keyed by phase, of matrix products and of kernels that report theirs with `add_flops`.
         collectives: mapping from (phase, group, operation) to [count, bytes], with the bytes of the largest tensor.
-        curve: (operations so far, phase, live bytes) at each change.
+        curve: memory over time, as triples (number of operations so far, phase, live bytes) at each change.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,14 @@ class Tracker(TorchDispatchMode):
         self.flops[self.phase] += round(flops)
 
     def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
-        """Add the communication of a kernel that torch sees as one operation."""
+        """Add the communication of a kernel that torch sees as one operation.
+
+        Args:
+            group: name of the process group.
+            operation: name of the collective, such as `allgather_base`.
+            count: number of calls.
+            size: bytes of all calls together.
+        """
         if self._stopped:
             return
         counted = self.collectives[self.phase, group, operation]

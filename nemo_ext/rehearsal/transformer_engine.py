@@ -99,7 +99,7 @@ class Engine:
     dummies: dict[Any, Tensor] = field(default_factory=dict)
 
     def held(self, key: Any, like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a shared tensor, which is allocated at its first use and kept."""
+        """Return the shared tensor named `key`; at its first use, allocate it on the device of `like`, and keep it."""
         if key not in self.dummies:
             with self.tracker.during(self.tracker.phase, "temporary"):
                 self.dummies[key] = like.new_empty(*shape, dtype=dtype)
@@ -120,8 +120,9 @@ class Product:
         weight: name of the weight in the precision plan, for messages; "" for BF16.
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input of an FP8 product is saved in BF16.
-        scatters: group over which this product scatters a row-parallel layer's output along the sequence.
-        multiple: number to a multiple of which a sequential expert's tokens are padded in the FP8 copies.
+        scatters: process group among which a row-parallel layer scatters its output along the sequence; None for
+            other layers.
+        multiple: the FP8 copy of a sequential expert's input is padded to a multiple of this number of tokens.
     """
 
     engine: Engine
@@ -145,7 +146,17 @@ class Product:
         tp_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Compute a linear layer's output; for grouped experts, `counts` and `weight` have one entry per expert."""
+        """Compute a linear layer's output, `[..., outputs]`.
+
+        Args:
+            input: input of the layer, `[..., inputs]`.
+            weight: weight `[outputs, inputs]`; for grouped experts, one per expert.
+            bias: bias, if any.
+            counts: for grouped experts, the number of tokens of each expert.
+            allreduce_dgrad: whether the input's gradient is all-reduced over `tp_group`.
+            sequence_parallel: whether the input is gathered along the sequence over `tp_group`.
+            tp_group: tensor-parallel process group.
+        """
         weights = [weight] if isinstance(weight, Tensor) else list(weight)
         self._check(input, weights[0], counts)
         self.engine.workspaces(input, grouped=counts is not None)
@@ -155,7 +166,7 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the FP8 copies of the weights, in both directions."""
+        """Return the weights' FP8 copies, plain and transposed: a list of tensors that hold numbers and scales."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
@@ -171,7 +182,7 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Return the number of (padded) tokens in each FP8 input matrix."""
+        """Return the padded number of tokens in each FP8 input matrix: one per entry of `counts`, or one in total."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
@@ -270,14 +281,28 @@ class _Linear(torch.autograd.Function):
 def _copy(
     like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
 ) -> list[Tensor]:
-    """Allocate the FP8 numbers and scales of matrices, in one direction."""
+    """Allocate an FP8 copy of one or several matrices.
+
+    Args:
+        like: tensor on the device to use.
+        scaling: one of `precision_plan.RECIPES`.
+        sizes: rows and columns of each matrix.
+        columnwise: whether to make the transposed copy.
+        weight: whether the matrices are weights, whose scales differ.
+
+    Returns:
+        A tensor with the bytes of the numbers and one with those of the scales; an empty one is omitted.
+    """
     numbers = sum(rows * columns for rows, columns in sizes)
     scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
     return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
 
 
 def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Gather parts over a group along the first dimension, except per-tensor scales."""
+    """All-gather FP8 numbers and scales along the first dimension; per-tensor scales stay as they are.
+
+    Without a group, all tensors stay as they are.
+    """
     if group is None:
         return list(parts)
     gathered = []
@@ -472,7 +497,15 @@ def _scatters(module: torch.nn.Module) -> bool:
 
 
 def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
-    """Map the name patterns of modules to their weights in FP8, as named in the plan."""
+    """Map module name patterns to the weights that the plan puts in FP8, for the blocks of a pipeline stage.
+
+    Args:
+        precision: precision plan and the model it applies to; None for a model without FP8.
+        stage: 0-based numbers of the stage's blocks.
+
+    Returns:
+        Mapping from name pattern to the weight's name in the plan.
+    """
     patterns: dict[str, str] = {}
     for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
         number = each.weight.block

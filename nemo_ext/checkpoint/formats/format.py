@@ -207,14 +207,14 @@ def described(
 
 
 def refuse(*conditions: tuple[object, str]) -> None:
-    """Raise `CannotExpress` with the reason given for the first condition that holds, if any does."""
+    """Check (condition, reason) pairs in order; raise `CannotExpress` with the reason of the first true condition."""
     for holds, reason in conditions:
         if holds:
             raise CannotExpress(reason)
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Condition for `refuse` that holds if an MLP block has biases, as the formats support only model-wide ones."""
+    """Return whether an MLP block has its own biases, which no format supports, and the reason to give to `refuse`."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 

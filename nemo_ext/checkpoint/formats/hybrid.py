@@ -229,7 +229,16 @@ def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
 
 
 def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
-    """Read the blocks from a key with their letters or, without it, from a list of their types."""
+    """Read the model's blocks from config.json.
+
+    Args:
+        keys: the config.json.
+        key: name of the key that holds one letter per block, such as `M*E`.
+        types: list of block types, used if the config.json does not have that key.
+
+    Raises:
+        ValueError: a letter or type is unknown, or there are no blocks.
+    """
     text = keys.get(key)
     if text is not None:
         try:
