@@ -50,7 +50,7 @@ class Parameters:
         experts: Number of parameters split over expert-parallel and expert-tensor-parallel ranks.
         experts_replicated: Number of parameters split over expert-parallel ranks only (biases of experts' second
             layers).
-        inactive: Number among all of these that a token does not use (experts to which it is not routed).
+        inactive: Number of all these parameters that a token does not use (experts it is not routed to).
     """
 
     sharded: int = 0

@@ -143,7 +143,7 @@ class Architecture:
 
     @property
     def depth(self) -> "Architecture":
-        """Model whose blocks are those of one depth of multi-token prediction, numbered from 1 as Megatron does."""
+        """Model that consists only of the blocks of one depth of multi-token prediction, numbered from 1."""
         return replace(self, pattern=Pattern(self.pattern.mtp))
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:

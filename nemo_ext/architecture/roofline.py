@@ -310,7 +310,7 @@ class Roofline:
         return max(1, min(ranks, self.per_node // stride))
 
     def _ring(self, ranks: int, stride: int) -> float:
-        """Return the bandwidth in bytes/s of a ring of `ranks` GPUs that are `stride` apart."""
+        """Return the bandwidth in bytes/s of a ring of `ranks` GPUs whose numbers are `stride` apart."""
         near = self._near(ranks, stride)
         return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
 
@@ -323,7 +323,15 @@ class Roofline:
     def _kept_bytes(
         self, stages: Sequence[range], sequence_parallel: bool, tensor: int, expert_tensor: int, precision: str
     ) -> float:
-        """Compute the bytes per token that one GPU keeps for the backward pass, without recomputation."""
+        """Compute the bytes per token that one GPU keeps for the backward pass, without recomputation.
+
+        Args:
+            stages: 1-based block numbers of each stage on the GPU's pipeline rank.
+            sequence_parallel: whether norms and residuals are also split over TP.
+            tensor: tensor parallel size.
+            expert_tensor: expert tensor parallel size.
+            precision: training precision.
+        """
         layout = Layout(
             tensor_parallel=tensor,
             expert_tensor_parallel=expert_tensor,

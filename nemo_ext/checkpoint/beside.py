@@ -110,7 +110,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
-    """Checkpoint that a run was initialised from; None if there is none or it is in `seen` (a run may name itself)."""
+    """Return the checkpoint that a run started from; None if there is none, or it is in `seen`, the paths visited."""
     if not (run / "config.yaml").is_file():
         return None
     start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")

@@ -448,7 +448,7 @@ def _plan_to_hf(
 
 
 def _yarn_length(description: Description) -> int:
-    """Context length implied by YaRN's factor; 0 without YaRN."""
+    """Return the context length in tokens that YaRN extends the model to; 0 without YaRN."""
     rope = description.rope
     return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
@@ -510,7 +510,7 @@ def _work(
     Args:
         reader: reader of the source.
         source: row of the source's mapping.
-        pieces: pieces to write.
+        pieces: tensors of the target to write, or slices of them.
         settings: settings of the conversion, which may specify a dtype.
         to: row of the Hugging Face target's mapping; None for a Megatron target.
     """

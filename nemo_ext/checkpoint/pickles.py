@@ -75,7 +75,7 @@ def loads(data: bytes, file: Path) -> Any:
         file: file that holds the pickle, for messages.
 
     Raises:
-        Unsafe: the pickle names anything else; none of its code has run.
+        Unsafe: the pickle names anything other than these records; none of its code has run.
         CheckpointError: the pickle cannot be read.
     """
     try:

@@ -280,7 +280,7 @@ class TorchDistWriter:
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write a part's pieces, in the order given to the constructor, and return its result for `finish`.
+        """Write a part's pieces, in the order given to the constructor, and return a string to pass to `finish`.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.

@@ -32,12 +32,12 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 @contextmanager
 def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0) -> Iterator[None]:
-    """Replace kernels of Megatron and of the local back end with stand-ins.
+    """Context manager that replaces kernels of Megatron and of the local back end with stand-ins.
 
     Args:
         tracker: tracker that records FLOPs and communication.
         kernels: whether to replace attention, norms and the scan; the routing of tokens is always replaced.
-        imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
+        imbalance: number of tokens routed to this rank's experts, divided by the mean over expert-parallel ranks.
     """
     compute = (
         (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),

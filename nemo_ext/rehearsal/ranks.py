@@ -141,7 +141,18 @@ def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dic
 
 
 def _stages(requested: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Select the pipeline ranks to rehearse: `all`, `kinds` (first, last and largest in between), or those listed."""
+    """Select the pipeline ranks to rehearse.
+
+    Args:
+        requested: `all`, `kinds` (first, last and largest in between), or the numbers of the ranks.
+        sizes: estimated bytes on a GPU of each pipeline rank.
+
+    Returns:
+        Sorted numbers of pipeline ranks, from 0.
+
+    Raises:
+        ValueError: no number is given, or one is not a pipeline rank.
+    """
     last = len(sizes) - 1
     if requested == "all":
         return list(range(last + 1))

@@ -295,7 +295,11 @@ class Search:
         return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
 
     def _divides_sequence(self, context: int) -> bool:
-        """Return whether Megatron can divide the sequence by a context-parallel size; windows need `cp_comm_type`."""
+        """Return whether training can use a context-parallel size.
+
+        The sequence length must be a multiple of twice the size, and a model with sliding windows must have
+        `cp_comm_type` set.
+        """
         windows = any(
             block.kind == "*" and not block.is_linear and block.size("window") for block in self.architecture.sizes
         )

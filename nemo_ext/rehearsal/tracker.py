@@ -27,7 +27,8 @@ class Tracker(TorchDispatchMode):
         peak: bytes, keyed by kind, when their sum was highest since `forget_peak`.
         peak_phase: phase at that time.
         flops: FLOPs, keyed by phase, of matrix products and of kernels that report theirs with `add_flops`.
-        collectives: mapping from (phase, group, operation) to [count, bytes], with the bytes of the largest tensor.
+        collectives: mapping from (phase, group, operation) to [count, bytes]; a call counts as many bytes as its
+            largest tensor has.
         curve: memory over time, as triples (number of operations so far, phase, live bytes) at each change.
     """
 
@@ -47,7 +48,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
-        """Set phase and kind within the context."""
+        """Context manager that sets the attributes `phase` and `kind`, and restores them at the end."""
         before = self.phase, self.kind
         self.phase, self.kind = phase, kind
         try:

@@ -64,9 +64,9 @@ def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = Fal
         scaling: one of `precision_plan.RECIPES`.
         rows: rows of the matrix: tokens, or outputs of a weight.
         columns: columns of the matrix.
-        columnwise: True for the transposed copy, of an input for the weight gradient or of a weight for the input
-            gradient.
-        weight: True for a weight, whose blockwise scales are for 128x128 rather than 1x128 numbers.
+        columnwise: whether the scales belong to the transposed copy, which the backward pass uses.
+        weight: whether the matrix is a weight. In blockwise scaling, a weight has one scale per 128x128 numbers, and
+            other matrices have one per 1x128.
     """
     if scaling in PER_TENSOR:
         return 0 if columnwise else 4  # one scale for both directions
@@ -106,7 +106,7 @@ class Engine:
         return self.dummies[key]
 
     def workspaces(self, like: Tensor, *, grouped: bool) -> None:
-        """Allocate cuBLAS's and torch's workspaces at the first product."""
+        """Allocate torch's workspace and cuBLAS's for single or `grouped` products, if not done yet."""
         self.held("torch", like, 32 * MIB, dtype=torch.uint8)
         self.held(("cublas", grouped), like, (4 if grouped else 1) * (32 * MIB + 1024), dtype=torch.uint8)
 
@@ -414,7 +414,12 @@ def _up(number: Any, multiple: int) -> Any:
 
 @contextmanager
 def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[None]:
-    """Replace the products of the local back end's linear layers; `config` comes from `settings.rehearsed`."""
+    """Context manager in which models are built with stand-ins for Transformer Engine's linear layers.
+
+    Args:
+        tracker: tracker of the rank.
+        config: training config from `settings.rehearsed`.
+    """
     precision = Precision.from_config({**config, "precision_plan": config["transformer_engine"]["precision_plan"]})
     fused = config["transformer_engine"]["permute_fusion"]
     flags = config["megatron"]
@@ -449,7 +454,13 @@ def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[
 
 
 def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, stage: range) -> None:
-    """Replace the products of a pipeline stage's linear layers.
+    """Replace the matrix products of a model's linear layers with stand-ins.
+
+    Args:
+        model: blocks of one pipeline stage.
+        engine: state shared by all layers.
+        precision: precision plan and the model it applies to; None for BF16.
+        stage: 0-based numbers of the stage's blocks.
 
     Raises:
         ValueError: a weight that the plan puts in FP8 does not belong to such a layer.
@@ -527,7 +538,7 @@ def _keeps_input(name: str, config: Any) -> bool:
 
 @contextmanager
 def _permutation() -> Iterator[None]:
-    """Replace the permutation of tokens with stand-ins for Transformer Engine's kernels; experts get equal numbers."""
+    """Context manager that replaces the permutation of tokens with stand-ins for Transformer Engine's fused kernels."""
 
     def permute(
         tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any

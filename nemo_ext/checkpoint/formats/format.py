@@ -219,7 +219,7 @@ def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
 
 
 def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
-    """Value `name` of the blocks of a kind, which must all have the same.
+    """Return the value `name` that all blocks of kind `kind` share.
 
     Raises:
         CannotExpress: the blocks have different values, or there are none.
@@ -233,7 +233,7 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """Keys that every config.json starts with."""
+    """Return the keys, with values, that every config.json starts with, such as `architectures` and `vocab_size`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

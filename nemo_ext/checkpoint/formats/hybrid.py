@@ -100,7 +100,7 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
         top_k: numbers of experts per token that the model's blocks use.
 
     Raises:
-        ValueError: `norm_topk_prob` does not match one of them.
+        ValueError: `norm_topk_prob` does not have the value that Megatron implies for one of these numbers.
     """
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
