@@ -53,7 +53,20 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """Tile that stands for a block, the embedding or the output layer; `width` is in FLOPs."""
+    """Tile that stands for a block, the embedding or the output layer.
+
+    Attributes:
+        width: width in forward FLOPs per token.
+        colour: colour of the tile.
+        symbol: text that names the kind, such as the block's symbol.
+        note: smaller text, such as the block's values that override the model's, one a line.
+        tooltip: text shown on hover in SVG.
+        layer: 1-based number of the block; None for the embedding and the output layer.
+        light: whether the tile is drawn in a lighter colour, for attention with a window.
+        hatched: whether the tile is hatched, for a block replaced by a linear map.
+        broken: whether the tile is narrower than its FLOPs require, and marked as such.
+        fp8: share of the parameters in FP8; None without a precision plan.
+    """
 
     width: float
     colour: str

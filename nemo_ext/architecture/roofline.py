@@ -53,7 +53,19 @@ NUMBER = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Time of a step in seconds, broken down by cause, on the slowest pipeline rank."""
+    """Estimated time of a step in seconds on the slowest pipeline rank, by the terms in the module's docstring.
+
+    Attributes:
+        compute: matrix products and other FLOPs, or memory traffic of the weights.
+        memory: other reads and writes of kernels.
+        tensor: tensor-parallel communication.
+        expert: expert-parallel communication.
+        context: context-parallel communication.
+        pipeline: communication between pipeline stages.
+        bubble: idle time of the pipeline.
+        data: data-parallel communication.
+        optimizer: update of the weights.
+    """
 
     compute: float
     memory: float

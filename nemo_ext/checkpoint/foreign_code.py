@@ -48,7 +48,10 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """Names of third-party code in a folder that transformers would run: classes in other repositories, and files."""
+    """Return the names of third-party code that transformers would run for a folder; an empty list if there is none.
+
+    They are classes in other repositories, JSON files that may redirect to other repositories, and Python files.
+    """
     named, files = _named(folder)
     if not named and not files:
         return []

@@ -101,7 +101,12 @@ def _shown(values: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Checkpoint to write, with the weights of the sources, which sum to 1."""
+    """Checkpoint to write.
+
+    Attributes:
+        to: target folder.
+        weights: weight of each source checkpoint in the average; they sum to 1.
+    """
 
     to: Path
     weights: tuple[float, ...]
@@ -287,7 +292,10 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _work(plan: Plan, target: Target, name: str) -> Work:
-    """Work item that averages one tensor, skipping checkpoints of weight 0; if one is left, its tensor is copied."""
+    """Create the work item that averages the tensor `name`; checkpoints of weight 0 are not read.
+
+    If only one checkpoint has another weight, its tensor is copied.
+    """
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)
     used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]

@@ -1,4 +1,4 @@
-"""A model's parameters in Megatron's checkpoint, and their roles in Hugging Face's.
+"""A model's parameters in Megatron checkpoints, and their roles in Hugging Face checkpoints.
 
 A role is a pair (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face
 format only names its modules (`nemo_ext.checkpoint.formats`); the rest of the mapping is shared and defined here.

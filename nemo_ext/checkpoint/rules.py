@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """Rule that converts a row's tensors in both directions."""
+    """Rule that converts the tensors of a row between Megatron and Hugging Face, in both directions."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """Convert a row's Megatron tensors to Hugging Face tensors of the given shapes."""

@@ -181,7 +181,7 @@ class TorchDistReader:
         return tensor
 
     def _copy(self, shard: _Shard, target: torch.Tensor, part: tuple[slice, ...]) -> None:
-        """Fill a tensor with the slice `part` of a shard; a whole shard is read without an intermediate copy."""
+        """Fill `target` with the slice `part` of a shard; a whole shard is read without an intermediate copy."""
         import torch
 
         if target.shape == shard.shape and target.is_contiguous():

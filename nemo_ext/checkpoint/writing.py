@@ -169,7 +169,10 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _finished_parts_named(output: Output) -> Iterator[None]:
-    """Context manager that, if a tensor is rejected, names the folder of the finished parts in the error, if any."""
+    """Context manager that completes the error about a rejected tensor.
+
+    The location of the finished parts is added to the message; if there are none, the temporary files are removed.
+    """
     try:
         yield
     except CheckpointError as error:

@@ -81,7 +81,7 @@ class _Kernel(torch.autograd.Function):
 
 def _attention(tracker: Tracker) -> type[MegatronModule]:
     class FlashAttention(SDPACoreAttention):
-        """Flash attention, with communication if context-parallel."""
+        """Stand-in for flash attention, which records its FLOPs and, with context parallelism, its communication."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             parts = config.context_parallel_size
@@ -267,7 +267,7 @@ def _evenly(tokens: int, experts: int) -> Any:
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `SequentialMLP.forward`, which calls `tolist()` on the token counts, to pass them as an array."""
+    """Wrap `SequentialMLP.forward` to convert the token counts to an array, because it calls their `tolist()`."""
 
     def wrapped(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
         return forward(self, hidden, np.asarray(tokens_per_expert), probs)

@@ -271,7 +271,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Context manager for a single rank: no file writes, no communication between ranks, and fused Adam as on a GPU."""
+    """Context manager for a rank without others: no file writes or agreement, and Adam in foreach mode as on a GPU."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

@@ -134,6 +134,12 @@ def step(
 ) -> tuple[list[torch.nn.Module], Any]:
     """Build model and optimizer as the trainer does, create the optimizer state, then run one training step.
 
+    Args:
+        config: training config, as for `rehearse`.
+        arguments: Megatron's arguments for this config.
+        tracker: tracker that records the step.
+        micro_batches: number of micro-batches to run.
+
     Returns:
         The models and the optimizer.
     """

@@ -350,8 +350,10 @@ def search(
             ValueError on failure.
 
     Returns:
-        The search's summary for the report (`gpu`, `gpus`, `fill`, `candidates`, `refused`, `own`, `tried`), and the
-        rehearsals' results.
+        A summary for the report and the list of the rehearsals' results. The summary holds `gpu` (name and figures),
+        `gpus` (number of GPUs), `fill` (share of the memory that a layout may use), `candidates` (their number),
+        `refused` (number of candidates per reason for exclusion), `own` (record of the config's own layout) and
+        `tried` (records of the rehearsed layouts).
 
     Raises:
         ValueError: no layout fits by the cost model.

@@ -89,7 +89,7 @@ class Engine:
         keeps_weights: whether FP8 copies of weights are kept between micro-batches.
         fuses: whether products accumulate weight gradients in main_grad.
         history: length of the amax history in delayed scaling.
-        dummies: shared tensors, which are dummy weight gradients for autograd, and workspaces.
+        dummies: tensors that all layers share: dummy weight gradients for autograd, and workspaces.
     """
 
     tracker: Tracker
@@ -354,7 +354,7 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
-        """Return the outputs for the experts' concatenated tokens, and None for the bias."""
+        """Return the outputs for the experts' concatenated tokens, `counts` for each expert, and None for the bias."""
         assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
 
