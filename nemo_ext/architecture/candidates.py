@@ -14,7 +14,7 @@ def powers(most: int) -> list[int]:
 def parallel_sizes(
     tensor: Iterable[int], pipeline: Iterable[int], context: Iterable[int]
 ) -> list[tuple[int, int, int]]:
-    """Return all combinations (TP, PP, CP), sorted by GPUs per model replica, then by PP and CP."""
+    """Return all combinations (TP, PP, CP) of the given sizes, sorted by GPUs per model replica, then by PP and CP."""
     return sorted(product(tensor, pipeline, context), key=lambda size: (size[0] * size[1] * size[2], size[1], size[2]))
 
 

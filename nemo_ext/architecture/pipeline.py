@@ -206,7 +206,10 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """Find the cuts with the smallest sum of squared stage costs such that every stage costs at most `limit`."""
+    """Of the cuts into `stages` stages that cost at most `limit` each, return those with the least sum of squared costs.
+
+    Each cut is the 0-based index of a stage's first block.
+    """
     sums, blocks = _ends(known), len(known.blocks)
     best = [float("inf")] * (blocks + 1)
     best[0] = 0.0

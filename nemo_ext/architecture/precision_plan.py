@@ -279,7 +279,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Weight with its precision, and the rule that set the precision (None if it is the default)."""
+    """Weight, its precision, and the rule that determined the precision; the rule is None for the plan's default."""
 
     weight: Weight
     precision: str

@@ -235,7 +235,17 @@ class Roofline:
     def _micro_batch(
         self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool
     ) -> tuple[float, float, float, float, float, float]:
-        """Estimate a micro-batch's forward and backward time in seconds: compute, memory, TP, EP, CP and PP."""
+        """Estimate the time of a micro-batch's forward and backward pass on a pipeline rank.
+
+        Args:
+            layout: parallel layout.
+            work: work of the pipeline rank.
+            stages: 1-based block numbers of each of its stages.
+            gathers_experts: as in `step`.
+
+        Returns:
+            Seconds of compute, memory traffic, and TP, EP, CP and PP communication.
+        """
         model, gpu = self.architecture, self.gpu
         tensor, context, expert = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         tokens = self.length * layout.micro_batch_size / context
@@ -318,7 +328,7 @@ class Roofline:
         return exposed, updated / (BANDWIDTH * self.gpu.bandwidth)
 
     def _near(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's GPUs share a node, if its members are `stride` GPUs apart."""
+        """Return how many GPUs of a group share a node; the group has `ranks` GPUs whose numbers are `stride` apart."""
         return max(1, min(ranks, self.per_node // stride))
 
     def _ring(self, ranks: int, stride: int) -> float:

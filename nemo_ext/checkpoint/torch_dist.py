@@ -280,7 +280,14 @@ class TorchDistWriter:
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write a part's pieces, in the order given to the constructor, and return a string to pass to `finish`.
+        """Write a part of the checkpoint to its file.
+
+        Args:
+            part: number of the part, from 0.
+            pieces: pieces and their values, in the order given to the constructor.
+
+        Returns:
+            A string to pass to `finish`.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.
@@ -297,7 +304,11 @@ class TorchDistWriter:
         return self._write_file(part, tensors())
 
     def _write_file(self, part: int, values: Iterator[object]) -> str:
-        """Write a part's file like `FileSystemWriter.write_data`, but without holding all of its tensors in memory."""
+        """Write values to a part's file like `FileSystemWriter.write_data`, but hold only one in memory at a time.
+
+        Returns:
+            torch's `WriteResult`s, pickled and in hexadecimal form.
+        """
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.storage import WriteResult

@@ -169,7 +169,7 @@ def _saved(result: Mapping[str, Any]) -> str:
 
 
 def _search(report: Report, searched: Mapping[str, Any]) -> None:
-    """Add a search's result: the best layout's command, the rehearsed layouts, and the assumptions."""
+    """Add the result of a search (the summary from `search.search`): best command, rehearsed layouts, assumptions."""
     gpu, config_layout, tried = searched["gpu"], searched["own"], searched["tried"]
     best = next((line for line in tried if line.get("fits")), None)
     if best is not None:
@@ -207,7 +207,7 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Select the rehearsal shown in the picture: the config's own, or the search's best."""
+    """Select the rehearsal to plot: the one of the fastest layout that fits, if a search found any, or else the first."""
     fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
     return next((result for result in results if result["number"] in fitting), results[0])
 

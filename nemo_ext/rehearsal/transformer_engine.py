@@ -361,7 +361,7 @@ class GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the weights under the names of sequential experts, as Megatron's TEGroupedLinear does."""
+        """Return the weights under the names of sequential experts; arguments and result are as in TEGroupedLinear."""
         weights, group, state = list(self.parameters()), self.groups.ep, {}
         singleton = (metadata or {}).get("singleton_local_shards", False)
         for number, weight in enumerate(weights):
@@ -387,7 +387,7 @@ class GroupedMLP(experts.TEGroupedMLP):
     multiple = 1
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """Do the same as `TEGroupedMLP.forward`, with padded tokens."""
+        """Call `TEGroupedMLP.forward` on padded tokens; return the unpadded output, and None as the bias."""
         counts = np.asarray(tokens_per_expert)
         padded = _up(counts, self.multiple)
         if (padded == counts).all():
