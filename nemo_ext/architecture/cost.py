@@ -286,9 +286,9 @@ def peak_of(device: str, units: int | None = None, clock: float | None = None) -
 
     Args:
         device: device name.
-        units: number of SMs that the driver reports. An A100's peak is scaled by it, as Leonardo's A100 has 124 SMs
-            instead of the 108 in the data sheet.
-        clock: maximum SM clock in Hz, by which an A100's peak is also scaled; None for the data sheet's peak.
+        units: number of SMs that the driver reports.
+        clock: maximum SM clock in Hz. An A100's peak is scaled by both numbers if they are given, as Leonardo's A100
+            has 124 SMs instead of the data sheet's 108; they have no effect for other GPUs.
     """
     flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
     if flops is None or units is None or clock is None or "A100" not in device:

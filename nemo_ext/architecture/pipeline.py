@@ -206,7 +206,7 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """Of the cuts into `stages` stages that cost at most `limit` each, return those with the least sum of squared costs.
+    """Of the cuts into stages that cost at most `limit` each, return those with the smallest sum of squared costs.
 
     Each cut is the 0-based index of a stage's first block.
     """

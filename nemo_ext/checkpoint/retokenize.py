@@ -110,7 +110,8 @@ class Vocabulary:
     def new_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the token ids of a config.json or generation_config.json to the new vocabulary.
 
-        Ids of tokens that the new vocabulary lacks are dropped; a key whose ids are all dropped is set to None.
+        Ids of tokens that the new vocabulary lacks are dropped. If none remains, the key gets the id that the new
+        tokenizer has for this role, or None if it has none. `eos_token_id` always includes the new tokenizer's own.
 
         Args:
             config: content of the file.
