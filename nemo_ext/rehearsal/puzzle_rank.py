@@ -37,7 +37,7 @@ class _Enough(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What the functions that rehearse a stage work on.
+    """Inputs of the functions that rehearse a stage.
 
     Attributes:
         parent: parent model, on fake tensors.
@@ -271,7 +271,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Context manager for a rank without others: no file writes or agreement, and Adam in foreach mode as on a GPU."""
+    """Context manager for running one rank alone: no file writes, no agreement with other ranks; foreach Adam as on GPUs."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

@@ -251,7 +251,7 @@ def _once(tracker: Tracker) -> Iterator[None]:
 def explain(error: BaseException, pattern: str) -> str:
     """Describe an error in one line: the block that was being built or run, the message, and the place in the source.
 
-    `pattern` is the model's pattern, from which the block is named.
+    `pattern` is the model's pattern, used to name the block.
     """
     block, at = "", ""
     blocks = parse(pattern).blocks

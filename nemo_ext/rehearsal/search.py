@@ -320,7 +320,7 @@ class Search:
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
         """Return the model's pattern, cut for `pipeline` pipeline ranks with `virtual` stages each.
 
-        None if the cuts would leave a rank without a MoE block, which Megatron does not support.
+        None if the cuts of a MoE model would leave a rank without a MoE block, which Megatron does not support.
         """
         from nemo_ext.megatron.check import check_experts_on_every_rank
 

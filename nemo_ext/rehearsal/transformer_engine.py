@@ -120,7 +120,7 @@ class Product:
         weight: name of the weight in the precision plan, for messages; "" for BF16.
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input of an FP8 product is saved in BF16.
-        scatters: process group among which a row-parallel layer scatters its output along the sequence; None for
+        scatters: process group over which a row-parallel layer scatters its output along the sequence; None for
             other layers.
         multiple: the FP8 copy of a sequential expert's input is padded to a multiple of this number of tokens.
     """

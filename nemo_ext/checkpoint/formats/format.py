@@ -214,7 +214,7 @@ def refuse(*conditions: tuple[object, str]) -> None:
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Return whether an MLP block has its own biases, which no format supports, and the reason to give to `refuse`."""
+    """Return a condition for `refuse`: whether an MLP block has biases of its own, which no format supports; and a reason."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 
