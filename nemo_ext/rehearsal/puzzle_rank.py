@@ -271,7 +271,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Context manager for running one rank alone: no file writes, no agreement with other ranks; foreach Adam as on GPUs."""
+    """Context manager for a single rank: no file writes, no agreement with other ranks, and foreach Adam as on GPUs."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

@@ -214,7 +214,7 @@ def refuse(*conditions: tuple[object, str]) -> None:
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Return a condition for `refuse`: whether an MLP block has biases of its own, which no format supports; and a reason."""
+    """Return a condition and reason for `refuse`: an MLP block has biases of its own, which no format supports."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 
