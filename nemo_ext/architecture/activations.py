@@ -21,8 +21,14 @@ def activation_bytes(
     Full recomputation keeps only each group's input, plus one group's activations while it is recomputed. The last
     stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
     fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
-    prediction adds as much, its blocks, and the inputs and outputs of its projection. With frozen weights nothing is
-    kept, and the peak is the largest single block.
+    prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection. If the weights
+    are frozen, nothing is kept, and the peak is the largest single block.
+
+    Args:
+        architecture: The model.
+        layout: Parallel layout.
+        rank: Pipeline rank.
+        seq_length: Sequence length; the model's own by default.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -81,8 +87,8 @@ def block_activation_bytes(
       linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times
       the probability, which a gated expert computes in the same kernel [moe_act, moe]; the shared expert as an MLP
       [shared_experts, moe]
-    - Mamba-2: in_proj's output, in which each of TP x CP ranks has a group of B and C; the scan's output before and
-      after gating, the norm's output; the fused kernel recomputes the convolution and the states
+    - Mamba-2: in_proj's output, with at least one group of B and C on each of the TP x CP ranks; the scan's output
+      before and after gating; the norm's output; the fused kernel recomputes the convolution and the states
     - linear: no further tensors
 
     A name in brackets is the entry in Megatron's recompute_modules that removes the term. Block input, norm output

@@ -224,7 +224,16 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
 
 
 def _refuse_unknown(entry: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
-    """Reject unsupported settings (mamba, moe, parallel_blocks, ...), unless they are null or false."""
+    """Reject settings that are not in `known` (mamba, moe, parallel_blocks, ...), unless they are null, false or empty.
+
+    Args:
+        entry: part of an entry of `block_configs`.
+        known: supported keys.
+        path: path of the part for the message, such as `block_configs[3].attention`.
+
+    Raises:
+        ValueError: a key is not supported.
+    """
     for key, value in entry.items():
         if key not in known and value:
             raise ValueError(f"{path}.{key}={value!r}: unknown key; {nearest(str(key), known)}")

@@ -14,12 +14,12 @@ def powers(most: int) -> list[int]:
 def parallel_sizes(
     tensor: Iterable[int], pipeline: Iterable[int], context: Iterable[int]
 ) -> list[tuple[int, int, int]]:
-    """Return all combinations (TP, PP, CP), sorted by GPUs per model replica, then by PP and CP."""
+    """Return all combinations (TP, PP, CP) of the given sizes, sorted by GPUs per model replica, then by PP and CP."""
     return sorted(product(tensor, pipeline, context), key=lambda size: (size[0] * size[1] * size[2], size[1], size[2]))
 
 
 def expert_sizes(blocks: Iterable[Block], ranks: int, most: int) -> list[int]:
-    """Return the EP sizes up to `most` that divide `ranks` and every MoE block's experts; [1] without MoE blocks."""
+    """Return the EP sizes up to `most` that divide `ranks` and the experts of every MoE block; [1] without any."""
     counts = [block.size("experts") for block in blocks if block.kind == "E" and not block.is_linear]
     if not counts:
         return [1]

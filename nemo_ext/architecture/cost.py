@@ -2,7 +2,7 @@
 
 Parameter counts are exact for Megatron-Core's modules. FLOPs include matrix multiplications (two per
 multiply-add), convolutions and the state-space scan; norms, activations and embedding look-ups are excluded.
-A causal query is counted with the tokens that it attends to, on average (S + 1) / 2 of S (the usual "half").
+Attention is counted only for the tokens that a causal query attends to, on average (S + 1) / 2 of S (the usual "half").
 Activation memory is an estimate: the tensors that each block keeps for its backward pass, without dropout, with
 tokens spread evenly over experts, and without communication buffers or allocator slack.
 """
@@ -50,7 +50,7 @@ class Parameters:
         experts: Number of parameters split over expert-parallel and expert-tensor-parallel ranks.
         experts_replicated: Number of parameters split over expert-parallel ranks only (biases of experts' second
             layers).
-        inactive: Number among all of these that a token does not use (experts to which it is not routed).
+        inactive: Number of all these parameters that a token does not use (experts it is not routed to).
     """
 
     sharded: int = 0
@@ -286,8 +286,9 @@ def peak_of(device: str, units: int | None = None, clock: float | None = None) -
 
     Args:
         device: device name.
-        units: number of SMs that the driver reports, used for A100s: Leonardo's has 124, the data sheet's 108.
-        clock: maximum SM clock in Hz, also used for A100s.
+        units: number of SMs that the driver reports.
+        clock: maximum SM clock in Hz. An A100's peak is scaled by both numbers if they are given, as Leonardo's A100
+            has 124 SMs instead of the data sheet's 108; they have no effect for other GPUs.
     """
     flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
     if flops is None or units is None or clock is None or "A100" not in device:
@@ -350,7 +351,15 @@ def state_bytes_per_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Cost of one pipeline stage, before tensor parallelism divides it; `layers` holds 1-based block numbers."""
+    """Cost of one pipeline stage, before it is divided among tensor-parallel and context-parallel ranks.
+
+    Attributes:
+        stage: 0-based number of the stage.
+        rank: pipeline rank that runs it.
+        layers: 1-based numbers of its blocks.
+        parameters: parameter counts.
+        forward_flops_per_token: forward FLOPs per token.
+    """
 
     stage: int
     rank: int
@@ -361,7 +370,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCost:
-    """Cost of each GPU of a pipeline rank; TP x CP GPUs share the rank's FLOPs."""
+    """Cost of each GPU on one pipeline rank: its memory, and its share of the FLOPs, divided by TP x CP."""
 
     rank: int
     parameters: int

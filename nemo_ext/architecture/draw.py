@@ -53,7 +53,20 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """Tile that stands for a block, the embedding or the output layer; `width` is in FLOPs."""
+    """Tile that stands for a block, the embedding or the output layer.
+
+    Attributes:
+        width: width in forward FLOPs per token.
+        colour: colour of the tile.
+        symbol: text that names the kind, such as the block's symbol.
+        note: smaller text, such as the block's values that override the model's, one a line.
+        tooltip: text shown on hover in SVG.
+        layer: 1-based number of the block; None for the embedding and the output layer.
+        light: whether the tile is drawn in a lighter colour, for attention with a window.
+        hatched: whether the tile is hatched, for a block replaced by a linear map.
+        broken: whether the tile is narrower than its FLOPs require, and marked as such.
+        fp8: share of the parameters in FP8; None without a precision plan.
+    """
 
     width: float
     colour: str
@@ -76,7 +89,7 @@ def draw_blocks(
         architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
         path: File to write (.svg, .png or .pdf), first under a temporary name.
         seq_length: Sequence length for the FLOPs; the model's own by default.
-        plan: Precision plan, drawn as a bar below each block whose coloured part is the share of parameters in FP8.
+        plan: Precision plan, drawn as a bar below each block, coloured up to the share of its parameters in FP8.
 
     Returns:
         Path of the file.
@@ -167,7 +180,7 @@ def _written(name: str, value: object) -> str:
 
 
 def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
-    """Arrange the tiles in rows of nearly equal width, and return them with the scale in inches per FLOP."""
+    """Arrange all tiles except the first, the embedding, in rows of similar width; also return the inches per FLOP."""
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
     rows = max(1, -(-len(body) // _TILES_PER_ROW))
@@ -277,7 +290,15 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
 
 
 def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: float) -> None:
-    """Write a tile's symbol where it fits, and its note below it or rotated."""
+    """Write a tile's symbol, and below it the tile's note, rotated if necessary; omit what does not fit.
+
+    Args:
+        axes: axes in inches.
+        tile: the tile.
+        centre: horizontal position of the text's centre.
+        middle: vertical position of the text's centre.
+        width: width of the tile.
+    """
     ink = _INK if tile.light or tile.hatched or tile.symbol == "E" else "white"
     if len(tile.symbol) > 1 and width < 0.6:
         _text(axes, centre, middle, tile.symbol, size=6.8, colour=ink, rotation=90)
@@ -329,7 +350,14 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, 
 
 
 def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: float) -> None:
-    """Draw one bar per pipeline stage; the slowest stage, which limits the pipeline, is dark."""
+    """Draw one bar per pipeline stage; the slowest stage, which limits the pipeline, is dark.
+
+    Args:
+        axes: axes in inches.
+        architecture: the model, with pipeline cuts.
+        length: sequence length for the FLOPs.
+        top: vertical position of the drawing's upper edge.
+    """
     from matplotlib.patches import Rectangle
 
     flops = (cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture))

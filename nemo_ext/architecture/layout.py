@@ -169,7 +169,7 @@ class Layout:
 
 
 def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
-    """Return the 1-based block numbers of each stage, by the pattern's cuts, or without cuts in equal parts.
+    """Return the 1-based block numbers of each stage: those between cuts or, in a pattern without cuts, equal parts.
 
     Raises:
         ValueError: The number of stages is not PP x virtual stages, or the blocks cannot be split evenly.

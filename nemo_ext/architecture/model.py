@@ -48,8 +48,8 @@ class Architecture:
         moe_latent_size: Input and output width of routed experts; None means the hidden size.
         moe_shared_expert_gate: Whether the shared expert has a gate.
         mtp_repeated: Whether all depths of multi-token prediction share one set of weights.
-        window_attn_skip_freq: Megatron's rule for full attention among windowed blocks, by global layer
-            number.
+        window_attn_skip_freq: Megatron's flag that selects the blocks with full attention in a windowed model: every
+            N-th block, or those with 0 in a list with one number per block; None for no such block.
 
     Raises:
         ValueError: The sizes of a block are inconsistent (the message gives its 1-based number), or a name is unknown.
@@ -143,7 +143,7 @@ class Architecture:
 
     @property
     def depth(self) -> "Architecture":
-        """Model whose blocks are those of one depth of multi-token prediction, numbered from 1 as Megatron does."""
+        """Model that consists only of the blocks of one depth of multi-token prediction, numbered from 1."""
         return replace(self, pattern=Pattern(self.pattern.mtp))
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
@@ -377,7 +377,11 @@ def _window(value: object) -> int | None:
 
 
 def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
-    """Parse Megatron's window_attn_skip_freq: N, or a list with 1 for each windowed layer; reject expressions."""
+    """Parse Megatron's window_attn_skip_freq, an integer or a list of 0 and 1; reject Python expressions.
+
+    Returns:
+        N if every N-th layer has full attention; one number per layer, 1 for a windowed one; or None if not set.
+    """
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, str) and re.fullmatch(r"\s*\[[\s01,]*\]\s*", value):

@@ -312,7 +312,15 @@ _LITERAL, _RUN_BONUS, _GROUP_PENALTY = 2, 1, 5
 
 
 def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, str]]) -> tuple[int, str]:
-    """Find the cheapest way to write `tokens` by dynamic programming from the right; return its cost and the string."""
+    """Find the cheapest way to write a sequence of tokens, by dynamic programming from the right.
+
+    Args:
+        tokens: blocks in pattern notation, and cuts.
+        known: cache of results, keyed by tokens; extended by this function.
+
+    Returns:
+        The cost, which grows with the length of the string, and the string.
+    """
     if tokens in known:
         return known[tokens]
     length = len(tokens)

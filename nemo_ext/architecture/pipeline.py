@@ -41,7 +41,7 @@ class BlockCosts:
             raise ValueError("pipeline costs of blocks, embedding and head must not be negative")
 
     def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
-        """Compute the cost of each stage between the cuts."""
+        """Compute the cost of each stage; a cut is the 0-based index of the first block of a stage after the first."""
         sums = [0.0, *accumulate(self.blocks)]
         edges = (0, *cuts, len(self.blocks))
         stages = [sums[last] - sums[first] for first, last in pairwise(edges)]
@@ -104,7 +104,10 @@ def balance(
 
 
 def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
-    """Compute the cuts with the smallest maximum stage cost, and among these the most even, as in `balance`."""
+    """Return the best cuts into `stages` stages: those with the smallest maximum cost and, of these, the most even.
+
+    Each cut is the 0-based index of a stage's first block; `known` holds the costs of the blocks.
+    """
     return _most_even(known, stages, _smallest_maximum(known, stages))
 
 
@@ -143,7 +146,17 @@ def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
 
 
 def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
-    """Return a rank's (task, micro-batch) pairs in the order of Megatron's schedule."""
+    """Return the order in which Megatron's schedule runs the tasks of a pipeline rank.
+
+    Args:
+        layout: layout with PP and virtual stages.
+        batches: number of micro-batches.
+        rank: pipeline rank.
+
+    Returns:
+        Pairs of task and micro-batch, both from 0. Tasks 0 to stages - 1 are the forward passes of the stages; the
+        tasks after them are the backward passes, from the last stage to the first.
+    """
     ranks, chunks = layout.pipeline_parallel, layout.virtual_stages
     table = [
         (chunk * ranks, batch)
@@ -160,7 +173,10 @@ def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
 
 
 def _ends(known: BlockCosts) -> list[float]:
-    """Return the cumulative cost of the first i blocks, including the embedding, and the head after the last block."""
+    """Return the cumulative costs: item i is the cost of the embedding and the first i blocks; item 0 is 0.
+
+    The last item includes the head.
+    """
     sums = [0.0, *(known.embedding + total for total in accumulate(known.blocks))]
     sums[-1] += known.head
     return sums
@@ -190,7 +206,10 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """Find the cuts with the smallest sum of squared stage costs such that every stage costs at most `limit`."""
+    """Of the cuts into stages that cost at most `limit` each, return those with the smallest sum of squared costs.
+
+    Each cut is the 0-based index of a stage's first block.
+    """
     sums, blocks = _ends(known), len(known.blocks)
     best = [float("inf")] * (blocks + 1)
     best[0] = 0.0

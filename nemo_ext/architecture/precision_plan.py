@@ -1,4 +1,4 @@
-"""Precision of each weight in a model: a default, and rules for blocks, of which the first that matches applies.
+"""Precision of each weight in a model: a default, and a list of rules; the first rule that matches a weight applies.
 
 A rule is a selector and a precision, such as `M>* bf16`. Selectors:
 
@@ -279,7 +279,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Weight with its precision, and the rule that set the precision (None if it is the default)."""
+    """Weight, its precision, and the rule that determined the precision; the rule is None for the plan's default."""
 
     weight: Weight
     precision: str

@@ -53,7 +53,19 @@ NUMBER = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Time of a step in seconds, broken down by cause, on the slowest pipeline rank."""
+    """Estimated time of a step in seconds on the slowest pipeline rank, by the terms in the module's docstring.
+
+    Attributes:
+        compute: matrix products and other FLOPs, or memory traffic of the weights.
+        memory: other reads and writes of kernels.
+        tensor: tensor-parallel communication.
+        expert: expert-parallel communication.
+        context: context-parallel communication.
+        pipeline: communication between pipeline stages.
+        bubble: idle time of the pipeline.
+        data: data-parallel communication.
+        optimizer: update of the weights.
+    """
 
     compute: float
     memory: float
@@ -74,10 +86,11 @@ class StepTime:
 class _Work(NamedTuple):
     """Work of a set of blocks per token, before a layout divides it.
 
-    Forward FLOPs: `flops` in total, `core` for attention scores, `mlp` and `moe` for blocks of these kinds, `experts`
-    for routed experts; `again` is what kernels recompute in their backward pass. `pairs` counts pairs of linear layers,
-    `routers` MoE blocks and `rings` attention blocks. `routed` counts numbers sent to experts, `keys` and `exchanged`
-    those sent by CP. The other fields are parameter counts.
+    `flops` is the total of forward FLOPs; `core` is the part for attention scores, `mlp` and `moe` the parts for blocks
+    of these kinds, and `experts` the part for routed experts. `again` is the FLOPs that kernels recompute in their
+    backward pass. `pairs` is the number of pairs of linear layers, `routers` that of MoE blocks, and `rings` that of
+    attention blocks. `routed` is the number of values sent to experts. Context parallelism sends `keys` values around
+    the ring and `exchanged` values by all-to-all. The other fields are parameter counts.
     """
 
     flops: float = 0
@@ -222,7 +235,17 @@ class Roofline:
     def _micro_batch(
         self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool
     ) -> tuple[float, float, float, float, float, float]:
-        """Estimate a micro-batch's forward and backward time in seconds: compute, memory, TP, EP, CP and PP."""
+        """Estimate the time of a micro-batch's forward and backward pass on a pipeline rank.
+
+        Args:
+            layout: parallel layout.
+            work: work of the pipeline rank.
+            stages: 1-based block numbers of each of its stages.
+            gathers_experts: as in `step`.
+
+        Returns:
+            Seconds of compute, memory traffic, and TP, EP, CP and PP communication.
+        """
         model, gpu = self.architecture, self.gpu
         tensor, context, expert = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         tokens = self.length * layout.micro_batch_size / context
@@ -276,7 +299,17 @@ class Roofline:
         return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
 
     def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
-        """Estimate the seconds of data-parallel communication that does not overlap, and of the optimizer."""
+        """Estimate the seconds of what happens once per step.
+
+        Args:
+            layout: parallel layout.
+            work: work of a pipeline rank.
+            hides_reduce: seconds of computation that overlap with the reduction of gradients.
+            hides_gather: seconds of computation that overlap with the gathering of weights.
+
+        Returns:
+            Seconds of data-parallel communication that does not overlap, and seconds of the optimizer.
+        """
         weight, gradient, state = bytes_per_parameter(layout.precision)
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
@@ -295,16 +328,16 @@ class Roofline:
         return exposed, updated / (BANDWIDTH * self.gpu.bandwidth)
 
     def _near(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's GPUs share a node, if its members are `stride` GPUs apart."""
+        """Return how many GPUs of a group share a node; the group has `ranks` GPUs whose numbers are `stride` apart."""
         return max(1, min(ranks, self.per_node // stride))
 
     def _ring(self, ranks: int, stride: int) -> float:
-        """Return the bandwidth in bytes/s of a ring of `ranks` GPUs that are `stride` apart."""
+        """Return the bandwidth in bytes/s of a ring of `ranks` GPUs whose numbers are `stride` apart."""
         near = self._near(ranks, stride)
         return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
 
     def _all_to_all(self, sent: float, ranks: int, stride: int) -> float:
-        """Estimate the seconds of an all-to-all in which each of `ranks` ranks sends `sent` bytes, evenly to all."""
+        """Estimate the seconds of an all-to-all among `ranks` GPUs that are `stride` apart; each sends `sent` bytes."""
         near = self._near(ranks, stride)
         far = sent * (ranks - near) / ranks / (LINKS * self.gpu.network)
         return max(far, sent * (near - 1) / ranks / (LINKS * self.gpu.nvlink))
@@ -312,7 +345,15 @@ class Roofline:
     def _kept_bytes(
         self, stages: Sequence[range], sequence_parallel: bool, tensor: int, expert_tensor: int, precision: str
     ) -> float:
-        """Compute the bytes per token that one GPU keeps for the backward pass, without recomputation."""
+        """Compute the bytes per token that one GPU keeps for the backward pass, without recomputation.
+
+        Args:
+            stages: 1-based block numbers of each stage on the GPU's pipeline rank.
+            sequence_parallel: whether norms and residuals are also split over TP.
+            tensor: tensor parallel size.
+            expert_tensor: expert tensor parallel size.
+            precision: training precision.
+        """
         layout = Layout(
             tensor_parallel=tensor,
             expert_tensor_parallel=expert_tensor,

@@ -87,7 +87,15 @@ def model_name(name: str) -> str:
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Folder with the tokenizer and other files of a checkpoint, or of one it was trained from; None if not found."""
+    """Find the folder with the tokenizer and other files of a Megatron checkpoint, or of one it was trained from.
+
+    Args:
+        source: path that the user named.
+        folder: the checkpoint's own folder.
+
+    Returns:
+        The folder; None if there is none.
+    """
     places = [source, folder.parent, folder.parent.parent]
     seen = {place.resolve() for place in places}
     while places:
@@ -102,7 +110,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
-    """Checkpoint that a run was initialised from; None if there is none or it is in `seen` (a run may name itself)."""
+    """Return the checkpoint that a run started from; None if there is none, or it is in `seen`, the paths visited."""
     if not (run / "config.yaml").is_file():
         return None
     start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
@@ -134,7 +142,16 @@ def extra_files(source: Path) -> list[Path]:
 
 
 def kept_keys(extras: Path | None, hf_format: Format) -> dict[str, Any]:
-    """Keys of the original config.json that the model does not determine; only token ids if the class differs."""
+    """Return the keys to copy from the original config.json into the one of an export.
+
+    Args:
+        extras: folder with the original config.json, if any.
+        hf_format: format of the export.
+
+    Returns:
+        All keys except those that describe RoPE, layer types, quantisation and dtype; only the token ids if the
+        original is for another class. A token id without a known value is None.
+    """
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():
         return none

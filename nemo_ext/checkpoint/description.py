@@ -139,7 +139,17 @@ class Description:
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Reject layer numbers that do not increase, or that merge blocks other than an attention block and its MLP."""
+    """Check the Hugging Face layer numbers of blocks.
+
+    Args:
+        layers: 0-based layer number of each block.
+        count: number of layers.
+        blocks: blocks of the model.
+
+    Raises:
+        ValueError: the numbers do not increase (only an attention block and the MLP right after it may share one),
+            are not smaller than `count`, or are not as many as the blocks.
+    """
     if len(layers) != len(blocks):
         raise ValueError(
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
@@ -300,7 +310,11 @@ def _activation_flags(description: Description) -> dict[str, Any]:
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
-    """Pattern with only values that differ from the first block of the same kind, and that block for each kind."""
+    """Shorten a model's pattern: each block keeps only the values that differ from the first block of its kind.
+
+    Returns:
+        The pattern, without pipeline cuts, and a mapping from each kind to its first block.
+    """
     inherited: dict[str, Block] = {}
     pattern = description.architecture.pattern
     blocks = []

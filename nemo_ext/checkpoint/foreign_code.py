@@ -48,7 +48,10 @@ def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """Names of third-party code in a folder that transformers would run: classes in other repositories, and files."""
+    """Return the names of third-party code that transformers would run for a folder; an empty list if there is none.
+
+    They are classes in other repositories, JSON files that may redirect to other repositories, and Python files.
+    """
     named, files = _named(folder)
     if not named and not files:
         return []
@@ -58,7 +61,10 @@ def foreign_code(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> tuple[set[str], list[str]]:
-    """Classes that the `auto_map`s in a folder name, and files that may redirect transformers to other repositories.
+    """Read a folder's JSON files for references to code.
+
+    Returns:
+        Classes named by an `auto_map`, and files that may redirect transformers to other repositories.
 
     The values in a tokenizer's `auto_map` may be lists of two classes, either of which may be null; the `auto_map` may
     also be such a list itself.
@@ -83,7 +89,7 @@ def _named(folder: Path) -> tuple[set[str], list[str]]:
 
 
 def _is_of(folder: Path, word: str) -> bool:
-    """True if an `auto_map` entry names a class in a file in this folder (which is compared with ours elsewhere)."""
+    """Return whether `word`, an `auto_map` entry such as `file.Class`, names a class in a Python file in the folder."""
     module, _, name = word.partition(".")
     return module.isidentifier() and name.isidentifier() and (folder / f"{module}.py").is_file()
 

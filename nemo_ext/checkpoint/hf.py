@@ -330,7 +330,19 @@ def _harmless(reader: SafetensorsReader, description: Description, hf_format: Fo
 
 
 def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Config of the requested model, or the checkpoint's with single keys overridden; None if nothing is requested."""
+    """Determine the model config to use in place of the checkpoint's own.
+
+    Args:
+        beside: config found next to the checkpoint, if any.
+        config: sections `model` and `megatron` requested by the user, if any.
+
+    Returns:
+        `config` if it has a `model.pattern`; otherwise `beside` with the keys of `config` overridden; None if
+        `config` has no keys.
+
+    Raises:
+        ValueError: there is no config to override, or a key has no effect.
+    """
     overrides = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
     overrides["model"] = {key: value for key, value in overrides["model"].items() if value is not None}
     if overrides["model"].get("pattern"):
@@ -436,7 +448,7 @@ def _plan_to_hf(
 
 
 def _yarn_length(description: Description) -> int:
-    """Context length implied by YaRN's factor; 0 without YaRN."""
+    """Return the context length in tokens that YaRN extends the model to; 0 without YaRN."""
     rope = description.rope
     return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
@@ -450,7 +462,10 @@ def _main_type(work: Sequence[Work]) -> str:
 
 
 def _agreed(checkpoint: Description, requested: Description, settings: Settings) -> Description:
-    """Return the requested description, with the checkpoint's layer numbers if it has none of its own.
+    """Check that the checkpoint holds the requested model, up to RoPE settings if `settings.change_rope` is true.
+
+    Returns:
+        The requested description, with the checkpoint's Hugging Face layer numbers if it has none of its own.
 
     Raises:
         CheckpointError: the checkpoint holds a different model; lists the differences.
@@ -495,7 +510,7 @@ def _work(
     Args:
         reader: reader of the source.
         source: row of the source's mapping.
-        pieces: pieces to write.
+        pieces: tensors of the target to write, or slices of them.
         settings: settings of the conversion, which may specify a dtype.
         to: row of the Hugging Face target's mapping; None for a Megatron target.
     """

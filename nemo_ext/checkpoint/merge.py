@@ -101,7 +101,12 @@ def _shown(values: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Checkpoint to write, with the weights of the sources, which sum to 1."""
+    """Checkpoint to write.
+
+    Attributes:
+        to: target folder.
+        weights: weight of each source checkpoint in the average; they sum to 1.
+    """
 
     to: Path
     weights: tuple[float, ...]
@@ -221,7 +226,7 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights to a target, and remarks for the user.
+    """Return a function that adds all files except tensors to a target's folder, and remarks for the user.
 
     Raises:
         CheckpointError: the config.json files describe different models.
@@ -242,7 +247,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
-    """Function that adds the files other than weights to a target, and remarks for the user."""
+    """Return a function that adds all files except tensors to a target's folder, and remarks for the user."""
     first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)
@@ -287,7 +292,10 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _work(plan: Plan, target: Target, name: str) -> Work:
-    """Work item that averages one tensor, skipping checkpoints of weight 0; if one is left, its tensor is copied."""
+    """Create the work item that averages the tensor `name`; checkpoints of weight 0 are not read.
+
+    If only one checkpoint has another weight, its tensor is copied.
+    """
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)
     used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]

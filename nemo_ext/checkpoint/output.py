@@ -155,7 +155,7 @@ def has_size(file: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Lock an output folder against other processes, and turn disk errors into clear messages.
+    """Context manager that locks an output folder against other processes, and turns disk errors into clear messages.
 
     The temporary folder is removed if nothing was written to it.
 

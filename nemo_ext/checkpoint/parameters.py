@@ -1,4 +1,4 @@
-"""A model's parameters in Megatron's checkpoint, and their roles in Hugging Face's.
+"""A model's parameters in Megatron checkpoints, and their roles in Hugging Face checkpoints.
 
 A role is a pair (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face
 format only names its modules (`nemo_ext.checkpoint.formats`); the rest of the mapping is shared and defined here.
@@ -90,7 +90,10 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
 
 
 def _prediction(description: Description, stacked_experts: bool) -> Iterator[Row]:
-    """Yield the rows of multi-token prediction, whose norms and projection belong to a depth's first and last block."""
+    """Yield the rows of all depths of multi-token prediction.
+
+    A depth's input norms and projection count as parameters of its first block, its final norm as one of its last.
+    """
     hidden, length = description.architecture.hidden_size, len(description.architecture.pattern.mtp)
     for place, block in enumerate(description.prediction):
         depth, inner = divmod(place, length)
@@ -131,7 +134,14 @@ def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = Fa
 
 
 def _norm(description: Description, number: int | None, at: str, module: str) -> Iterator[Row]:
-    """Yield a norm's weight, and a LayerNorm's bias; the key prefix `at` ends in `.`, or in `layer_norm_` if fused."""
+    """Yield the rows of a norm: its weight, and for LayerNorm its bias; none for norms without weights.
+
+    Args:
+        description: the model.
+        number: 0-based index of the norm's block; None outside the blocks.
+        at: prefix of Megatron's keys, including the final `.`, or `layer_norm_` if fused with a linear layer.
+        module: name of the norm in the roles.
+    """
     architecture = description.architecture
     if not architecture.norm_affine:
         return
@@ -141,7 +151,14 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """Yield a block's norm, stored with its first linear layer (norm on inputs) or its last (norm on outputs)."""
+    """Yield the rows of a block's norm, which Megatron stores in its first linear layer or, if post-norm, its last.
+
+    Args:
+        description: the model.
+        number: 0-based index of the block.
+        first: key prefix of the block's first linear layer.
+        last: key prefix of its last linear layer.
+    """
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

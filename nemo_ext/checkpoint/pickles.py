@@ -75,7 +75,7 @@ def loads(data: bytes, file: Path) -> Any:
         file: file that holds the pickle, for messages.
 
     Raises:
-        Unsafe: the pickle names anything else; none of its code has run.
+        Unsafe: the pickle names anything other than these records; none of its code has run.
         CheckpointError: the pickle cannot be read.
     """
     try:
@@ -92,7 +92,11 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Undo changes that a pickle makes to attributes of allowed classes and enum members, and reject the pickle."""
+    """Context manager that undoes changes to allowed classes and enum members, and rejects the pickle that made them.
+
+    Raises:
+        pickle.UnpicklingError: an attribute of a class or an enum member was changed.
+    """
     records = [
         getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
     ]

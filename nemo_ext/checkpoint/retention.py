@@ -58,9 +58,12 @@ class Retention:
 def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[Path]:
     """Checkpoints that may be deleted, oldest first.
 
-    Some are always kept: the newest according to Megatron's tracker, and newer ones, which may still be incomplete; the
-    newest complete one at least `before` steps older than the newest, and the newest complete one as much older than
-    the oldest of the `last`, as the guard may roll back to them; links; and folders that contain a file `keep`.
+    Apart from those that `retention` keeps, these are never deleted:
+
+    - the newest according to Megatron's tracker, and later ones, which may still be incomplete
+    - two to which the guard may roll back: the newest complete one at least `before` steps older than the newest, and
+      the newest complete one at least `before` steps older than the oldest of the last `retention.last`
+    - links, and folders that contain a file `keep`
 
     Args:
         run_dir: run directory.

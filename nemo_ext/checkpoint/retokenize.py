@@ -110,8 +110,14 @@ class Vocabulary:
     def new_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the token ids of a config.json or generation_config.json to the new vocabulary.
 
+        Ids of tokens that the new vocabulary lacks are dropped. If none remains, the key gets the id that the new
+        tokenizer has for this role, or None if it has none. `eos_token_id` always includes the new tokenizer's own.
+
         Args:
-            config: the file's content; ids of tokens that the new vocabulary lacks are dropped; null if none remain.
+            config: content of the file.
+
+        Returns:
+            The keys that end in `_token_id`, with their new values.
         """
         pairs = zip(self.starts, self.counts, strict=True)
         now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}
@@ -174,7 +180,13 @@ def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces")
 
 
 def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) -> list[int]:
-    """Rows of the old tokens that a token's text splits into; invalid UTF-8 is split greedily into the longest ones."""
+    """Split a new token's text into old tokens, and return their rows.
+
+    Args:
+        tokenizer: the old tokenizer.
+        data: the new token's text as bytes. Invalid UTF-8 is split greedily into the longest old tokens.
+        row_of: mapping from the bytes of each old token to its row.
+    """
     try:
         ids: list[int] = tokenizer.encode(data.decode(), add_special_tokens=False).ids
     except UnicodeDecodeError:
@@ -189,14 +201,24 @@ def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) ->
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokenizer that adds nothing to a string, with mappings from token names to ids (`number`) and bytes (`data`)."""
+    """Tokenizer and its vocabulary.
+
+    Attributes:
+        tokenizer: tokenizer, set not to add padding, spaces or anything else to a string.
+        number: mapping from token name to id.
+        data: mapping from token name to the bytes that the token stands for.
+    """
 
     tokenizer: "Tokenizer"
     number: Mapping[str, int]
     data: Mapping[str, bytes]
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Mapping from byte string to token id: the lowest id, with `<0x41>` used only if no token `A` exists."""
+        """Return a mapping from bytes to the id of the token that stands for them.
+
+        Of several such tokens, the one with the lowest id is taken; byte tokens such as `<0x41>` only if there is no
+        other.
+        """
         order = sorted(self.number, key=lambda name: (BYTE_NAME.fullmatch(name) is None, -self.number[name]))
         return {self.data[name]: self.number[name] for name in order}
 

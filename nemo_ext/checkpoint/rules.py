@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """Rule that converts a row's tensors in both directions."""
+    """Rule that converts the tensors of a row between Megatron and Hugging Face, in both directions."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """Convert a row's Megatron tensors to Hugging Face tensors of the given shapes."""
@@ -60,7 +60,7 @@ class QKV:
     head_dim: int
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Split `linear_qkv` into the projections, of the given shapes."""
+        """Split `linear_qkv`, the only tensor, into `q_proj`, `k_proj` and `v_proj` of the given shapes."""
         (fused,) = tensors
         queries = self.heads // self.groups
         by_group = fused.reshape(self.groups, queries + 2, self.head_dim, *fused.shape[1:])
@@ -68,7 +68,7 @@ class QKV:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Interleave the projections into `linear_qkv`, of the given shape."""
+        """Interleave `q_proj`, `k_proj` and `v_proj` in a list of one tensor, `linear_qkv`, of the given shape."""
         import torch
 
         (shape,) = shapes
@@ -81,12 +81,12 @@ class Vocabulary:
     """Rule for the embedding and output layer, to which Megatron adds padding rows; rows added here are zero."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Drop the padding rows."""
+        """Drop the padding rows of the only tensor, which are those beyond the given shape."""
         (table,), ((rows, _),) = tensors, shapes
         return [table[:rows]]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Add zero rows up to the given, padded shape."""
+        """Pad the only tensor with zero rows up to the given shape."""
         (table,), ((rows, _),) = tensors, shapes
         missing = rows - table.shape[0]
         if missing == 0:

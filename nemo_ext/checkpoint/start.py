@@ -57,10 +57,10 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 
 
 def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections `model` and `megatron` that describe the model of `megatron.pretrained_checkpoint`.
+    """Return the sections `model` and `megatron` for training the model of `megatron.pretrained_checkpoint`.
 
-    The result is empty, so that the config's own model is used, if `train.model_of_start` is not set or if the
-    checkpoint does not exist yet, as in checks before a search has finished.
+    The result is empty, so that the config's own model is used, if `train.model_of_start` is not true, or if the
+    checkpoint does not exist yet because the job that writes it has not finished.
 
     Raises:
         ValueError: no checkpoint is named, or there is no model config next to it.
@@ -80,9 +80,10 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Config for a job on a checkpoint: with the checkpoint's model, and its tokenizer in place of a byte tokenizer.
+    """Return a copy of a config for a job that runs a checkpoint's model.
 
-    Data tokenised with the checkpoint's tokenizer are written to the run directory, apart from the recipe's data.
+    The model is replaced by the checkpoint's. If the config has a byte tokenizer, it is replaced by the checkpoint's
+    tokenizer, and data tokenised with that are written to the run directory, apart from the recipe's data.
 
     Raises:
         ValueError: there is no checkpoint, or no config next to it.

@@ -181,7 +181,7 @@ class TorchDistReader:
         return tensor
 
     def _copy(self, shard: _Shard, target: torch.Tensor, part: tuple[slice, ...]) -> None:
-        """Fill a tensor with the slice `part` of a shard; a whole shard is read without an intermediate copy."""
+        """Fill `target` with the slice `part` of a shard; a whole shard is read without an intermediate copy."""
         import torch
 
         if target.shape == shard.shape and target.is_contiguous():
@@ -280,7 +280,14 @@ class TorchDistWriter:
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write a part's pieces, in the order given to the constructor, and return its result for `finish`.
+        """Write a part of the checkpoint to its file.
+
+        Args:
+            part: number of the part, from 0.
+            pieces: pieces and their values, in the order given to the constructor.
+
+        Returns:
+            A string to pass to `finish`.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.
@@ -297,7 +304,11 @@ class TorchDistWriter:
         return self._write_file(part, tensors())
 
     def _write_file(self, part: int, values: Iterator[object]) -> str:
-        """Write a part's file like `FileSystemWriter.write_data`, but without holding all of its tensors in memory."""
+        """Write values to a part's file like `FileSystemWriter.write_data`, but hold only one in memory at a time.
+
+        Returns:
+            torch's `WriteResult`s, pickled and in hexadecimal form.
+        """
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.storage import WriteResult
@@ -345,7 +356,7 @@ def write_tracker(checkpoints: Path) -> None:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """OSError or KeyboardInterrupt that a failure of `torch.save` masks; the failure itself if there is none."""
+    """Return the OSError or KeyboardInterrupt behind a failure of `torch.save`; the failure itself if there is none."""
     earlier: BaseException | None = error
     while earlier is not None:
         if isinstance(earlier, OSError | KeyboardInterrupt):
@@ -374,7 +385,12 @@ def _bytes_item(name: str) -> Any:
 
 
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Keys of the modules' extra states, as Megatron shards them: one per module, or one per expert."""
+    """Return the keys of the modules' extra states in a Megatron checkpoint, one per module or one per expert.
+
+    Args:
+        keys: keys of the model's tensors.
+        wholes: mapping from these keys to the shapes of the whole tensors.
+    """
     names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:
         module, _, parameter = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""Resumable writing of a checkpoint in either format, tensor by tensor, with checks and a final rename."""
+"""Resumable writing of a Hugging Face or Megatron checkpoint, tensor by tensor, with checks and a final rename."""
 
 from __future__ import annotations
 
@@ -169,7 +169,10 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _finished_parts_named(output: Output) -> Iterator[None]:
-    """If a tensor is rejected, add the location of the finished parts to the message, or clean up if there are none."""
+    """Context manager that completes the error about a rejected tensor.
+
+    The location of the finished parts is added to the message; if there are none, the temporary files are removed.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -201,7 +204,14 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 def _tensors(
     parts: Sequence[Sequence[Work]], sums: dict[str, int], interruptible: Callable[[], None], *, finite: bool
 ) -> Generator[tuple[Piece, Tensor], None, None]:
-    """Compute tensors in order, one ahead of the writer in a thread, and store their checksums in `sums` by label."""
+    """Compute the tensors of all work items in order; a thread computes the next one while a tensor is written.
+
+    Args:
+        parts: work items of each part.
+        sums: mapping to fill with the checksum of each tensor, keyed by its slot's label.
+        interruptible: function called between tensors, which raises an exception if the user interrupted the job.
+        finite: reject NaN and infinity.
+    """
 
     def make() -> Iterator[tuple[Piece, Tensor]]:
         for work in chain.from_iterable(parts):
@@ -253,7 +263,14 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read every tensor back, and compare its checksum with that of the tensor in memory.
+    """Read every tensor back, and compare its checksum with the one recorded when it was written.
+
+    Args:
+        reader: reader of the written checkpoint.
+        parts: work items of each part.
+        output: output folder, whose records hold the checksums.
+        advance: function that advances the progress bar by a number of bytes.
+        interruptible: function called between tensors, which raises an exception if the user interrupted the job.
 
     Raises:
         CheckpointError: a checksum differs.

@@ -15,9 +15,10 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
         optimizer: their optimizer, with its state.
 
     Returns:
-        A dict with `tensors`, each with `name`, `shape`, `type`, `offset` and `part` (shape) of this rank's first
-        piece, `bytes` (whole tensor, over all ranks) and `own_bytes` (written by this rank: replicated tensors are
-        divided evenly among data-parallel ranks), and with `writers`, the number of ranks that write.
+        A dict with two keys. `writers` is the number of ranks that write. `tensors` is a list of dicts with `name`,
+        `shape` and `type` of the tensor; `offset` and `part` (shape) of this rank's first piece; `bytes` (whole
+        tensor, over all ranks); and `own_bytes` (written by this rank; replicated tensors are divided evenly among
+        data-parallel ranks).
 
     Megatron's errors are not caught.
     """
@@ -76,7 +77,15 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _groups(optimizer: Any, world: int) -> dict[str, int]:
-    """Map the name prefixes of distributed optimizers' buckets to their data-parallel groups in a pipeline stage."""
+    """Count the data-parallel groups that hold each distributed optimizer's buckets.
+
+    Args:
+        optimizer: Megatron's optimizer, possibly a chain of several.
+        world: number of ranks in a pipeline stage.
+
+    Returns:
+        Mapping from the name prefix of an optimizer's buckets to the number of its groups in the stage.
+    """
     counts = {}
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, each in enumerate(chained):

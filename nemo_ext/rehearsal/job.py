@@ -14,7 +14,9 @@ from nemo_ext.rehearsal.settings import STAGES, Settings, is_own
 
 
 def job(config: dict[str, Any]) -> None:
-    """Rehearse a training run or compression, also with each change in `rehearse.try`; print and write the report.
+    """Rehearse a training run or compression, or search for its fastest layouts; print and write the report.
+
+    Without a search, the config is rehearsed as it is and with each of the changes in `rehearse.try`.
 
     Raises:
         ValueError: a setting is invalid, or the model does not fit a layout.
@@ -83,7 +85,7 @@ def job(config: dict[str, Any]) -> None:
 
 
 def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Return the GPUs' name and memory in GiB, from the settings or the site; None where neither gives it.
+    """Return the GPUs' name and memory in GiB, from the settings or the site; each is None if neither gives it.
 
     Raises:
         ValueError: the GPU is unknown, or the site's nodes have fewer GPUs than `launcher.nproc_per_node`.

@@ -32,12 +32,12 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 @contextmanager
 def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0) -> Iterator[None]:
-    """Replace kernels of Megatron and of the local back end with stand-ins.
+    """Context manager that replaces kernels of Megatron and of the local back end with stand-ins.
 
     Args:
         tracker: tracker that records FLOPs and communication.
         kernels: whether to replace attention, norms and the scan; the routing of tokens is always replaced.
-        imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
+        imbalance: number of tokens routed to this rank's experts, divided by the mean over expert-parallel ranks.
     """
     compute = (
         (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
@@ -59,7 +59,11 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel: `makes` returns the output and extra tensors to save; `works` runs in the backward pass."""
+    """Stand-in for a kernel as an autograd function.
+
+    In the forward pass, `makes(*given)` returns the output and a list of tensors to save in addition to the inputs
+    `given`. In the backward pass, `works(*given)` records the work, and the gradients are empty tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, makes: Callable[..., Any], works: Callable[..., Any], *given: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ class _Kernel(torch.autograd.Function):
 
 def _attention(tracker: Tracker) -> type[MegatronModule]:
     class FlashAttention(SDPACoreAttention):
-        """Flash attention, with communication if context-parallel."""
+        """Stand-in for flash attention, which records its FLOPs and, with context parallelism, its communication."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             parts = config.context_parallel_size
@@ -110,12 +114,15 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
 
 
 def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
-    """Communication of context-parallel attention, forward and backward, as lists of (operation, calls, bytes).
+    """Return the communication of context-parallel attention in the forward and in the backward pass.
 
     Args:
         way: Megatron's `cp_comm_type`.
         parts: context-parallel size.
         query, key, value: one rank's tensors.
+
+    Returns:
+        For each pass, a list of (operation, calls, bytes); both are empty if `parts` is 1.
     """
     pair = key.nbytes + value.nbytes
     if parts == 1:
@@ -243,7 +250,14 @@ def _share(imbalance: float) -> Callable[..., Any]:
 
 
 def _tokens(dispatcher: Any, mean: float, imbalance: float, tokens: int) -> int:
-    """Number of token copies for this rank's experts, limited by top-k and the number of local experts."""
+    """Return how many token copies this rank's experts receive: `mean` x `imbalance`, up to the possible maximum.
+
+    Args:
+        dispatcher: Megatron's token dispatcher.
+        mean: mean over expert-parallel ranks.
+        imbalance: ratio of this rank's number to the mean.
+        tokens: number of tokens, each routed to at most top-k of the rank's experts.
+    """
     return min(round(mean * imbalance), tokens * min(dispatcher.config.moe_router_topk, dispatcher.num_local_experts))
 
 
@@ -253,7 +267,7 @@ def _evenly(tokens: int, experts: int) -> Any:
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `SequentialMLP.forward`, which calls `tolist()` on the token counts, to pass them as an array."""
+    """Wrap `SequentialMLP.forward` to convert the token counts to an array, because it calls their `tolist()`."""
 
     def wrapped(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
         return forward(self, hidden, np.asarray(tokens_per_expert), probs)

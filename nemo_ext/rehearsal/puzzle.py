@@ -35,8 +35,9 @@ def rehearse_puzzle(
         imbalance: imbalance of experts in the training runs, as in `ranks.rehearse`.
 
     Returns:
-        A result like that of `ranks.rehearse`, without `checkpoint`, with the stage as each rank's `name`, and with
-        `work`, the stages' total work (`plan.stage_work`). Stages that run no model have no rank.
+        A result like that of `ranks.rehearse`, except that there is no `checkpoint`, that each rank has the name of
+        its stage as `name`, and that `work` lists the total work of each stage (`plan.stage_work`). Stages that run
+        no model have no rank.
 
     Raises:
         ValueError: a setting is invalid, or a model or layout cannot be built.
@@ -96,7 +97,14 @@ def rehearse_puzzle(
 
 
 def _training(config: Mapping[str, Any], chosen: Settings, parent: Description, folder: Path) -> dict[str, Any]:
-    """Return the configs of the training runs, keyed by stage (`parent` and `heal`)."""
+    """Return the configs of a compression's training runs, keyed by stage (`parent` and `heal`).
+
+    Args:
+        config: composed config of `nemo-ext puzzle`.
+        chosen: settings of the compression; stages that these do not run are left out.
+        parent: description of the parent.
+        folder: folder for the runs, and for the parent's config if it is the teacher in healing.
+    """
     runs = {}
     if chosen.parent is None and chosen.runs("parent"):
         runs["parent"] = parent_run(config, folder / "parent")

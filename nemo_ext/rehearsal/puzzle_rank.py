@@ -37,7 +37,17 @@ class _Enough(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """Inputs of a stage: parent, variants, settings and the rank's tracker."""
+    """Inputs of the functions that rehearse a stage.
+
+    Attributes:
+        parent: parent model, on fake tensors.
+        description: its description.
+        variants: for each block, its variants.
+        settings: settings of the compression.
+        tracker: tracker of the rank.
+        seq_length: sequence length.
+        ranks: number of ranks.
+    """
 
     parent: Any
     description: Description
@@ -51,7 +61,7 @@ class _Rank:
         return torch.zeros(batch, self.seq_length, dtype=torch.long)
 
     def batches(self, data: Batches) -> int:
-        """Number of batches on the rank that has the most."""
+        """Return the number of batches of `data` on the rank that has the most."""
         return ceil(ceil(data.sequences / data.batch) / self.ranks)
 
     def parameters(self, variant: Variant) -> float:
@@ -71,7 +81,7 @@ def rehearse(
     """Rehearse one rank of a Puzzle stage: one step of `distill`, one or two batches of the other stages.
 
     Args:
-        config: training config of the stage (`stage_config`), after `settings.rehearsed`.
+        config: training config of the stage (`stage_config`), changed by `settings.rehearsed`.
         puzzle: the `puzzle` section of the job's config.
         stage: library, distill, score or compare.
         ranks: number of ranks.
@@ -98,7 +108,15 @@ def rehearse(
 
 
 def run_stage(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
-    """Build the parent, run a part of a stage under an entered tracker, and return the parent's parameter count."""
+    """Build the parent, run a part of a stage on it, and return the parent's parameter count.
+
+    Args:
+        config: training config of the stage.
+        chosen: settings of the compression.
+        stage: name of the stage, as in `rehearse`.
+        ranks: number of ranks.
+        tracker: tracker that records the run, entered by the caller.
+    """
     from nemo_ext.blockwise.parent import Parent
     from nemo_ext.blockwise.sharded import OFFLOAD, share_out
     from nemo_ext.megatron.session import build_model
@@ -180,7 +198,7 @@ def _distill(rank: _Rank) -> None:
             return rank.layer(variant)
 
     class FakeInputs(BlockInputs):
-        """Block inputs that exist without files; a written one is held in memory, as during the real write."""
+        """Stand-in for block inputs in files: reading yields empty tensors, writing keeps the tensor in memory."""
 
         def has(self, number: int, steps: Iterable[int]) -> bool:
             return groups.index(group) > 0
@@ -253,7 +271,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Disable file writes and agreement between ranks; let optimizers update a whole group at once, as on a GPU."""
+    """Context manager for a single rank: no file writes, no agreement with other ranks, and foreach Adam as on GPUs."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

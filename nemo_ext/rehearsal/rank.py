@@ -50,7 +50,7 @@ def rehearse(
         world: number of ranks.
         micro_batches: number of micro-batches to run; FLOPs and communication are scaled to a whole step.
         kernels: whether to use the stand-ins of `kernels.py` in place of the modules that run on a CPU.
-        imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
+        imbalance: number of tokens routed to this rank's experts, divided by the mean over expert-parallel ranks.
 
     Returns:
         A record with rank, parameters (number on this rank), peak_bytes, peak_phase, peak (bytes at the peak, keyed by
@@ -93,7 +93,14 @@ def rehearse(
 
 
 def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) -> dict[str, Any]:
-    """Return a tracker's measurements as a record; `scale` is the ratio of a step's micro-batches to those run."""
+    """Return a tracker's measurements as a record, the largest part of the result of `rehearse`.
+
+    Args:
+        tracker: tracker of the rank.
+        parameters: number of parameters on the rank.
+        began: start of the rehearsal, by `time.monotonic`.
+        scale: number of micro-batches in a step, divided by the number that were run.
+    """
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
         times = 1 if phase in ONCE_A_STEP else scale
@@ -126,6 +133,12 @@ def step(
     config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int
 ) -> tuple[list[torch.nn.Module], Any]:
     """Build model and optimizer as the trainer does, create the optimizer state, then run one training step.
+
+    Args:
+        config: training config, as for `rehearse`.
+        arguments: Megatron's arguments for this config.
+        tracker: tracker that records the step.
+        micro_batches: number of micro-batches to run.
 
     Returns:
         The models and the optimizer.
@@ -218,7 +231,7 @@ def step(
 
 @contextmanager
 def _once(tracker: Tracker) -> Iterator[None]:
-    """Assign the communication of Megatron's data parallelism to the phase `reduce`, which occurs once per step."""
+    """Context manager that counts Megatron's data-parallel communication in the phase `reduce`, once per step."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
     def as_reduce(method: Any) -> Any:
@@ -236,7 +249,10 @@ def _once(tracker: Tracker) -> Iterator[None]:
 
 
 def explain(error: BaseException, pattern: str) -> str:
-    """Describe an error in one line: the block being built or run, the message, and where it was raised."""
+    """Describe an error in one line: the block that was being built or run, the message, and the place in the source.
+
+    `pattern` is the model's pattern, used to name the block.
+    """
     block, at = "", ""
     blocks = parse(pattern).blocks
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -258,7 +274,14 @@ def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
-    """Reduce a curve to the highest point in each of `POINTS` intervals."""
+    """Reduce a memory curve to the highest point in each of `POINTS` equal intervals.
+
+    Args:
+        curve: (operations so far, phase, live bytes), in order.
+
+    Returns:
+        Points (position from 0 to 1, phase, live bytes).
+    """
     if not curve:
         return []
     last = max(curve[-1][0], 1)

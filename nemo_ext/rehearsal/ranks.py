@@ -105,7 +105,10 @@ def rehearse(
 
 
 def _micro_batches(layout: Layout, stage: int) -> int:
-    """Micro-batches to run: one more than are in flight in a step; whole rounds for the interleaved schedule."""
+    """Return how many micro-batches to run on a pipeline rank, `stage`, to reach the peak memory of a whole step.
+
+    It is one more than are in flight or, with virtual stages, two rounds of the interleaved schedule.
+    """
     if layout.virtual_stages > 1:
         return 2 * layout.pipeline_parallel
     return layout.pipeline_parallel - stage + 1
@@ -138,7 +141,18 @@ def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dic
 
 
 def _stages(requested: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Select the pipeline ranks to rehearse: `all`, `kinds` (first, last and largest in between), or those listed."""
+    """Select the pipeline ranks to rehearse.
+
+    Args:
+        requested: `all`, `kinds` (first, last and largest in between), or the numbers of the ranks.
+        sizes: estimated bytes on a GPU of each pipeline rank.
+
+    Returns:
+        Sorted numbers of pipeline ranks, from 0.
+
+    Raises:
+        ValueError: no number is given, or one is not a pipeline rank.
+    """
     last = len(sizes) - 1
     if requested == "all":
         return list(range(last + 1))

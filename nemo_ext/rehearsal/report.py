@@ -139,7 +139,7 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
-    """Add a table of the total work of a compression's stages."""
+    """Add a table of the total work of each stage of a compression; with hours if `gpu` is a known GPU."""
     heading = ("stage", "FLOPs of all ranks", "gathered per rank", "from host memory", "written", "hours")
     rows = []
     for work in (StageWork(**fields) for fields in result["work"]):
@@ -169,7 +169,7 @@ def _saved(result: Mapping[str, Any]) -> str:
 
 
 def _search(report: Report, searched: Mapping[str, Any]) -> None:
-    """Add a search's result: the best layout's command, the rehearsed layouts, and the assumptions."""
+    """Add the result of a search (the summary from `search.search`): best command, rehearsed layouts, assumptions."""
     gpu, config_layout, tried = searched["gpu"], searched["own"], searched["tried"]
     best = next((line for line in tried if line.get("fits")), None)
     if best is not None:
@@ -207,7 +207,7 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Select the rehearsal shown in the picture: the config's own, or the search's best."""
+    """Select the rehearsal to plot: that of the fastest layout that fits, if a search found any, or else the first."""
     fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
     return next((result for result in results if result["number"] in fitting), results[0])
 
@@ -217,7 +217,10 @@ def _off(estimate: float, measured: float) -> str:
 
 
 def _draw(report: Report, result: Mapping[str, Any], limit: float | None) -> None:
-    """Plot memory over the step, with one line per rank, and next to it each rank's peak divided by kind."""
+    """Plot each rank's memory over the step as a line, and next to it each rank's peak as a bar divided by kind.
+
+    The memory `limit` in GiB, if known, is a dashed line.
+    """
     ranks = result["ranks"]
     axes, bars = report.picture("memory", "memory.png", 11, 4, columns=2, sharey=True, width_ratios=(2, 1))
     for rank in ranks:

@@ -5,7 +5,11 @@ from typing import Any
 
 
 def sum_tensors(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Sum the bytes of the model, of the optimizer and of this rank's part over the tensors from `checkpoint.plan`."""
+    """Add up the sizes of the tensors listed by `checkpoint.plan`.
+
+    Returns:
+        `model_bytes` and `optimizer_bytes` of the whole tensors, and `own_bytes`, which this rank writes.
+    """
     sums = {"model_bytes": 0, "optimizer_bytes": 0, "own_bytes": 0}
     for line in tensors:
         part = "optimizer" if "optimizer" in line["name"].split(".")[:2] else "model"

@@ -256,7 +256,10 @@ class Search:
     def _fine(
         self, tensor: int, pipeline: int, context: int, data: int, expert: int, virtual: int, pattern: Pattern
     ) -> Iterator[Candidate]:
-        """Yield one combination of parallel sizes with each micro-batch, sequence parallelism and recomputation."""
+        """Yield the candidates for given parallel sizes: all micro-batch sizes, sequence parallelism and recomputation.
+
+        The sizes are TP, PP, CP, DP, EP and virtual stages; `pattern` has the cuts that they require.
+        """
         sequence_parallel = [True] if "E" in self.kinds else [False, True]
         sequence_parallel = sequence_parallel if tensor > 1 and not self.length % (2 * context * tensor) else [False]
         if tensor > 1 and "E" in self.kinds and sequence_parallel == [False]:
@@ -292,7 +295,11 @@ class Search:
         return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
 
     def _divides_sequence(self, context: int) -> bool:
-        """Return whether Megatron can divide the sequence by a context-parallel size; windows need `cp_comm_type`."""
+        """Return whether training can use a context-parallel size.
+
+        The sequence length must be a multiple of twice the size, and a model with sliding windows must have
+        `cp_comm_type` set.
+        """
         windows = any(
             block.kind == "*" and not block.is_linear and block.size("window") for block in self.architecture.sizes
         )
@@ -311,7 +318,10 @@ class Search:
         return _passes(lambda: check_blocks(self.architecture, layout))
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
-        """Return the pattern with cuts for these stages, or None if it cannot be divided so."""
+        """Return the model's pattern, cut for `pipeline` pipeline ranks with `virtual` stages each.
+
+        None if the cuts of a MoE model would leave a rank without a MoE block, which Megatron does not support.
+        """
         from nemo_ext.megatron.check import check_experts_on_every_rank
 
         if pipeline == 1:
@@ -340,8 +350,10 @@ def search(
             ValueError on failure.
 
     Returns:
-        The search's summary for the report (`gpu`, `gpus`, `fill`, `candidates`, `refused`, `own`, `tried`), and the
-        rehearsals' results.
+        A summary for the report and the list of the rehearsals' results. The summary holds `gpu` (name and figures),
+        `gpus` (number of GPUs), `fill` (share of the memory that a layout may use), `candidates` (their number),
+        `refused` (number of candidates per reason for exclusion), `own` (record of the config's own layout) and
+        `tried` (records of the rehearsed layouts).
 
     Raises:
         ValueError: no layout fits by the cost model.

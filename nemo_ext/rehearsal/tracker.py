@@ -27,8 +27,9 @@ class Tracker(TorchDispatchMode):
         peak: bytes, keyed by kind, when their sum was highest since `forget_peak`.
         peak_phase: phase at that time.
         flops: FLOPs, keyed by phase, of matrix products and of kernels that report theirs with `add_flops`.
-        collectives: mapping from (phase, group, operation) to [count, bytes], with the bytes of the largest tensor.
-        curve: (operations so far, phase, live bytes) at each change.
+        collectives: mapping from (phase, group, operation) to [count, bytes]; a call counts as many bytes as its
+            largest tensor has.
+        curve: memory over time, as triples (number of operations so far, phase, live bytes) at each change.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
-        """Set phase and kind within the context."""
+        """Context manager that sets the attributes `phase` and `kind`, and restores them at the end."""
         before = self.phase, self.kind
         self.phase, self.kind = phase, kind
         try:
@@ -102,7 +103,14 @@ class Tracker(TorchDispatchMode):
         self.flops[self.phase] += round(flops)
 
     def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
-        """Add the communication of a kernel that torch sees as one operation."""
+        """Add the communication of a kernel that torch sees as one operation.
+
+        Args:
+            group: name of the process group.
+            operation: name of the collective, such as `allgather_base`.
+            count: number of calls.
+            size: bytes of all calls together.
+        """
         if self._stopped:
             return
         counted = self.collectives[self.phase, group, operation]
@@ -137,7 +145,7 @@ class Tracker(TorchDispatchMode):
             self.peak = {each: size for each, size in self.live.items() if each != HOST}
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run a collective on empty tensors, as torch has no fake kernels for some, and count its bytes."""
+        """Count the bytes of the collective `func`, and run it on empty tensors: torch lacks fake kernels for some."""
         objects = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject)]
         groups = [each for each in objects if "ProcessGroup" in str(each._type())]
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"

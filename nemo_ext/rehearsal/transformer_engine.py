@@ -64,9 +64,9 @@ def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = Fal
         scaling: one of `precision_plan.RECIPES`.
         rows: rows of the matrix: tokens, or outputs of a weight.
         columns: columns of the matrix.
-        columnwise: True for the transposed copy, of an input for the weight gradient or of a weight for the input
-            gradient.
-        weight: True for a weight, whose blockwise scales are for 128x128 rather than 1x128 numbers.
+        columnwise: whether the scales belong to the transposed copy, which the backward pass uses.
+        weight: whether the matrix is a weight. In blockwise scaling, a weight has one scale per 128x128 numbers, and
+            other matrices have one per 1x128.
     """
     if scaling in PER_TENSOR:
         return 0 if columnwise else 4  # one scale for both directions
@@ -89,7 +89,7 @@ class Engine:
         keeps_weights: whether FP8 copies of weights are kept between micro-batches.
         fuses: whether products accumulate weight gradients in main_grad.
         history: length of the amax history in delayed scaling.
-        dummies: shared tensors, which are dummy weight gradients for autograd, and workspaces.
+        dummies: tensors that all layers share: dummy weight gradients for autograd, and workspaces.
     """
 
     tracker: Tracker
@@ -99,14 +99,14 @@ class Engine:
     dummies: dict[Any, Tensor] = field(default_factory=dict)
 
     def held(self, key: Any, like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a shared tensor, which is allocated at its first use and kept."""
+        """Return the shared tensor named `key`; at its first use, allocate it on the device of `like`, and keep it."""
         if key not in self.dummies:
             with self.tracker.during(self.tracker.phase, "temporary"):
                 self.dummies[key] = like.new_empty(*shape, dtype=dtype)
         return self.dummies[key]
 
     def workspaces(self, like: Tensor, *, grouped: bool) -> None:
-        """Allocate cuBLAS's and torch's workspaces at the first product."""
+        """Allocate torch's workspace and cuBLAS's for single or `grouped` products, if not done yet."""
         self.held("torch", like, 32 * MIB, dtype=torch.uint8)
         self.held(("cublas", grouped), like, (4 if grouped else 1) * (32 * MIB + 1024), dtype=torch.uint8)
 
@@ -120,8 +120,9 @@ class Product:
         weight: name of the weight in the precision plan, for messages; "" for BF16.
         scaling: FP8 scaling; None for BF16.
         keeps_input: whether the input of an FP8 product is saved in BF16.
-        scatters: group over which this product scatters a row-parallel layer's output along the sequence.
-        multiple: number to a multiple of which a sequential expert's tokens are padded in the FP8 copies.
+        scatters: process group over which a row-parallel layer scatters its output along the sequence; None for
+            other layers.
+        multiple: the FP8 copy of a sequential expert's input is padded to a multiple of this number of tokens.
     """
 
     engine: Engine
@@ -145,7 +146,17 @@ class Product:
         tp_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Compute a linear layer's output; for grouped experts, `counts` and `weight` have one entry per expert."""
+        """Compute a linear layer's output, `[..., outputs]`.
+
+        Args:
+            input: input of the layer, `[..., inputs]`.
+            weight: weight `[outputs, inputs]`; for grouped experts, one per expert.
+            bias: bias, if any.
+            counts: for grouped experts, the number of tokens of each expert.
+            allreduce_dgrad: whether the input's gradient is all-reduced over `tp_group`.
+            sequence_parallel: whether the input is gathered along the sequence over `tp_group`.
+            tp_group: tensor-parallel process group.
+        """
         weights = [weight] if isinstance(weight, Tensor) else list(weight)
         self._check(input, weights[0], counts)
         self.engine.workspaces(input, grouped=counts is not None)
@@ -155,7 +166,7 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the FP8 copies of the weights, in both directions."""
+        """Return the weights' FP8 copies, plain and transposed: a list of tensors that hold numbers and scales."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
@@ -171,7 +182,7 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Return the number of (padded) tokens in each FP8 input matrix."""
+        """Return the padded number of tokens in each FP8 input matrix: one per entry of `counts`, or one in total."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
@@ -270,14 +281,28 @@ class _Linear(torch.autograd.Function):
 def _copy(
     like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
 ) -> list[Tensor]:
-    """Allocate the FP8 numbers and scales of matrices, in one direction."""
+    """Allocate an FP8 copy of one or several matrices.
+
+    Args:
+        like: tensor on the device to use.
+        scaling: one of `precision_plan.RECIPES`.
+        sizes: rows and columns of each matrix.
+        columnwise: whether to make the transposed copy.
+        weight: whether the matrices are weights, whose scales differ.
+
+    Returns:
+        A tensor with the bytes of the numbers and one with those of the scales; an empty one is omitted.
+    """
     numbers = sum(rows * columns for rows, columns in sizes)
     scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
     return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
 
 
 def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Gather parts over a group along the first dimension, except per-tensor scales."""
+    """All-gather FP8 numbers and scales along the first dimension; per-tensor scales stay as they are.
+
+    Without a group, all tensors stay as they are.
+    """
     if group is None:
         return list(parts)
     gathered = []
@@ -329,14 +354,14 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
-        """Return the outputs for the experts' concatenated tokens, and None for the bias."""
+        """Return the outputs for the experts' concatenated tokens, `counts` for each expert, and None for the bias."""
         assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the weights under the names of sequential experts, as Megatron's TEGroupedLinear does."""
+        """Return the weights under the names of sequential experts; arguments and result are as in TEGroupedLinear."""
         weights, group, state = list(self.parameters()), self.groups.ep, {}
         singleton = (metadata or {}).get("singleton_local_shards", False)
         for number, weight in enumerate(weights):
@@ -362,7 +387,7 @@ class GroupedMLP(experts.TEGroupedMLP):
     multiple = 1
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """Do the same as `TEGroupedMLP.forward`, with padded tokens."""
+        """Call `TEGroupedMLP.forward` on padded tokens; return the unpadded output, and None as the bias."""
         counts = np.asarray(tokens_per_expert)
         padded = _up(counts, self.multiple)
         if (padded == counts).all():
@@ -389,7 +414,12 @@ def _up(number: Any, multiple: int) -> Any:
 
 @contextmanager
 def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[None]:
-    """Replace the products of the local back end's linear layers; `config` comes from `settings.rehearsed`."""
+    """Context manager in which models are built with stand-ins for Transformer Engine's linear layers.
+
+    Args:
+        tracker: tracker of the rank.
+        config: training config from `settings.rehearsed`.
+    """
     precision = Precision.from_config({**config, "precision_plan": config["transformer_engine"]["precision_plan"]})
     fused = config["transformer_engine"]["permute_fusion"]
     flags = config["megatron"]
@@ -424,7 +454,13 @@ def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[
 
 
 def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, stage: range) -> None:
-    """Replace the products of a pipeline stage's linear layers.
+    """Replace the matrix products of a model's linear layers with stand-ins.
+
+    Args:
+        model: blocks of one pipeline stage.
+        engine: state shared by all layers.
+        precision: precision plan and the model it applies to; None for BF16.
+        stage: 0-based numbers of the stage's blocks.
 
     Raises:
         ValueError: a weight that the plan puts in FP8 does not belong to such a layer.
@@ -472,7 +508,15 @@ def _scatters(module: torch.nn.Module) -> bool:
 
 
 def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
-    """Map the name patterns of modules to their weights in FP8, as named in the plan."""
+    """Map module name patterns to the weights that the plan puts in FP8, for the blocks of a pipeline stage.
+
+    Args:
+        precision: precision plan and the model it applies to; None for a model without FP8.
+        stage: 0-based numbers of the stage's blocks.
+
+    Returns:
+        Mapping from name pattern to the weight's name in the plan.
+    """
     patterns: dict[str, str] = {}
     for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
         number = each.weight.block
@@ -494,7 +538,7 @@ def _keeps_input(name: str, config: Any) -> bool:
 
 @contextmanager
 def _permutation() -> Iterator[None]:
-    """Replace the permutation of tokens with stand-ins for Transformer Engine's kernels; experts get equal numbers."""
+    """Context manager that replaces the permutation of tokens with stand-ins for Transformer Engine's fused kernels."""
 
     def permute(
         tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any

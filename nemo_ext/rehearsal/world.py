@@ -14,7 +14,7 @@ from torch import Tensor
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Make this process one rank of `size`; must be entered before Megatron is imported."""
+    """Context manager in which this process is one rank of `size`; must be entered before Megatron is imported."""
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
     os.environ.update({name: str(value) for name, value in variables.items()})
     from nemo_ext.megatron.cpu import runtime

@@ -66,7 +66,10 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
-    """Content of `block_configs` with every key written out, as in published models; includes layers without blocks."""
+    """Return the content of `block_configs`: one entry per layer, with every key written out, as in published models.
+
+    Layers without blocks have entries too, with two no-ops.
+    """
     heads = next(block.size("heads") for block in description.blocks if block.kind == "*" and not block.is_linear)
     blocks = [_plain(block) for block in description.blocks]
     widths = [block.size("ffn") for block in blocks if block.kind == "-" and not block.is_linear]

@@ -75,7 +75,15 @@ def dense_description(
 
 
 def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
-    """Read the attention block of a model whose attention blocks are all equal, as a list of one."""
+    """Read the sizes that all attention blocks of a model share.
+
+    Args:
+        keys: the config.json.
+        window: sliding window to give the block, in tokens; None for full attention.
+
+    Returns:
+        A list with one attention block.
+    """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     return [
         Block.from_values(
@@ -149,7 +157,7 @@ def _read_nemotron(keys: Keys) -> Description:
 
 
 def rms_settings(description: Description) -> None:
-    """Reject models without SwiGLU and RMSNorm with plain weights, as all formats with Llama's blocks require both.
+    """Reject a model unless it has SwiGLU and RMSNorm (not zero-centred), which formats with Llama's blocks require.
 
     Raises:
         CannotExpress: the model differs; names the feature.
@@ -185,7 +193,13 @@ def _write_llama(description: Description) -> dict[str, Any]:
 
 
 def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any) -> Description:
-    """Build a description from a config.json with Llama's keys."""
+    """Build a description from a config.json with Llama's keys.
+
+    Args:
+        keys: the config.json.
+        blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
+        own: further fields of `Description`.
+    """
     keys.only("hidden_act", "silu")
     return dense_description(
         keys,
@@ -311,7 +325,15 @@ def _read_olmo3(keys: Keys) -> Description:
 
 
 def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
-    """RoPE of the full-attention blocks, to which `rope_scaling` applies; if there are none, of the windowed blocks."""
+    """Read the RoPE settings of OLMo 3's full-attention blocks or, if there are none, of its windowed blocks.
+
+    Args:
+        keys: the config.json.
+        types: each layer's type, `full_attention` or `sliding_attention`.
+
+    Raises:
+        ValueError: Megatron or transformers does not support the settings.
+    """
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():
         rope = read_rope(keys, default_base=OLMO3_BASE)  # a single mapping in early versions of transformers 5

@@ -207,19 +207,19 @@ def described(
 
 
 def refuse(*conditions: tuple[object, str]) -> None:
-    """Raise `CannotExpress` with the reason given for the first condition that holds, if any does."""
+    """Check (condition, reason) pairs in order; raise `CannotExpress` with the reason of the first true condition."""
     for holds, reason in conditions:
         if holds:
             raise CannotExpress(reason)
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Condition for `refuse` that holds if an MLP block has biases, as the formats support only model-wide ones."""
+    """Return a condition and reason for `refuse`: an MLP block has biases of its own, which no format supports."""
     return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 
 def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
-    """Value `name` of the blocks of a kind, which must all have the same.
+    """Return the value `name` that all blocks of kind `kind` share.
 
     Raises:
         CannotExpress: the blocks have different values, or there are none.
@@ -233,7 +233,7 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """Keys that every config.json starts with."""
+    """Return the keys, with values, that every config.json starts with, such as `architectures` and `vocab_size`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

@@ -100,7 +100,7 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
         top_k: numbers of experts per token that the model's blocks use.
 
     Raises:
-        ValueError: `norm_topk_prob` does not match one of them.
+        ValueError: `norm_topk_prob` does not have the value that Megatron implies for one of these numbers.
     """
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
@@ -229,7 +229,16 @@ def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
 
 
 def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
-    """Read the blocks from a key with their letters or, without it, from a list of their types."""
+    """Read the model's blocks from config.json.
+
+    Args:
+        keys: the config.json.
+        key: name of the key that holds one letter per block, such as `M*E`.
+        types: list of block types, used if the config.json does not have that key.
+
+    Raises:
+        ValueError: a letter or type is unknown, or there are no blocks.
+    """
     text = keys.get(key)
     if text is not None:
         try:

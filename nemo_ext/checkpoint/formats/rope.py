@@ -96,6 +96,10 @@ def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
     """Read a `rope_parameters` mapping with transformers' defaults (modeling_rope_utils.py).
 
+    Args:
+        parameters: content of `rope_parameters`.
+        keys: the config.json, used only for the default of YaRN's original context length.
+
     Raises:
         ValueError: the scaling or a constant is missing or not supported by Megatron.
     """
