@@ -148,7 +148,7 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
     Raises:
         ValueError: the numbers do not increase (only an attention block and the MLP right after it may share one),
-            are not smaller than `count`, or are not as many as the blocks.
+            one is not smaller than `count`, or there is not exactly one per block.
     """
     if len(layers) != len(blocks):
         raise ValueError(

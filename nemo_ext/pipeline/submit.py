@@ -194,7 +194,7 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Record a stage's servers, and if it is a server the stages that use it, next to the records of its starts.
+    """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records.
 
     Args:
         stage: the stage.

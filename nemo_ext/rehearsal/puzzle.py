@@ -1,4 +1,7 @@
-"""Rehearsal of Puzzle: the stages that run the parent, and the training runs. Does not import torch."""
+"""Rehearsal of Puzzle: memory, FLOPs and communication of its stages and training runs at full size, without GPUs.
+
+Does not import torch.
+"""
 
 import os
 from collections.abc import Mapping, Sequence

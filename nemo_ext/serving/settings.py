@@ -83,10 +83,12 @@ class ServingSettings:
         return checked(cls, {**config["serving"], "name": name}, where="serving")
 
     def key(self) -> str | None:
-        """Return the endpoint's API key, a new one or the variable's value; None for an open endpoint.
+        """Return the endpoint's API key: the value of the environment variable `key_variable`, or a new random key.
+
+        It is None for an open endpoint.
 
         Raises:
-            ValueError: the variable is not set.
+            ValueError: the environment variable is not set.
         """
         if self.open:
             return None

@@ -17,9 +17,9 @@ def prepared(words: list[str]) -> dict[str, object]:
     """Compose a training run's config from the arguments `words`, check it, and write it.
 
     Returns:
-        `run_dir`, `config` (path of the config), `step` (of the newest complete checkpoint), `target` (final step of
-        these ranks), and `notice` (messages about a corrupt checkpoint and about deviations of the recipe from its
-        source, or "").
+        `run_dir`, `config` (path of the config), `step` (of the newest complete checkpoint), `target` (step at
+        which this launch ends), and `notice` (messages about a corrupt checkpoint, and about differences between the
+        recipe and its published source; "" if there are none).
 
     Raises:
         ValueError: the config is invalid or does not fit this machine or the run so far.

@@ -280,7 +280,7 @@ class Group(Step):
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            raise ValueError("a step with kind=group does not support when: use where")
+            raise ValueError("a step with kind=group does not support the key `when`: use `where`")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -508,7 +508,7 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
     own = dict(section)
     if "kind" not in own:
         raise ValueError(
-            f"steps.{name} is not a step of the recipe, and a new step requires kind: {nearest(name, known)}"
+            f"steps.{name} is not a step of the recipe: {nearest(name, known)}; to add a new step, set its kind"
         )
     kind = own.pop("kind")
     if kind not in KINDS:

@@ -191,7 +191,7 @@ def test_rows_that_fail_are_named(
 
 WRONG = {
     "steps.first.kind=aks": "steps.first.kind: unknown kind 'aks': did you mean 'ask'",
-    "steps.frist.max_tokens=9": "steps.frist is not a step of the recipe, and a new step requires kind: did you",
+    "steps.frist.max_tokens=9": "steps.frist is not a step of the recipe: did you",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",

@@ -181,7 +181,7 @@ class _Reader:
         amounts = _AMOUNTS[parent]
         if section is not None and not amounts:
             raise ValueError(
-                f"{where}: children of a group divided by {parent} cannot have a number; remove {section!r}"
+                f"{where}: the group is divided by {parent}, so its children have no amounts; remove {section!r}"
             )
         values = {} if section is None else {amounts[0]: section}
         return self._leaf(str(key), where, self._amount(where, values, parent, short=True), {})

@@ -37,14 +37,17 @@ class Selection:
 def select(
     prompts: Prompts, profile: Profile, at: Numbers, settings: Settings, used: tuple[Keys, Numbers]
 ) -> Selection:
-    """Apply the filters, and create the copies with thinking off.
+    """Select the prompts to train on: apply the filters in `settings`, and add copies of some prompts without thinking.
 
     Args:
         prompts: all prompts.
         profile: pass rates.
         at: index of each prompt in the profile; -1 if it is not there.
         settings: settings of the job.
-        used: sorted keys of the prompts that were trained on before, and how often they were.
+        used: sorted keys of the prompts that were trained on before, and how often each was used.
+
+    Returns:
+        The selected prompts and copies, and how many were excluded for each reason.
 
     Raises:
         ValueError: no prompt is in the profile.
@@ -110,7 +113,7 @@ def select(
 
 
 def _copied(row: Numbers, prompts: Prompts, off_share: float, seed: int) -> Numbers:
-    """Draw prompts to copy from `row` by the seed; return their indices, ascending.
+    """Draw prompts to copy at random from the indices `row`; return the drawn indices in ascending order.
 
     In each domain, the copies will be a fraction `off_share` of all candidates, copies included.
     """

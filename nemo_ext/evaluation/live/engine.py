@@ -112,15 +112,17 @@ class LiveModel:
         return tuple(message.tolist())
 
     def _run(self, batch: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
-        """Run a batch of sequences on all ranks; return the results of `__call__`, which only rank 0 has completely.
+        """Run a batch on all ranks; return the next-token logits and, with `echo`, the tokens' log-probabilities.
+
+        Only rank 0 has complete results, in the form that `__call__` documents.
 
         Args:
-            batch: a row per sequence: its right-padded token ids, whether to measure its own tokens (0 or 1), and its
-                length, `[sequences, positions + 2]`; only rank 0's values are used.
+            batch: a row per sequence: its right-padded token ids, whether log-probabilities of its tokens are needed (0
+                or 1), and its length, `[sequences, positions + 2]`; only rank 0's values are used.
             micro: number of microbatches per data-parallel rank.
             rows: number of sequences per microbatch.
             top: number of most likely tokens to return per position.
-            echo: whether the own tokens of any sequence are measured.
+            echo: whether any sequence needs log-probabilities of its tokens.
         """
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -14,7 +14,7 @@ MAX_PLAYS = 50_000
 
 
 class NoPlayError(LookupError):
-    """Raised if a session has no conversation, or a different one."""
+    """Raised if a session has no conversation, or one that belongs to another row."""
 
 
 @dataclass

@@ -266,7 +266,8 @@ def register() -> list[str]:
             environments.register_env(name, ACTOR)
         elif entry["actor_class_fqn"] != ACTOR:
             raise ValueError(
-                f"NeMo-RL already has an environment {name!r}, which is {entry['actor_class_fqn']}; rename that one"
+                f"environment name {name!r} is already registered in NeMo-RL for {entry['actor_class_fqn']}; register "
+                "that class under another name"
             )
     return names
 

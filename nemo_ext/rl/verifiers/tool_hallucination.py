@@ -116,7 +116,7 @@ class Verifier:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: environment {name!r} cannot be created: {error}") from None
         if made.verify is None or name == "tool_hallucination":
-            raise ValueError(f"{where}: environment {name} does not check a single answer; choose another one")
+            raise ValueError(f"{where}: environment {name} cannot check one answer on its own; choose another one")
         return made
 
 

@@ -152,8 +152,8 @@ def test_undeclared_tools_are_wrong() -> None:
         ({"tool": []}, "tools"),
         ({"answer": "B"}, r"reference\.answer='B'"),
         ({"answer": {"environment": "maths", "reference": {}}}, "did you mean 'math'"),
-        ({"answer": {"environment": "bank", "reference": {}}}, "does not check a single answer"),
-        ({"answer": {"environment": "tool_hallucination", "reference": {}}}, "does not check a single answer"),
+        ({"answer": {"environment": "bank", "reference": {}}}, "cannot check one answer on its own"),
+        ({"answer": {"environment": "tool_hallucination", "reference": {}}}, "cannot check one answer on its own"),
         (
             {"answer": {"environment": "tool_calls", "reference": {}}},
             r"reference\.answer\.reference does not suit environment tool_calls: reference",
