@@ -543,7 +543,7 @@ def test_errors_found_by_a_run_are_one_line(model: Path, tmp_path: Path) -> None
         dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")
         own = ("rl.schedule={kind: constant, steps: 1, warmup_share: null}", "on_inexpressible=warn")
         assert said in refusal(*dpo, *own, f"run_dir={tmp_path / 'dpo'}")
-    assert "is not in rl.environments" in refusal(
+    assert "require it in rl.environments" in refusal(
         *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
     )
 
