@@ -72,7 +72,7 @@ def test_stragglers_are_distinguished_by_their_batches_and_forward_passes(
         seen.append("read")
         yield {name: torch.ones(1, 4) for name in ("tokens", "labels", "position_ids", "loss_mask")}
 
-    def model(*_: Any, labels: torch.Tensor) -> torch.Tensor:
+    def model(*_: Any, labels: torch.Tensor, **others: Any) -> torch.Tensor:
         seen.append("model")
         return labels
 
