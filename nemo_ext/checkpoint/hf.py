@@ -261,7 +261,7 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
 def _with_prediction(
     description: Description, reader: SafetensorsReader | TorchDistReader, settings: Settings
 ) -> tuple[Description, list[str], list[str]]:
-    """Drop multi-token prediction if the settings say so.
+    """Drop multi-token prediction if `mtp=drop` is set.
 
     Raises:
         CheckpointError: there is none in the checkpoint, although its config and the settings require it.

@@ -65,9 +65,9 @@ def multiply(*factors: float) -> float | int:
     return int(product) if product == int(product) else product
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"expected a number, not {value!r}") from None
 
