@@ -190,6 +190,7 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
     whole = SafetensorsReader(source)
     config_json = read_json(source / CONFIG)
     hf_format, description = read(config_json)
+    hf_format = hf_format.as_named(whole.tensors)
     off = ignored(config_json)
     remarks = [f"config.json: ignored unknown keys that are switched off: {', '.join(off)}"] if off else []
     remarks += [f"ignored files that are not weights of this model: {', '.join(whole.unread)}"] if whole.unread else []
@@ -275,6 +276,11 @@ def _with_prediction(
             raise CheckpointError(
                 f"{reader.path}: the model's config has multi-token prediction, but the checkpoint has no tensors "
                 "mtp.*: set mtp=drop to convert it without"
+            )
+        if dropped and not description.prediction:
+            raise CheckpointError(
+                f"{reader.path}: the checkpoint has {len(dropped)} tensors mtp.*, but the model's config has no multi-token "
+                "prediction: correct the config (num_nextn_predict_layers), or set mtp=drop to convert it without"
             )
         return description, [], []
     return description.without_prediction(), dropped, [f"mtp=drop: {len(dropped)} tensors are not converted"]
@@ -604,7 +610,8 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
     """Write config.json, the tokenizer and other files, and the format's modelling files."""
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
-        copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
+        same = original.get("architectures") == [plan.format.architecture]
+        copy_extras(plan.extras, folder, code=same and not plan.format.code)
     if plan.of_bytes:
         byte_tokenizer.write(folder)
     _replace_tokenizer(plan, folder)

@@ -87,7 +87,9 @@ def reference(tmp_path: Path) -> Callable[..., Reference]:
 def in_vllm(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """What vLLM says of a reference's prompts, or the lines with which it ended."""
 
-    def ask(reference: Reference, *, twice: bool = False, check: bool = True, **engine: Any) -> dict[str, Any]:
+    def ask(
+        reference: Reference, *, twice: bool = False, check: bool = True, plug_in: bool = True, **engine: Any
+    ) -> dict[str, Any]:
         asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
         answered.unlink(missing_ok=True)
         asked.write_text(
@@ -106,6 +108,7 @@ def in_vllm(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             [sys.executable, str(Path(__file__).parent / "tokens.py"), str(asked), str(answered)],
             env={
                 **os.environ,
+                **({} if plug_in else {"VLLM_PLUGINS": ""}),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(bool(several))),
                 "VLLM_CPU_OMP_THREADS_BIND": "0|1" if several else "nobind",
             },

@@ -82,6 +82,28 @@ def same(found: dict[str, Any], reference: Any) -> None:
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+PUZZLE = {
+    "experts": [
+        "model.pattern='M E{ffn=96,topk=1} *{kv=2} M E{experts=6,topk=3,shared=64} * E{experts=4,ffn=72} -{ffn=96} -'",
+        "++megatron.moe_latent_size=64",
+    ],
+    "heads": ["model.pattern='M E{topk=3} *{kv=2,heads=8} M *{kv=6,heads=6} E *{heads=4,kv=1} -'"],
+}
+
+
+@pytest.mark.parametrize("case", PUZZLE)
+def test_vllm_serves_a_puzzle_child_without_the_plug_in(
+    case: str, reference: Callable[..., Any], in_vllm: Callable[..., Any]
+) -> None:
+    """By its own class, with the configuration file in the folder."""
+    made = reference([*HYBRID, *PUZZLE[case]], "NemotronHPuzzleForCausalLM")
+
+    found = in_vllm(made, plug_in=False, trust_remote_code=True)
+
+    assert found["model"].startswith("vllm.model_executor.models.nemotron_h")
+    same(found, made)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_log_probabilities_are_those_of_transformers(
     case: str, reference: Callable[..., Any], in_vllm: Callable[..., Any]

@@ -6,15 +6,18 @@ from typing import Any
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats.decilm import DECILM
 from nemo_ext.checkpoint.formats.dense import LLAMA, NEMOTRON, OLMO, OLMO3
-from nemo_ext.checkpoint.formats.format import LATENT, CannotExpress, Entry, Format, Keys, refuse
+from nemo_ext.checkpoint.formats.format import CannotExpress, Entry, Format, Keys
 from nemo_ext.checkpoint.formats.hybrid import NEMOTRON_H
+from nemo_ext.checkpoint.formats.hybrid_puzzle import NEMOTRON_H_PUZZLE
 from nemo_ext.checkpoint.formats.own import BLOCKS
 from nemo_ext.checkpoint.formats.rest import ignored_keys
 from nemo_ext.job.settings import nearest
 
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
-FORMATS = {entry.architecture: entry for entry in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
+FORMATS = {
+    entry.architecture: entry for entry in (NEMOTRON, NEMOTRON_H, NEMOTRON_H_PUZZLE, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)
+}
 """Mapping from class name to format; a model is written in the first format that can express it."""
 
 
@@ -45,14 +48,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
     reasons = []
     for candidate in candidates:
         try:
-            refuse(
-                (description.prediction and not candidate.prediction, "multi-token prediction (mtp=drop removes it)"),
-                (
-                    description.architecture.moe_latent_size and LATENT not in candidate.modules.get("E", ()),
-                    "latent experts (megatron.moe_latent_size)",
-                ),
-            )
-            return candidate, candidate.write(description)
+            return candidate, candidate.config_json(description)
         except CannotExpress as reason:
             reasons.append(f"{candidate.architecture} does not support {reason}")
     raise ValueError("no Hugging Face format can express this model: " + "; ".join(reasons))
@@ -84,6 +80,13 @@ def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
     if config.get("quantization_config"):
         raise ValueError(
             "config.json: the checkpoint is quantised (quantization_config): convert the original checkpoint instead"
+        )
+    layers = config.get("block_configs")
+    paired = isinstance(layers, list) and any(isinstance(layer, dict) and "attention" in layer for layer in layers)
+    if architectures == ["AnyModel"] or (paired and architectures != [DECILM.architecture]):
+        raise ValueError(
+            "config.json: the checkpoint is in the anymodel form of ModelOpt's Puzzletron (pairs of attention and ffn in "
+            "block_configs), which is not supported: export it as NemotronHPuzzleForCausalLM or DeciLMForCausalLM first"
         )
     hf_format = named(str(architectures[0]))
     keys = Keys(config)

@@ -1,7 +1,8 @@
 """Definition of a Hugging Face format: its module names, and the reading and writing of config.json."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, NAMES, Block
@@ -50,6 +51,7 @@ class Format:
         code: files in `nemo_ext.checkpoint.remote_code` that are copied into a checkpoint.
         remarks: function from a description to notes for users of the export.
         known: config.json keys that have no effect in Megatron, or only affect blocks that a model may not have.
+        prefixes: beginnings of names outside `prediction` that the class loads alike; it writes the one in `layer`.
     """
 
     architecture: str
@@ -67,6 +69,32 @@ class Format:
     code: tuple[str, ...] = ()
     remarks: Callable[[Description], list[str]] = lambda description: []
     known: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+    def as_named(self, names: Iterable[str]) -> "Format":
+        """Return the format with the prefix of a checkpoint's tensors, if the class loads several."""
+        found = {prefix for prefix in self.prefixes if any(name.startswith(prefix) for name in names)}
+        own = next((prefix for prefix in self.prefixes if self.layer.startswith(prefix)), "")
+        if len(found) != 1 or own in found:
+            return self
+        (other,) = found
+        outside = {role: re.sub(f"^{re.escape(own)}", other, name) for role, name in self.outside.items()}
+        return replace(self, outside=outside, layer=other + self.layer.removeprefix(own))
+
+    def config_json(self, description: Description) -> dict[str, Any]:
+        """Return the content of config.json for a model.
+
+        Raises:
+            CannotExpress: the format does not support the model; says why.
+        """
+        refuse(
+            (description.prediction and not self.prediction, "multi-token prediction (mtp=drop removes it)"),
+            (
+                description.architecture.moe_latent_size and LATENT not in self.modules.get("E", ()),
+                "latent experts (megatron.moe_latent_size)",
+            ),
+        )
+        return self.write(description)
 
     def entries(self, description: Description) -> Iterator[Entry]:
         """Yield the entries of a model's tensor mapping, in model order.
@@ -124,10 +152,11 @@ class Keys:
     Attributes:
         values: content of config.json.
         read: keys read so far.
+        where: prefix of keys in error messages, such as `block_configs[3].`.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self.values, self.where = values, where
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -144,21 +173,21 @@ class Keys:
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json: {key}={value!r}: expected a positive whole number")
+            raise ValueError(f"config.json: {self.where}{key}={value!r}: expected a positive whole number")
         return value
 
     def number(self, key: str, default: float) -> float:
         """Return the value of a key as a number, or `default` if it is absent or null."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"config.json: {key}={value!r}: expected a number")
+            raise ValueError(f"config.json: {self.where}{key}={value!r}: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return the value of a key as a boolean, or `default` if it is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {key}={value!r}: expected true or false")
+            raise ValueError(f"config.json: {self.where}{key}={value!r}: expected true or false")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
@@ -170,7 +199,7 @@ class Keys:
         value = self.get(key, allowed[0])
         if value not in allowed:
             words = " or ".join(map(repr, allowed))
-            raise ValueError(f"config.json: {key}={value!r} is not supported: expected {words}")
+            raise ValueError(f"config.json: {self.where}{key}={value!r} is not supported: expected {words}")
 
 
 def described(

@@ -1,5 +1,6 @@
-"""Hybrid models of Mamba-2, attention, MLP and MoE blocks: `NemotronHForCausalLM` (Nemotron 3 Nano)."""
+"""Hybrid models of Mamba-2, attention, MLP and MoE blocks: `NemotronHForCausalLM` (Nemotron 3, Nemotron-H)."""
 
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -53,7 +54,10 @@ SIZES: dict[str, dict[str, tuple[str, int]]] = {
     },
 }
 """Mapping from block kind to its config.json keys, each with our name for the value and transformers' default."""
-_TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
+_DEPTHS = "num_nextn_predict_layers"
+TYPES = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+"""Mapping from block kind to its name in lists of block types."""
+_KINDS = {name: kind for kind, name in TYPES.items()} | {"linear_attention": "M", "full_attention": "*"}
 KNOWN = frozenset(
     (
         # implementation choices and initialisation in transformers
@@ -105,12 +109,29 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
         raise ValueError(
-            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported by "
+            f"config.json: {keys.where}norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported by "
             "Megatron: this checkpoint cannot be converted"
         )
 
 
 def _write(description: Description) -> dict[str, Any]:
+    return write_hybrid(description, "nemotron_h", "NemotronHForCausalLM")
+
+
+def write_hybrid(
+    description: Description, model_type: str, name: str, by_block: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the config.json of a hybrid model.
+
+    Args:
+        description: the model.
+        model_type: `model_type` of config.json.
+        name: class name in `architectures`.
+        by_block: keys that are omitted because each block has its own value; the others hold for all blocks.
+
+    Raises:
+        CannotExpress: the class does not support the model; says why.
+    """
     architecture, blocks = description.architecture, (*description.blocks, *description.prediction)
     kinds = {block.kind for block in blocks if not block.is_linear}
     refuse(
@@ -134,7 +155,7 @@ def _write(description: Description) -> dict[str, Any]:
         ("M" in kinds and description.norm_epsilon != GATED_NORM_EPSILON, "a norm epsilon other than Mamba's 1e-5"),
     )
     router_is_sigmoid(description)
-    facts = common_facts(description, "nemotron_h", "NemotronHForCausalLM") | {
+    facts = common_facts(description, model_type, name) | {
         "num_hidden_layers": len(description.blocks),
         "hybrid_override_pattern": "".join(block.kind for block in description.blocks),
         "layer_norm_epsilon": description.norm_epsilon,
@@ -148,11 +169,10 @@ def _write(description: Description) -> dict[str, Any]:
     }
     if depth := architecture.pattern.mtp:
         facts["mtp_hybrid_override_pattern"] = "".join(block.kind for block in depth)
-        names = {kind: name for name, kind in reversed(_TYPES.items())}
-        facts["mtp_layers_block_type"] = [names[block.kind] for block in depth]
+        facts["mtp_layers_block_type"] = [TYPES[block.kind] for block in depth]
     for kind, sizes in SIZES.items():
         if kind in kinds:
-            facts |= {key: common_value(blocks, kind, name) for key, (name, _) in sizes.items()}
+            facts |= {key: common_value(blocks, kind, size) for key, (size, _) in sizes.items() if key not in by_block}
     if "*" in kinds:
         facts["sliding_window"] = None
     if "M" in kinds:
@@ -165,29 +185,63 @@ def _write(description: Description) -> dict[str, Any]:
             "time_step_min": 1e-30,
         }
     if description.router is not None and "E" in kinds:
+        moe = [block for block in blocks if block.kind == "E"]
         refuse(
-            (not facts["moe_shared_expert_intermediate_size"], "MoE blocks without a shared expert"),
-            (facts["n_routed_experts"] < 2, "MoE blocks with one expert"),
+            (any(not block.size("shared") for block in moe), "MoE blocks without a shared expert"),
+            (any(block.size("experts") < 2 for block in moe), "MoE blocks with one expert"),
         )
         facts |= {
             "n_shared_experts": 1,
             "routed_scaling_factor": description.router.scaling,
             # Megatron normalises the weights with top-k of two or more.
-            "norm_topk_prob": facts["num_experts_per_tok"] > 1,
+            "norm_topk_prob": max(block.size("topk") for block in moe) > 1,
             "n_group": 1,
             "topk_group": 1,
-            "moe_latent_size": architecture.moe_latent_size,
+            **({} if "moe_latent_size" in by_block else {"moe_latent_size": architecture.moe_latent_size}),
         }
     return facts
 
 
 def _read(keys: Keys) -> Description:
-    pattern = _pattern(keys)
-    prediction = _prediction(keys)
+    blocks, prediction = _pattern(keys).blocks, _prediction(keys)
+    kinds = {block.kind for block in (*blocks, *prediction[0])}
+    return read_hybrid(
+        keys,
+        blocks,
+        prediction,
+        router=read_router(keys) if "E" in kinds else None,
+        latent=read_latent(keys),
+        family="nemotron3_nano",
+        defaults=read_sizes(keys, kinds),
+    )
+
+
+def read_hybrid(
+    keys: Keys,
+    blocks: Sequence[Block],
+    prediction: tuple[tuple[Block, ...], int],
+    *,
+    router: Router | None,
+    latent: int | None,
+    **settings: Any,
+) -> Description:
+    """Read the settings of a hybrid model that hold for all its blocks.
+
+    Args:
+        keys: the config.json.
+        blocks: blocks of the model.
+        prediction: blocks of a depth of multi-token prediction, and the number of depths.
+        router: expert routing.
+        latent: width of the routed experts' input and output; None for the hidden size.
+        settings: further fields of `Architecture`.
+
+    Raises:
+        ValueError: Megatron does not support a setting.
+    """
     for name in ("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"):
         keys.only(name, False)
     keys.only("mlp_hidden_act", "relu2", "gelu")
-    kinds = {block.kind for block in (*pattern.blocks, *prediction[0])}
+    kinds = {block.kind for block in (*blocks, *prediction[0])}
     epsilon = keys.number("layer_norm_epsilon", 1e-5)
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
@@ -196,12 +250,10 @@ def _read(keys: Keys) -> Description:
         )
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
-    router = _router(keys) if "E" in kinds else None
-    latent = None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")
     return described(
         keys,
-        pattern.blocks,
-        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano", "moe_latent_size": latent},
+        blocks,
+        {"moe_latent_size": latent, **settings},
         prediction=prediction,
         vocabulary=131072,
         hidden=4096,
@@ -217,15 +269,29 @@ def _pattern(keys: Keys) -> Pattern:
 
 def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
     """Return the blocks of a depth of multi-token prediction, and the number of depths."""
-    name = "num_nextn_predict_layers"
-    depths = keys.get(name, 0)
-    if depths == 0 and not isinstance(depths, bool):
+    if not has_depths(keys):
         return (), 0
     types = keys.get("mtp_layers_block_type", ["attention", "moe"])  # transformers' default
     blocks = _blocks(keys, "mtp_hybrid_override_pattern", types).blocks
-    if keys.integer(name) * len(blocks) > MAX_BLOCKS:
-        raise ValueError(f"config.json: {name}={depths} makes more than {MAX_BLOCKS} blocks, which is not supported")
-    return blocks, depths
+    return blocks, read_depths(keys, len(blocks))
+
+
+def has_depths(keys: Keys) -> bool:
+    """Whether the model has multi-token prediction."""
+    depths = keys.get(_DEPTHS, 0)
+    return isinstance(depths, bool) or depths != 0
+
+
+def read_depths(keys: Keys, blocks: int) -> int:
+    """Read the number of depths of multi-token prediction, each with `blocks` blocks.
+
+    Raises:
+        ValueError: the number is invalid, or makes more blocks than are supported.
+    """
+    depths = keys.integer(_DEPTHS)
+    if depths * blocks > MAX_BLOCKS:
+        raise ValueError(f"config.json: {_DEPTHS}={depths} makes more than {MAX_BLOCKS} blocks, which is not supported")
+    return depths
 
 
 def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
@@ -248,13 +314,18 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
         if pattern.mtp or pattern.cuts:
             raise ValueError(f"config.json: {key}={text!r}: expected only the letters of blocks, without / and |")
         return pattern
-    if not isinstance(types, list) or not types or not all(isinstance(kind, str) and kind in _TYPES for kind in types):
+    if not isinstance(types, list) or not types or not all(isinstance(kind, str) and kind in _KINDS for kind in types):
         name = key.replace("hybrid_override_pattern", "layers_block_type")
-        raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_TYPES)}")
-    return Pattern(tuple(Block.from_values(_TYPES[kind]) for kind in types))
+        raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_KINDS)}")
+    return Pattern(tuple(Block.from_values(_KINDS[kind]) for kind in types))
 
 
-def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
+def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
+    """Read the sizes of blocks, as one block with all values for each of the `kinds`.
+
+    Raises:
+        ValueError: a size is invalid, or Megatron does not support a setting of these kinds of blocks.
+    """
     full: dict[str, dict[str, int | None]] = {}
     if "*" in kinds:
         keys.only("sliding_window", None)
@@ -268,7 +339,7 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(
-                f"config.json: time_step_limit={limit!r} differs from 0 to infinity, which Megatron's Mamba-2 mixer "
+                f"config.json: {keys.where}time_step_limit={limit!r} differs from 0 to infinity, which Megatron's Mamba-2 mixer "
                 "requires: this checkpoint cannot be converted"
             )
     return tuple(
@@ -280,7 +351,17 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
     )
 
 
-def _router(keys: Keys) -> Router:
+def read_latent(keys: Keys) -> int | None:
+    """Read the width of the routed experts' input and output; None for the hidden size."""
+    return None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")
+
+
+def read_router(keys: Keys) -> Router:
+    """Read the expert routing.
+
+    Raises:
+        ValueError: Megatron does not support a setting.
+    """
     for name in ("n_group", "topk_group", "n_shared_experts"):
         keys.only(name, 1)
     check_normalised(keys, {keys.integer("num_experts_per_tok", 2)})
@@ -299,4 +380,5 @@ NEMOTRON_H = Format(
     norms=dict.fromkeys("*-ME", "norm"),
     layers=one_layer_a_block,
     known=KNOWN,
+    prefixes=("backbone.", "model."),
 )

@@ -5,9 +5,19 @@ from typing import Any
 
 from nemo_ext.architecture.blocks import BIAS, Block
 from nemo_ext.checkpoint.description import Description, Rope, Router
+from nemo_ext.checkpoint.formats.decilm import DECILM
 from nemo_ext.checkpoint.formats.dense import OUTSIDE, biases, read_biases
-from nemo_ext.checkpoint.formats.format import Format, Keys, common_facts, described, one_layer_a_block, refuse
+from nemo_ext.checkpoint.formats.format import (
+    CannotExpress,
+    Format,
+    Keys,
+    common_facts,
+    described,
+    one_layer_a_block,
+    refuse,
+)
 from nemo_ext.checkpoint.formats.hybrid import ATTENTION, MAMBA, MLP, MOE, check_normalised, router_is_sigmoid
+from nemo_ext.checkpoint.formats.hybrid_puzzle import NEMOTRON_H_PUZZLE
 from nemo_ext.checkpoint.formats.rope import read_parameters, rope_parameters
 
 KINDS = {"*": "attention", "-": "mlp", "M": "mamba", "E": "moe"}
@@ -139,6 +149,19 @@ def _rope(keys: Keys) -> Rope | None:
     return replace(read_parameters(parameters, keys), on_windowed=keys.flag("rope_scaling_on_windowed", True))
 
 
+def _remarks(description: Description) -> list[str]:
+    published = NEMOTRON_H_PUZZLE if {block.kind for block in description.blocks} & {"M", "E"} else DECILM
+    try:
+        published.config_json(description)
+        why = "as requested"
+    except CannotExpress as reason:
+        why = f"as {published.architecture}, which vLLM serves without nemo_ext, does not support {reason}"
+    return [
+        f"written in NemoExtBlocksForCausalLM, nemo_ext's own class, {why}: transformers requires "
+        "trust_remote_code=True for it, and vLLM requires nemo_ext to be installed"
+    ]
+
+
 BLOCKS = Format(
     architecture="NemoExtBlocksForCausalLM",
     model_type="nemo_ext_blocks",
@@ -158,8 +181,5 @@ BLOCKS = Format(
     known=frozenset(("num_hidden_layers", "routed_scaling_factor", "norm_topk_prob", "rope_scaling_on_windowed")),
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
-    remarks=lambda description: [
-        "NemoExtBlocksForCausalLM is nemo_ext's own class: transformers requires trust_remote_code=True for it, "
-        "and vLLM requires nemo_ext to be installed"
-    ],
+    remarks=_remarks,
 )

@@ -1,0 +1,69 @@
+"""NemotronHPuzzle: NemotronH's keys and one entry of `block_configs` per block, whose keys replace those of the top level.
+
+Copied beside an exported config.json, so it imports nothing but transformers. vLLM asks for the config of each block.
+"""
+
+import copy
+from typing import Any
+
+from transformers import NemotronHConfig
+
+BLOCK_TYPES = ("mamba", "attention", "moe", "mlp")
+
+
+class NemotronHPuzzleConfig(NemotronHConfig):
+    """NemotronH's configuration with blocks of different sizes.
+
+    A size that blocks set themselves has their maximum at the top level, for engines that ask for one number.
+
+    Attributes:
+        block_configs: One `{"block_type": ..., sizes}` per block.
+        mtp_block_configs: The same for the blocks of a depth of multi-token prediction.
+
+    Raises:
+        ValueError: Names the entry without a known `block_type`.
+    """
+
+    model_type = "nemotron_h_puzzle"
+
+    def __init__(
+        self,
+        block_configs: list[dict[str, Any]] | None = None,
+        mtp_block_configs: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        lists = {"block_configs": block_configs or [], "mtp_block_configs": mtp_block_configs or []}
+        types = {name: [_type(f"{name}[{n}]", block) for n, block in enumerate(lists[name])] for name in lists}
+        for key in ("hybrid_override_pattern", "mtp_hybrid_override_pattern", "num_hidden_layers"):
+            kwargs.pop(key, None)
+        kwargs["layers_block_type"] = types["block_configs"] or kwargs.get("layers_block_type")
+        kwargs["mtp_layers_block_type"] = types["mtp_block_configs"] or kwargs.get("mtp_layers_block_type")
+        super().__init__(**kwargs)
+        self.block_configs, self.mtp_block_configs = lists["block_configs"], lists["mtp_block_configs"]
+        sizes: dict[str, int] = {}
+        for block in (*self.block_configs, *self.mtp_block_configs):
+            for key, value in block.items():
+                if isinstance(value, int) and not isinstance(value, bool) and key != "sliding_window":
+                    sizes[key] = max(value, sizes.get(key, value))
+        for key, value in sizes.items():
+            setattr(self, key, value)
+
+    def get_nemotron_h_config_for_layer(self, layer_idx: int) -> NemotronHConfig:
+        """Config of one block; blocks of multi-token prediction are numbered after those of the model."""
+        own = copy.copy(self)
+        for key, value in [*self.block_configs, *self.mtp_block_configs][layer_idx].items():
+            if key != "block_type" and value is not None:
+                setattr(own, key, value)
+        return own
+
+    @property
+    def mtp_n_routed_experts(self) -> int:
+        """Number of experts of multi-token prediction, which vLLM's draft model asks for."""
+        return max((block.get("n_routed_experts") or 0 for block in self.mtp_block_configs), default=0)
+
+
+def _type(path: str, block: Any) -> str:
+    kind = block.get("block_type") if isinstance(block, dict) else None
+    if kind not in BLOCK_TYPES:
+        raise ValueError(f"{path}.block_type: expected one of {', '.join(BLOCK_TYPES)}, got {kind!r}")
+    return str(kind)
