@@ -146,7 +146,8 @@ class Architecture:
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
         """Return a copy of a block with all values of its kind set, taking missing ones from the model.
 
-        `window` 0 means full attention, `shared` 0 no shared expert, `latent` 0 experts of the hidden size. A linear-replaced block is returned unchanged.
+        `window` 0 means full attention, `shared` 0 no shared expert, `latent` 0 routed experts of the hidden size. A
+        linear-replaced block is returned unchanged.
 
         Args:
             block: Block to resolve.

@@ -377,9 +377,7 @@ def check_latent(config: Mapping[str, Any]) -> None:
     if megatron.get("moe_shared_expert_overlap"):
         raise ValueError(f"{block}: latent experts require megatron.moe_shared_expert_overlap=false in training")
     if backend_of(config) == "local" and not megatron.get("disable_bias_linear"):
-        raise ValueError(
-            f"{block}: latent experts with model.backend=local require megatron.disable_bias_linear=true"
-        )
+        raise ValueError(f"{block}: latent experts with model.backend=local require megatron.disable_bias_linear=true")
 
 
 def check_packs(config: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ def test_megatrons_defaults_for_absent_flags() -> None:
     assert resolved("-") == Block.from_values("-", ffn=4 * 96)
     assert resolved("-", swiglu=True) == Block.from_values("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
     assert resolved("*", num_attention_heads=4) == Block.from_values("*", heads=4, kv=4, head_dim=24, window=None)
-    assert resolved("E", num_experts=4) == Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None, latent=None)
+    experts = Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None, latent=None)
+    assert resolved("E", num_experts=4) == experts
 
 
 def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:

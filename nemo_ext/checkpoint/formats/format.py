@@ -222,9 +222,8 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
     """
     sizes = {block.size(name) for block in blocks if block.kind == kind}
     if len(sizes) != 1:
-        raise CannotExpress(
-            f"{NAMES[kind]} blocks with different values of {name} ({', '.join(str(size or 'none') for size in sorted(sizes))})"
-        )
+        words = ", ".join(str(size or "none") for size in sorted(sizes))
+        raise CannotExpress(f"{NAMES[kind]} blocks with different values of {name} ({words})")
     return sizes.pop()
 
 
