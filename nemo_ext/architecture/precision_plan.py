@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
 from nemo_ext.architecture.precision import BYTES
-from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, expert_width, first_width, mamba_widths
 from nemo_ext.job.settings import check_keys, nearest
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -102,14 +102,14 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
         yield Weight(number, "fc2", hidden, ffn)
     elif block.kind == "E":
         experts, ffn, shared = map(block.size, ("experts", "ffn", "shared"))
-        width = architecture.moe_latent_size or hidden
+        width = expert_width(architecture, block)
         yield Weight(number, "router", experts, hidden)
         yield Weight(number, "fc1", first_width(architecture, ffn), width, experts)
         yield Weight(number, "fc2", width, ffn, experts)
         if shared:
             yield Weight(number, "shared_fc1", first_width(architecture, shared), hidden)
             yield Weight(number, "shared_fc2", hidden, shared)
-        if architecture.moe_latent_size:
+        if block.size("latent"):
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:

@@ -279,8 +279,8 @@ def _with_prediction(
             )
         if dropped and not description.prediction:
             raise CheckpointError(
-                f"{reader.path}: the checkpoint has {len(dropped)} tensors mtp.*, but the model's config has no multi-token "
-                "prediction: correct the config (num_nextn_predict_layers), or set mtp=drop to convert it without"
+                f"{reader.path}: the checkpoint has {len(dropped)} tensors mtp.*, but the model's config has no "
+                "multi-token prediction: correct the config, or set mtp=drop to convert it without"
             )
         return description, [], []
     return description.without_prediction(), dropped, [f"mtp=drop: {len(dropped)} tensors are not converted"]

@@ -85,8 +85,8 @@ def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
     paired = isinstance(layers, list) and any(isinstance(layer, dict) and "attention" in layer for layer in layers)
     if architectures == ["AnyModel"] or (paired and architectures != [DECILM.architecture]):
         raise ValueError(
-            "config.json: the checkpoint is in the anymodel form of ModelOpt's Puzzletron (pairs of attention and ffn in "
-            "block_configs), which is not supported: export it as NemotronHPuzzleForCausalLM or DeciLMForCausalLM first"
+            "config.json: a checkpoint in the anymodel form of ModelOpt's Puzzletron (block_configs with attention and "
+            "ffn) is not supported: export it as NemotronHPuzzleForCausalLM or DeciLMForCausalLM first"
         )
     hf_format = named(str(architectures[0]))
     keys = Keys(config)

@@ -15,10 +15,6 @@ PREDICTION = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 """Modules of a depth of multi-token prediction besides its blocks, which all formats name alike."""
 
 
-LATENT = "latent_down"
-"""Module of MoE blocks that formats with latent experts name."""
-
-
 class CannotExpress(ValueError):
     """Raised if a format cannot express a model; the message gives the reason."""
 
@@ -87,13 +83,7 @@ class Format:
         Raises:
             CannotExpress: the format does not support the model; says why.
         """
-        refuse(
-            (description.prediction and not self.prediction, "multi-token prediction (mtp=drop removes it)"),
-            (
-                description.architecture.moe_latent_size and LATENT not in self.modules.get("E", ()),
-                "latent experts (megatron.moe_latent_size)",
-            ),
-        )
+        refuse((description.prediction and not self.prediction, "multi-token prediction (mtp=drop removes it)"))
         return self.write(description)
 
     def entries(self, description: Description) -> Iterator[Entry]:
@@ -255,9 +245,8 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
     """
     sizes = {block.size(name) for block in blocks if block.kind == kind}
     if len(sizes) != 1:
-        raise CannotExpress(
-            f"{NAMES[kind]} blocks with different values of {name} ({', '.join(map(str, sorted(sizes)))})"
-        )
+        words = ", ".join(str(size or "none") for size in sorted(sizes))
+        raise CannotExpress(f"{NAMES[kind]} blocks with different values of {name} ({words})")
     return sizes.pop()
 
 

@@ -54,6 +54,7 @@ SIZES: dict[str, dict[str, tuple[str, int]]] = {
     },
 }
 """Mapping from block kind to its config.json keys, each with our name for the value and transformers' default."""
+LATENT = "moe_latent_size"
 _DEPTHS = "num_nextn_predict_layers"
 TYPES = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 """Mapping from block kind to its name in lists of block types."""
@@ -109,8 +110,8 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
         raise ValueError(
-            f"config.json: {keys.where}norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported by "
-            "Megatron: this checkpoint cannot be converted"
+            f"config.json: {keys.where}norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not "
+            "supported by Megatron: this checkpoint cannot be converted"
         )
 
 
@@ -197,7 +198,7 @@ def write_hybrid(
             "norm_topk_prob": max(block.size("topk") for block in moe) > 1,
             "n_group": 1,
             "topk_group": 1,
-            **({} if "moe_latent_size" in by_block else {"moe_latent_size": architecture.moe_latent_size}),
+            LATENT: None if LATENT in by_block else common_value(blocks, "E", "latent") or None,
         }
     return facts
 
@@ -210,7 +211,6 @@ def _read(keys: Keys) -> Description:
         blocks,
         prediction,
         router=read_router(keys) if "E" in kinds else None,
-        latent=read_latent(keys),
         family="nemotron3_nano",
         defaults=read_sizes(keys, kinds),
     )
@@ -222,7 +222,6 @@ def read_hybrid(
     prediction: tuple[tuple[Block, ...], int],
     *,
     router: Router | None,
-    latent: int | None,
     **settings: Any,
 ) -> Description:
     """Read the settings of a hybrid model that hold for all its blocks.
@@ -232,7 +231,6 @@ def read_hybrid(
         blocks: blocks of the model.
         prediction: blocks of a depth of multi-token prediction, and the number of depths.
         router: expert routing.
-        latent: width of the routed experts' input and output; None for the hidden size.
         settings: further fields of `Architecture`.
 
     Raises:
@@ -253,7 +251,7 @@ def read_hybrid(
     return described(
         keys,
         blocks,
-        {"moe_latent_size": latent, **settings},
+        settings,
         prediction=prediction,
         vocabulary=131072,
         hidden=4096,
@@ -332,6 +330,8 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         head_dim = keys.integer("head_dim", keys.integer("attention_head_dim", 128))  # Nemotron-H uses the latter
         keys.only("attention_head_dim", head_dim)
         full["*"] = {"window": None, "head_dim": head_dim}
+    if "E" in kinds:
+        full["E"] = {"latent": None if keys.get(LATENT) is None else keys.integer(LATENT)}
     if "M" in kinds:
         keys.only("mamba_hidden_act", "silu")
         keys.only("use_conv_bias", True)
@@ -339,8 +339,8 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(
-                f"config.json: {keys.where}time_step_limit={limit!r} differs from 0 to infinity, which Megatron's Mamba-2 mixer "
-                "requires: this checkpoint cannot be converted"
+                f"config.json: {keys.where}time_step_limit={limit!r} differs from 0 to infinity, which Megatron's "
+                "Mamba-2 mixer requires: this checkpoint cannot be converted"
             )
     return tuple(
         Block.from_values(
@@ -349,11 +349,6 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         for kind, sizes in SIZES.items()
         if kind in kinds
     )
-
-
-def read_latent(keys: Keys) -> int | None:
-    """Read the width of the routed experts' input and output; None for the hidden size."""
-    return None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")
 
 
 def read_router(keys: Keys) -> Router:

@@ -1,12 +1,12 @@
 """Puzzle children of hybrid models: `NemotronHPuzzleForCausalLM`, the format of Nemotron 3 Puzzle 75B.
 
-config.json is that of `NemotronHForCausalLM`, with an entry of `block_configs` per block whose keys replace those of the
-top level. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and the
+config.json is that of `NemotronHForCausalLM` with an entry of `block_configs` per block, whose keys replace those of
+the top level. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and the
 configuration file next to the weights; transformers loads it with the modelling file.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nemo_ext.architecture.blocks import Block
@@ -14,22 +14,22 @@ from nemo_ext.checkpoint.description import Description, Router
 from nemo_ext.checkpoint.formats.format import Keys
 from nemo_ext.checkpoint.formats.hybrid import (
     KNOWN,
+    LATENT,
     NEMOTRON_H,
     SIZES,
     TYPES,
     has_depths,
     read_depths,
     read_hybrid,
-    read_latent,
     read_router,
     read_sizes,
     write_hybrid,
 )
 from nemo_ext.job.settings import nearest
 
-_LATENT, _NORMALISED, _TYPE = "moe_latent_size", "norm_topk_prob", "block_type"
+_NORMALISED, _TYPE = "norm_topk_prob", "block_type"
 _ROUTER = ("routed_scaling_factor", "n_group", "topk_group", _NORMALISED)
-_FURTHER = {"*": ("sliding_window",), "E": (_LATENT, *_ROUTER)}
+_FURTHER = {"*": ("sliding_window",), "E": (LATENT, *_ROUTER)}
 """Keys of a block besides its sizes."""
 _PATTERNS = (
     ("block_configs", "hybrid_override_pattern", "layers_block_type"),
@@ -40,7 +40,7 @@ _PATTERNS = (
 
 def _write(description: Description) -> dict[str, Any]:
     blocks = (*description.blocks, *description.prediction)
-    by_block = {*SIZES["E"], *SIZES["-"], _LATENT}  # as in the published model, also if all blocks have one value
+    by_block = {*SIZES["E"], *SIZES["-"], LATENT}  # as in the published model, also if all blocks have one value
     for key, (size, _) in SIZES["*"].items():
         if len({block.get(size) for block in blocks if block.kind == "*"}) > 1:
             by_block.add(key)
@@ -49,8 +49,8 @@ def _write(description: Description) -> dict[str, Any]:
     def entry(block: Block) -> dict[str, Any]:
         values = {key: block.size(size) for key, (size, _) in SIZES[block.kind].items() if key in by_block}
         if block.kind == "E":
-            if description.architecture.moe_latent_size:
-                values[_LATENT] = description.architecture.moe_latent_size
+            if latent := block.size("latent"):
+                values[LATENT] = latent
             if (block.size("topk") > 1) != facts[_NORMALISED]:
                 values[_NORMALISED] = not facts[_NORMALISED]
         return {_TYPE: TYPES[block.kind], **values}
@@ -67,42 +67,22 @@ def _write(description: Description) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A block that was read: its position for messages, its sizes, and the expert routing of an MoE block."""
-
-    where: str
-    block: Block
-    router: Router | None = None
-    latent: int | None = None
-
-
 def _read(keys: Keys) -> Description:
-    main = _read_blocks(keys, *_PATTERNS[0])
-    depth = _read_blocks(keys, *_PATTERNS[1]) if has_depths(keys) else []
-    moe = [found for found in (*main, *depth) if found.router is not None]
-    for found in moe:
-        if found.router != moe[0].router:
+    main, routers = _read_blocks(keys, *_PATTERNS[0])
+    depth, more = _read_blocks(keys, *_PATTERNS[1]) if has_depths(keys) else ((), {})
+    router = None
+    for where, found in (routers | more).items():
+        router = router or found
+        if found != router:
             raise ValueError(
-                f"config.json: {found.where}.routed_scaling_factor differs from that of {moe[0].where}: Megatron has one "
-                "factor for all blocks, so this checkpoint cannot be converted"
+                f"config.json: {where}.routed_scaling_factor={found.scaling} differs from {router.scaling} of an "
+                "earlier block: Megatron has one factor for all blocks, so this checkpoint cannot be converted"
             )
-        if found.latent != moe[0].latent:
-            raise ValueError(
-                f"config.json: {found.where}.{_LATENT}={found.latent} differs from {moe[0].latent} of {moe[0].where}: "
-                "one latent width for all blocks is supported, so this checkpoint cannot be converted"
-            )
-    return read_hybrid(
-        keys,
-        [found.block for found in main],
-        (tuple(found.block for found in depth), read_depths(keys, len(depth)) if depth else 0),
-        router=moe[0].router if moe else None,
-        latent=moe[0].latent if moe else None,
-        family="nemotron3_puzzle",
-    )
+    prediction = (depth, read_depths(keys, len(depth))) if depth else ((), 0)
+    return read_hybrid(keys, main, prediction, router=router, family="nemotron3_puzzle")
 
 
-def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> list[_Read]:
+def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple[Block, ...], dict[str, Router]]:
     """Read a list of blocks, and check the keys that repeat their kinds.
 
     Args:
@@ -111,24 +91,28 @@ def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> list[_Read]
         letters: key with one letter per block, if it is set.
         types: key with the list of block types, if it is set.
 
+    Returns:
+        The blocks with all their sizes, and the expert routing of MoE blocks by their place in config.json.
+
     Raises:
         ValueError: the list or a block is invalid; names the block and the key.
     """
     entries = keys.get(name)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"config.json: {name}={entries!r}: expected a list with one entry per block")
-    found = [_read_block(keys, f"{name}[{index}]", entry) for index, entry in enumerate(entries)]
-    kinds = [each.block.kind for each in found]
+    found = {f"{name}[{index}]": _read_block(keys, f"{name}[{index}]", entry) for index, entry in enumerate(entries)}
+    kinds = [block.kind for block, _ in found.values()]
     aliases = {"linear_attention": "mamba", "full_attention": "attention"}
     repeated: Sequence[Any] = keys.get(types) or []
     if repeated and [aliases.get(str(kind), kind) for kind in repeated] != [TYPES[kind] for kind in kinds]:
         raise ValueError(f"config.json: {types} does not match the block_type of {name}: correct one of them")
     if keys.get(letters) not in (None, "", "".join(kinds)):
         raise ValueError(f"config.json: {letters}={keys.get(letters)!r} does not match {name}: correct one of them")
-    return found
+    routers = {where: router for where, (_, router) in found.items() if router is not None}
+    return tuple(block for block, _ in found.values()), routers
 
 
-def _read_block(keys: Keys, where: str, entry: Any) -> _Read:
+def _read_block(keys: Keys, where: str, entry: Any) -> tuple[Block, Router | None]:
     if not isinstance(entry, dict):
         raise ValueError(f"config.json: {where}: expected a mapping with block_type, got {entry!r}")
     kinds = {name: kind for kind, name in TYPES.items()}
@@ -148,14 +132,13 @@ def _read_block(keys: Keys, where: str, entry: Any) -> _Read:
         for key in SIZES["E"]:
             if merged.get(key) is None:
                 raise ValueError(f"config.json: {where}.{key} is missing: set it there or for all blocks")
-        (block,) = read_sizes(merged, {"E"})
-        return _Read(where, block, read_router(merged), read_latent(merged))
+        return read_sizes(merged, {"E"})[0], read_router(merged)
     window = merged.integer("sliding_window") if kind == "*" and merged.get("sliding_window") is not None else None
     merged.values = {key: value for key, value in merged.values.items() if key != "sliding_window"}
     (block,) = read_sizes(merged, {kind})
     if window is not None:
         block = Block.from_values("*", **{**dict(block.values), "window": window})
-    return _Read(where, block)
+    return block, None
 
 
 NEMOTRON_H_PUZZLE = replace(
@@ -169,6 +152,7 @@ NEMOTRON_H_PUZZLE = replace(
     code=("configuration_nemotron_h_puzzle.py", "modeling_nemotron_h_puzzle.py"),
     known=KNOWN | {"mtp_block_configs", "blockwise_members"},
     remarks=lambda description: [
-        "vLLM serves NemotronHPuzzleForCausalLM with its own class; vLLM and transformers require trust_remote_code=True"
+        "NemotronHPuzzleForCausalLM: vLLM serves it with its own class, and transformers with the file in the folder; "
+        "both require trust_remote_code=True"
     ],
 )

@@ -1,4 +1,4 @@
-"""NemotronHPuzzle: NemotronH's keys and one entry of `block_configs` per block, whose keys replace those of the top level.
+"""NemotronHPuzzle: NemotronH's keys and one entry of `block_configs` per block, whose keys replace those of the model.
 
 Copied beside an exported config.json, so it imports nothing but transformers. vLLM asks for the config of each block.
 """
@@ -9,6 +9,11 @@ from typing import Any
 from transformers import NemotronHConfig
 
 BLOCK_TYPES = ("mamba", "attention", "moe", "mlp")
+SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "ssm_state_size", "intermediate_size"),
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+"""Sizes that every block of a kind has. Others, such as `moe_latent_size`, may be absent in some blocks."""
 
 
 class NemotronHPuzzleConfig(NemotronHConfig):
@@ -40,13 +45,10 @@ class NemotronHPuzzleConfig(NemotronHConfig):
         kwargs["mtp_layers_block_type"] = types["mtp_block_configs"] or kwargs.get("mtp_layers_block_type")
         super().__init__(**kwargs)
         self.block_configs, self.mtp_block_configs = lists["block_configs"], lists["mtp_block_configs"]
-        sizes: dict[str, int] = {}
-        for block in (*self.block_configs, *self.mtp_block_configs):
-            for key, value in block.items():
-                if isinstance(value, int) and not isinstance(value, bool) and key != "sliding_window":
-                    sizes[key] = max(value, sizes.get(key, value))
-        for key, value in sizes.items():
-            setattr(self, key, value)
+        blocks = [*self.block_configs, *self.mtp_block_configs]
+        for key in SIZES:
+            if found := [block[key] for block in blocks if block.get(key) is not None]:
+                setattr(self, key, max(found))
 
     def get_nemotron_h_config_for_layer(self, layer_idx: int) -> NemotronHConfig:
         """Config of one block; blocks of multi-token prediction are numbered after those of the model."""
