@@ -150,6 +150,24 @@ def hybrid_puzzle(random: Random) -> Sections:
     return sections
 
 
+def published_puzzle(random: Random) -> Sections:
+    """A child of Nemotron 3 in Puzzle's published format: MoE, attention and MLP blocks of different sizes."""
+    blocks = [
+        "M",
+        "E",
+        "E{experts=3,ffn=20}",
+        "E{shared=44,topk=1}",
+        "E{latent=12,topk=2}",
+        "*{kv=1,heads=3}",
+        "-{ffn=33}",
+    ]
+    blocks += ["*{kv=2,heads=4,head_dim=8}"]
+    sections = _base(random, "published_puzzle", "".join(random.choice(blocks) for _ in range(6)) + "M*E{ffn=28}-E")
+    sections["megatron"] |= _attention(random, wide=True) | _hybrid_sizes(random)
+    sections["megatron"] |= {"moe_latent_size": random.choice([None, 20])}
+    return sections
+
+
 def dense_puzzle(random: Random) -> Sections:
     """A child of Domyn-Small, with fused FFNs and omitted blocks."""
     sections = domyn(random)
@@ -192,6 +210,7 @@ def random_even(size: int) -> int:
 FAMILIES: dict[str, Callable[[Random], Sections]] = {
     "NemotronForCausalLM": domyn,
     "NemotronHForCausalLM": nano,
+    "NemotronHPuzzleForCausalLM": published_puzzle,
     "LlamaForCausalLM": llama,
     "DeciLMForCausalLM": puzzle,
     "OlmoForCausalLM": olmo1,

@@ -22,12 +22,19 @@ from nemo_ext.job.config import compose
 
 Sections = dict[str, dict[str, Any]]
 FAMILIES = [
-    *("NemotronForCausalLM", "NemotronHForCausalLM", "LlamaForCausalLM", "DeciLMForCausalLM", "OlmoForCausalLM"),
-    *("Olmo3ForCausalLM", "NemoExtBlocksForCausalLM", "NemoExtBlocksForCausalLM dense"),
+    *("NemotronForCausalLM", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "LlamaForCausalLM"),
+    *(
+        "DeciLMForCausalLM",
+        "OlmoForCausalLM",
+        "Olmo3ForCausalLM",
+        "NemoExtBlocksForCausalLM",
+        "NemoExtBlocksForCausalLM dense",
+    ),
 ]
 MODELS = {
     "domyn_small_10b": "NemotronForCausalLM",
     "nemotron3_nano_30b": "NemotronHForCausalLM",
+    "nemotron3_puzzle_75b": "NemotronHPuzzleForCausalLM",
     "llama_nemotron_nano_8b": "LlamaForCausalLM",
     "llama_nemotron_super_49b": "DeciLMForCausalLM",
     "llama_nemotron_ultra_253b": "DeciLMForCausalLM",

@@ -20,7 +20,8 @@ SETTINGS = hf.Settings()
 
 def families() -> list[str]:
     return [
-        *("NemotronForCausalLM", "NemotronHForCausalLM", "LlamaForCausalLM", "DeciLMForCausalLM"),
+        *("NemotronForCausalLM", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "LlamaForCausalLM"),
+        "DeciLMForCausalLM",
         *("OlmoForCausalLM", "Olmo3ForCausalLM", "NemoExtBlocksForCausalLM", "NemoExtBlocksForCausalLM dense"),
     ]
 

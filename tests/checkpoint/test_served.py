@@ -11,8 +11,9 @@ import torch
 from nemo_ext.serving.engine import Engine, Sampling
 
 FAMILIES = (
-    *("NemotronForCausalLM", "NemotronHForCausalLM", "LlamaForCausalLM", "DeciLMForCausalLM", "OlmoForCausalLM"),
-    *("Olmo3ForCausalLM", "NemoExtBlocksForCausalLM", "NemoExtBlocksForCausalLM dense"),
+    *("NemotronForCausalLM", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "LlamaForCausalLM"),
+    *("DeciLMForCausalLM", "OlmoForCausalLM", "Olmo3ForCausalLM", "NemoExtBlocksForCausalLM"),
+    "NemoExtBlocksForCausalLM dense",
 )
 
 
