@@ -10,9 +10,10 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, NemotronHForCausalLMConfig
 
+    from nemo_ext.checkpoint.remote_code.configuration_nemotron_h_puzzle import NemotronHPuzzleConfig
     from nemo_ext.vllm.config import CLASSES, CONFIGS, HYBRID
 
-    for config in CONFIGS:
+    for config in (*CONFIGS, NemotronHPuzzleConfig):  # vLLM has the last one's class, but no config
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for name in CLASSES:
         ModelRegistry.register_model(name, f"nemo_ext.vllm.model:{name}")

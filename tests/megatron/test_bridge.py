@@ -35,6 +35,11 @@ MODELS = {
         "megatron.kv_channels=40",
     ),
     "NemotronHForCausalLM": ("model=nemotron3_nano_tiny", *SIGMOID),
+    "NemotronHPuzzleForCausalLM": (
+        "model=nemotron3_nano_tiny",
+        "model.pattern=ME{ffn=96,topk=1}*{kv=1}-{ffn=96}E{experts=6}M*E",
+        *SIGMOID,
+    ),
     "LlamaForCausalLM": ("model=llama_nemotron_tiny", "model.pattern=(*-)x2"),
     "DeciLMForCausalLM": (
         "model=llama_nemotron_tiny",

@@ -85,3 +85,28 @@ def test_vllms_own_class_gets_what_ours_cannot_read() -> None:
 
     assert (config.architectures, config.model_type) == (["DeciLMForCausalLM"], "nemotron-nas")
     assert config.block_configs[0].ffn.hidden_act == "gelu"
+
+
+def test_puzzles_config_gives_vllm_each_block() -> None:
+    """With blocks of multi-token prediction after those of the model, and maxima where vLLM asks for one number."""
+    from nemo_ext.checkpoint.remote_code.configuration_nemotron_h_puzzle import NemotronHPuzzleConfig
+
+    pattern = "ME{ffn=64,topk=1,latent=32}*{kv=6}-E{experts=4}/*E{ffn=96}"
+    values = written("nemotron3_nano_tiny", pattern, "NemotronHPuzzleForCausalLM")
+    config = pickle.loads(pickle.dumps(NemotronHPuzzleConfig.from_dict(values)))
+
+    assert (config.hybrid_override_pattern, config.mtp_hybrid_override_pattern) == ("ME*-E", "*E")
+    blocks = [config.get_nemotron_h_config_for_layer(index) for index in range(7)]
+    moe = [blocks[index] for index in (1, 4, 6)]
+    assert [block.moe_intermediate_size for block in moe] == [64, 128, 96]
+    assert [block.num_experts_per_tok for block in moe] == [1, 2, 2]
+    assert [block.norm_topk_prob for block in moe] == [False, True, True]
+    assert [block.moe_latent_size for block in moe] == [32, None, None]
+    assert [block.n_routed_experts for block in moe] == [8, 4, 8]
+    assert [blocks[index].num_key_value_heads for index in (2, 5)] == [6, 2]
+    assert (config.n_routed_experts, config.mtp_n_routed_experts, config.num_key_value_heads) == (8, 8, 6)
+    assert config.moe_latent_size is None
+    assert config.to_dict()["block_configs"] == values["block_configs"]
+    assert NemotronHPuzzleConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    with pytest.raises(ValueError, match=r"mtp_block_configs\[0\].block_type: expected one of mamba, .*'gdn'"):
+        NemotronHPuzzleConfig(block_configs=[{"block_type": "mamba"}], mtp_block_configs=[{"block_type": "gdn"}])
