@@ -321,6 +321,7 @@ def test_an_invalid_block_of_puzzles_format_is_named(index: int, change: dict[st
         ({"block_configs": None}, "block_configs=None: expected a list"),
         ({"block_configs": [1]}, r"block_configs\[0\]: expected a mapping with block_type, got 1"),
         ({"mtp_block_configs": []}, r"mtp_block_configs=\[\]: expected a list"),
+        ({"layers_block_type": 3}, "layers_block_type does not match the block_type of block_configs"),
         ({"layers_block_type": ["mamba"]}, "layers_block_type does not match the block_type of block_configs"),
         ({"num_nextn_predict_layers": 10**9}, "makes more than 2048 blocks"),
         ({"block_configs": [{"attention": {"no_op": True}, "ffn": {}}]}, "anymodel form of ModelOpt's Puzzletron"),
@@ -347,7 +348,7 @@ def test_puzzletrons_form_of_a_nemotron_h_is_named() -> None:
     [
         (
             "nemotron3_nano_tiny",
-            "MM{state=32}*E",
+            "MM{state=16}*E",
             "NemotronHPuzzleForCausalLM, .* Mamba-2 blocks with different values",
         ),
         ("nemotron3_nano_tiny", "M*{linear}*E", "NemotronHPuzzleForCausalLM, .* a block replaced by a linear map"),

@@ -5,7 +5,6 @@ the top level. vLLM serves the format with its own NemotronH class (vllm/model_e
 configuration file next to the weights; transformers loads it with the modelling file.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,8 +102,10 @@ def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple
     found = {f"{name}[{index}]": _read_block(keys, f"{name}[{index}]", entry) for index, entry in enumerate(entries)}
     kinds = [block.kind for block, _ in found.values()]
     aliases = {"linear_attention": "mamba", "full_attention": "attention"}
-    repeated: Sequence[Any] = keys.get(types) or []
-    if repeated and [aliases.get(str(kind), kind) for kind in repeated] != [TYPES[kind] for kind in kinds]:
+    repeated = keys.get(types, [TYPES[kind] for kind in kinds])
+    if not isinstance(repeated, list) or [aliases.get(kind, kind) for kind in map(str, repeated)] != [
+        TYPES[kind] for kind in kinds
+    ]:
         raise ValueError(f"config.json: {types} does not match the block_type of {name}: correct one of them")
     if keys.get(letters) not in (None, "", "".join(kinds)):
         raise ValueError(f"config.json: {letters}={keys.get(letters)!r} does not match {name}: correct one of them")
