@@ -93,7 +93,7 @@ def same(found: dict[str, Any], reference: Any) -> None:
 
 PUZZLE = {
     "experts": [
-        "model.pattern='M E{ffn=96,topk=1} *{kv=2} M E{experts=6,topk=3,shared=64} * E{experts=4,ffn=72} -{ffn=96} -'",
+        "model.pattern='ME{ffn=96,topk=1}*{kv=2}ME{experts=6,topk=3,latent=none}*E{experts=4,ffn=72,shared=64}-{ffn=96}-/*E{ffn=64}'",
         "++megatron.moe_latent_size=64",
     ],
     "heads": ["model.pattern='M E{topk=3} *{kv=2,heads=8} M *{kv=6,heads=6} E *{heads=4,kv=1} -'"],
