@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.checkpoint.description import Description, Router
-from nemo_ext.checkpoint.formats.format import Keys
+from nemo_ext.checkpoint.formats.format import Keys, refuse
 from nemo_ext.checkpoint.formats.hybrid import (
     KNOWN,
     LATENT,
@@ -39,6 +39,8 @@ _PATTERNS = (
 
 def _write(description: Description) -> dict[str, Any]:
     blocks = (*description.blocks, *description.prediction)
+    windows = any(block.kind == "*" and block.get("window") for block in blocks)
+    refuse((windows, "sliding windows in the export's modelling file for transformers"))
     by_block = {*SIZES["E"], *SIZES["-"], LATENT}  # as in the published model, also if all blocks have one value
     for key, (size, _) in SIZES["*"].items():
         if len({block.get(size) for block in blocks if block.kind == "*"}) > 1:
