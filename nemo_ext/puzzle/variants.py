@@ -31,6 +31,7 @@ class Choices:
         experts: fractions of a MoE block's experts.
         top_k: smaller numbers of experts per token.
         expert_ffn: fractions of an expert's width.
+        latent: fractions of a MoE block's latent width, rounded up like FFN widths.
         mamba_heads: fractions of a Mamba-2 block's heads.
         linear: True to include variants that replace a block with a single linear map.
         no_op: True to include variants that remove a block.
@@ -43,6 +44,7 @@ class Choices:
     experts: Shares = (0.75, 0.5, 0.25)
     top_k: tuple[PositiveInt, ...] = ()
     expert_ffn: Shares = (0.75, 0.5)
+    latent: Shares = ()
     mamba_heads: Shares = (0.75, 0.5, 0.25)
     linear: bool = True
     no_op: bool = True
@@ -99,10 +101,12 @@ def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
         heads, groups = block.size("heads"), block.size("groups")
         return {f"heads{n}": {"heads": n} for n in _parts(heads, choices.mamba_heads, groups)}
     if block.kind == "E":
-        experts, top_k, ffn = (block.size(name) for name in ("experts", "topk", "ffn"))
+        experts, top_k, ffn, latent = (block.size(name) for name in ("experts", "topk", "ffn", "latent"))
         fewer = {f"experts{n}": {"experts": n} for n in _parts(experts, choices.experts) if n >= top_k}
         sparser = {f"topk{n}": {"topk": n} for n in choices.top_k if n < top_k}
-        return fewer | sparser | {f"ffn{n}": {"ffn": n} for n in _parts(ffn, choices.expert_ffn, choices.ffn_multiple)}
+        narrower = {f"ffn{n}": {"ffn": n} for n in _parts(ffn, choices.expert_ffn, choices.ffn_multiple)}
+        low = {f"latent{n}": {"latent": n} for n in _parts(latent, choices.latent, choices.ffn_multiple)}
+        return fewer | sparser | narrower | low
     return {}
 
 

@@ -282,10 +282,12 @@ def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str
     measure = dict(section["measure"])
     table = measure.pop("table")
     cost = part("serving") | {"measure": measure} | ({"latencies": _digest(Path(table))} if table else {})
+    # Folders begun before there was this choice have no record of it.
+    variants = {name: value for name, value in section["variants"].items() if name != "latent" or value}
     schedule = {name: heal[name] for name in ("lr", "warmup_tokens", "megatron")}
     return {
         "parent": parent,
-        "library": part("variants", "calibration"),
+        "library": part("calibration") | {"variants": variants},
         "distill": {"distill": {name: value for name, value in section["distill"].items() if name != "inputs"}},
         "score": part("calibration"),
         "cost": cost,

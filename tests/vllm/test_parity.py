@@ -66,7 +66,7 @@ CASES = {
     "latent_experts": (
         [
             *HYBRID,
-            "++megatron.moe_latent_size=48",
+            "++megatron.moe_latent_size=64",
             "model.pattern='M E{topk=1} * E{latent=32,topk=1,ffn=96} E{latent=none,topk=1}'",
         ],
         "NemoExtBlocksForCausalLM",
