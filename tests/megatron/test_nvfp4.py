@@ -33,7 +33,9 @@ def test_every_number_is_the_nearest_of_its_block(seed: int, rows: int, blocks: 
         assert made.scale.float().max() == 448
 
 
-@pytest.mark.parametrize(("number", "rounded"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (2.5, 2.0), (3.5, 4.0), (5, 4.0)])
+@pytest.mark.parametrize(
+    ("number", "rounded"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
+)
 def test_ties_go_to_the_even_number(number: float, rounded: float) -> None:
     row = torch.zeros(1, 16)
     row[0, :3] = torch.tensor([6.0, number, -number])

@@ -255,7 +255,10 @@ def test_selectors_of_the_plan_reach_the_checkpoint(described: Callable[..., Any
     assert not any(name.endswith(("gate", "conv1d")) for name in low)
 
 
-@given(st.integers(0, 999), st.integers(1, 20), st.integers(1, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 0.3, 2.0]))
+@given(
+    *(st.integers(0, 999), st.integers(1, 20), st.integers(1, 4)),
+    *(st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 0.3, 2.0])),
+)
 def test_nvfp4_values_are_modelopts_bit_for_bit(
     seed: int, rows: int, blocks: int, dtype: torch.dtype, share: float | None
 ) -> None:
