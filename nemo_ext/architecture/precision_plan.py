@@ -41,6 +41,8 @@ RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "m
 cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
 NVFP4_MULTIPLE = 32
 """Required divisor of matrix sizes in NVFP4's products (Megatron-Core, core/fp4_utils.py)."""
+SCALE_BITS = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 32 / 128**2, "mxfp8": 8 / 32}
+"""Mapping from FP8 recipes to the bits of block scales per number of a stored weight."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("nvfp4", "fp8", "bf16", "fp32")
 LOW = frozenset({"nvfp4", "fp8"})
@@ -306,6 +308,12 @@ class Plan:
         """Whether any weight may be in NVFP4."""
         return self._uses("nvfp4")
 
+    def bits(self, precision: str) -> float:
+        """Return the bits of a number of a stored weight, including the scales of blocks."""
+        if precision == "nvfp4":
+            return NVFP4_BITS
+        return 8 * BYTES[precision] + (SCALE_BITS[self.recipe] if precision == "fp8" else 0)
+
     def _uses(self, precision: str) -> bool:
         return precision in (self.default, *(rule.precision for rule in self.rules))
 
@@ -381,14 +389,20 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
     return stored
 
 
+def multiple(plan: Plan, precision: str) -> tuple[str, int]:
+    """Return the scaling of a precision, and the number of which a weight's sizes must be multiples in its products."""
+    if precision == "nvfp4":
+        return "nvfp4", NVFP4_MULTIPLE
+    return (plan.recipe, RECIPES[plan.recipe]) if precision == "fp8" else (precision, 1)
+
+
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
     """Return a message for each FP8 or NVFP4 weight whose size is not supported, with the nearest supported sizes."""
-    multiples = {"fp8": (plan.recipe, RECIPES[plan.recipe]), "nvfp4": ("nvfp4", NVFP4_MULTIPLE)}
     lines = []
     for entry in assigned(plan, architecture):
         weight = entry.weight
-        for name, size in (("out", weight.rows), ("in", weight.columns)) if entry.precision in LOW else ():
-            scaling, step = multiples[entry.precision]
+        scaling, step = multiple(plan, entry.precision)
+        for name, size in (("out", weight.rows), ("in", weight.columns)):
             if size % step:
                 near = size // step * step or step
                 lines.append(
