@@ -17,7 +17,6 @@ from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
 from nemo_ext.checkpoint.parameters import Role
 from nemo_ext.checkpoint.rules import Shape
-from nemo_ext.megatron.nvfp4 import fake_nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,6 +181,8 @@ def register_nvfp4() -> None:
         is_registered_quant_backend,
         register_quant_backend,
     )
+
+    from nemo_ext.megatron.nvfp4 import fake_nvfp4
 
     def rounded(inputs: "Tensor", quantizer: Any) -> "Tensor":
         return fake_nvfp4(inputs, quantizer.amax)
