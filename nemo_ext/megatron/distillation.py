@@ -420,19 +420,6 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
     return teacher.eval().requires_grad_(False)
 
 
-def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
-
-    As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
-    keep their expert bias.
-    """
-    module: Any
-    for module in (module for stage in model for module in stage.requires_grad_(False).modules()):
-        if hasattr(module, "frozen_expert_bias"):
-            module.frozen_expert_bias = True
-    return model
-
-
 def saved_by(folder: Path) -> dict[str, Any]:
     """Read Megatron's record of the run that saved log-probabilities: `seed`, `sequence_length`, `train_samples`, ...
 
