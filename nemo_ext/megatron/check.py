@@ -178,10 +178,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_saving(config, arguments)
     if loaded is not None:
         check_cached_teacher(config, arguments)
-    if both and Architecture.from_config(config).pattern.mtp:
+    if saved is not None and Architecture.from_config(config).pattern.mtp:
         raise ValueError(
-            f"{both[0]} and multi-token prediction (/ in model.pattern) cannot be combined, as Megatron-Core computes "
-            "every depth's loss with the function that distillation replaces: remove the depths"
+            "megatron.logits_save_dir and multi-token prediction (/ in model.pattern) cannot be combined, as Megatron-"
+            "Core would save every depth's logits: remove the depths from the teacher's pattern"
         )
     if settings.teacher is None:
         return

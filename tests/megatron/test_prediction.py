@@ -192,7 +192,6 @@ def test_a_run_with_a_frozen_main_model_resumes(single: Path, tmp_path: Path, tr
         (("model.pattern=M*-/*{window=8}-", *CONTEXT), "multi-token prediction: block 1 .* a window of 8"),
         (("model.pattern=ME*-", *LATENT, "megatron.moe_shared_expert_overlap=true"), "moe_shared_expert_overlap"),
         (("model.pattern=ME*-", *LATENT, "megatron.disable_bias_linear=false"), "disable_bias_linear=true"),
-        (("model.pattern=ME*-/*E", "distillation.teacher=/nowhere"), "distillation.teacher and multi-token prediction"),
         (("model.pattern=ME*-", "train.mtp_only=true"), "train.mtp_only=true requires multi-token prediction"),
         (("model.pattern=ME*-/*E", "train.mtp_only=true"), "set megatron.pretrained_checkpoint to a trained one"),
         (("model.pattern=ME*-/*E", *FROZEN, "stability.z_loss=1e-5"), "stability.z_loss=1e-05 cannot be combined"),
