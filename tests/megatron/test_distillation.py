@@ -314,6 +314,27 @@ def test_a_run_with_an_online_teacher(online: tuple[Path, list[Any]], build: Bui
     assert keys(run_dir) == take_tensors(build(DENSE)).keys(), "the teacher is in the checkpoint"
 
 
+@pytest.mark.slow
+def test_students_with_multi_token_prediction(
+    single: Path, saved_logits: Path, train_ranks: Train, tmp_path: Path
+) -> None:
+    """With a teacher, its files, and both models in a pipeline."""
+    words = (*SHORT, DENSE, "model.pattern=*-*-/*-")
+    teacher = (f"distillation.teacher={single}", "distillation.top_k=8")
+    start = f"megatron.pretrained_checkpoint={checkpoints(tmp_path / 'online')}"
+    pipeline = "megatron.pipeline_model_parallel_size=2"
+
+    online = train_ranks(tmp_path / "online", *words, *teacher)
+    cached = train_ranks(tmp_path / "cached", *words, f"megatron.logits_load_dir={saved_logits}")
+    one = train_ranks(tmp_path / "one", *words, *teacher, start)
+    two = train_ranks(tmp_path / "two", *words, *teacher, start, pipeline, ranks=2)
+
+    for name in ("loss", "kl_to_teacher", "mtp_1_loss"):
+        assert losses(cached, name) == pytest.approx(losses(online, name), rel=1e-5)
+        assert losses(two, name) == pytest.approx(losses(one, name), rel=1e-4)
+    assert losses(online, "mtp_1_loss") == sorted(losses(online, "mtp_1_loss"), reverse=True)
+
+
 @pytest.mark.deep
 def test_a_run_resumes_from_its_checkpoint(online: tuple[Path, list[Any]], train_ranks: Train, tmp_path: Path) -> None:
     run_dir, whole = online
