@@ -18,7 +18,7 @@ from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.describe import flop, number
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import BlockCosts, even_cuts
-from nemo_ext.architecture.precision_plan import Plan, fp8_shares
+from nemo_ext.architecture.precision_plan import Plan, low_shares
 from nemo_ext.architecture.widths import layers
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def draw_blocks(
     length = architecture.sequence_length(seq_length)
     tiles = list(_tiles(architecture, length))
     if plan is not None:
-        shares = fp8_shares(plan, architecture)
+        shares = low_shares(plan, architecture)
         tiles = [
             tile
             if tile.symbol == "embedding"

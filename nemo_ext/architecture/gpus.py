@@ -39,10 +39,14 @@ GPUS = {
     "H200-141GB": Gpu(
         memory_gib=141, capability=(9, 0), flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9
     ),
+    "B200-180GB": Gpu(
+        memory_gib=180, capability=(10, 0), flops=2250e12, bandwidth=8e12, nvlink=900e9, network=50e9, host=64e9
+    ),
 }
 """GPUs, keyed by their `node.gpu` names in `hydra_conf/cluster` and sorted by memory.
 
-Sources: NVIDIA's data sheets for the SXM modules and for DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s).
+Sources: NVIDIA's data sheets for the SXM modules and for DGX A100 (8 x 200 Gb/s), DGX H100, H200
+and B200 (8 x 400 Gb/s).
 A100-64GB is Leonardo's GPU: four of them share 400 Gb/s per node (leonardo-supercomputer.cineca.eu/hpc-system), and
 each has four stacks of HBM2e at 3.2 Gb/s. Its FLOP/s are the data sheet's for the A100, although this chip has more
 SMs. The host is connected by PCIe 4 or 5 with 16 lanes.

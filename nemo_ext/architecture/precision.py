@@ -4,6 +4,10 @@ BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Mapping from precisions to the bytes of one number."""
 
 
+NVFP4_BITS = 4.5
+"""Bits of a number in NVFP4: 4, and an E4M3 scale for each 16 numbers; the FP32 scale of a matrix is not counted."""
+
+
 def bytes_per_number(precision: str) -> int:
     """Return the bytes of one number.
 

@@ -4,20 +4,22 @@ A rule is a selector and a precision, such as `M>* bf16`. Selectors:
 
     *           blocks of a kind                  M>*        M blocks immediately before an attention block
     5,12        blocks by their number, from 0    M<*        M blocks immediately after one
-    first 2     the first two blocks              last 2     the last two
+    first 2     the first two blocks              last 15%   the last 15 % of all blocks, rounded, at least one
     .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; any selector may name a part
     embedding   the embedding                     head       the output layer
 
-FP8 applies only to linear layers; other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets FP32.
+FP8 and NVFP4 apply only to linear layers; other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets
+FP32. Plans name blocks of the main model; the depths of multi-token prediction are in BF16.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
-from nemo_ext.architecture.precision import BYTES
+from nemo_ext.architecture.precision import BYTES, NVFP4_BITS
 from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
 from nemo_ext.job.settings import check_keys, nearest
 
@@ -30,12 +32,17 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """Mapping from block kinds to their parts with weights; a linear-replaced block has only the part `linear`."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
-"""Parts that are not Transformer Engine's linear layers, and thus cannot be in FP8."""
+"""Parts that are not Transformer Engine's linear layers, and thus cannot be in FP8 or NVFP4."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 """Mapping from Megatron's names of Transformer Engine's FP8 recipes to the required divisor of matrix sizes: 16 for
 cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
+NVFP4_MULTIPLE = 32
+"""Required divisor of matrix sizes in NVFP4's products (Megatron-Core, core/fp4_utils.py)."""
 FORMATS = ("e4m3", "hybrid")
-PRECISIONS = ("fp8", "bf16", "fp32")
+PRECISIONS = ("nvfp4", "fp8", "bf16", "fp32")
+LOW = frozenset({"nvfp4", "fp8"})
+"""Precisions in which a weight is quantised."""
+NVFP4_FORMS = ("w4a4", "w4a16")
 NANO_IN_BF16 = ("*", "M>*")
 """Selectors of the blocks that Nemotron 3 Nano keeps in BF16: attention, and Mamba blocks right before it (its paper's
 section on FP8)."""
@@ -129,6 +136,7 @@ class Selector:
         numbers: 0-based block numbers; empty for all.
         first: number of blocks counted from the start of the model; 0 for all.
         last: number of blocks counted from the end of the model; 0 for all.
+        percent: True if `first` or `last` is a percentage of all blocks.
         part: part of the blocks, "" for all; or `embedding` or `head`, which belong to no block.
     """
 
@@ -138,6 +146,7 @@ class Selector:
     numbers: tuple[int, ...] = ()
     first: int = 0
     last: int = 0
+    percent: bool = field(default=False, repr=False)
     part: str = ""
 
     @classmethod
@@ -154,17 +163,21 @@ class Selector:
         if dot and part not in parts:
             raise ValueError(f"precision_plan.rules: {text!r} names the unknown part {part!r}; {nearest(part, parts)}")
         where = where.strip()
-        if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
-            count = int(found[2])
-            return cls(part=part, first=count) if found[1] == "first" else cls(part=part, last=count)
+        if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)(%?)", where):
+            count, percent = int(found[2]), bool(found[3])
+            if percent and count > 100:
+                raise ValueError(f"precision_plan.rules: {text!r} selects more than 100 % of the blocks")
+            if found[1] == "first":
+                return cls(part=part, first=count, percent=percent)
+            return cls(part=part, last=count, percent=percent)
         if re.fullmatch(r"\d+(\s*,\s*\d+)*", where):
             return cls(part=part, numbers=tuple(sorted({int(number) for number in where.split(",")})))
         found = re.fullmatch(r"([^<>]?)\s*(?:([<>])\s*([^<>]))?", where)
         if found is None or (not where and not part) or any(kind not in NAMES for kind in (found[1], found[3]) if kind):
             raise ValueError(
                 f"precision_plan.rules: {text!r} is not a selector; expected a block kind ({' '.join(PARTS)}), "
-                f"KIND>KIND, KIND<KIND, numbers such as 5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally "
-                "followed by a dot and a part"
+                f"KIND>KIND, KIND<KIND, numbers such as 5,12, 'first N', 'last N', 'last N%', {EMBEDDING} or {HEAD}, "
+                "optionally followed by a dot and a part"
             )
         kind, side, other = found[1], found[2], found[3] or ""
         if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
@@ -185,15 +198,19 @@ class Selector:
         if number is None or self.part in (EMBEDDING, HEAD):
             return number is None and self.part == weight.part
         following = kinds[number + 1] if number + 1 < len(kinds) else ""
+        first, last = (self._blocks(count, len(kinds)) for count in (self.first, self.last))
         return (
             self.kind in ("", kinds[number])
             and self.before in ("", following)
             and self.after in ("", kinds[number - 1] if number else None)
             and (not self.numbers or number in self.numbers)
-            and (not self.first or number < self.first)
-            and (not self.last or number >= len(kinds) - self.last)
+            and (not first or number < first)
+            and (not last or number >= len(kinds) - last)
             and self.part in ("", weight.part)
         )
+
+    def _blocks(self, count: int, blocks: int) -> int:
+        return max(1, (blocks * count + 50) // 100) if count and self.percent else count
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +235,10 @@ class Rule:
                 f"{', '.join(PRECISIONS)}, such as 'M>* bf16'"
             )
         selector = Selector.parse(where.strip())
-        if precision == "fp8" and selector.part in NO_FP8:
+        if precision in LOW and selector.part in NO_FP8:
             raise ValueError(
-                f"precision_plan.rules: {text!r} is invalid, as {selector.part} does not support FP8: use bf16 or fp32"
+                f"precision_plan.rules: {text!r} is invalid, as {selector.part} does not support "
+                f"{precision.upper()}: use bf16 or fp32"
             )
         return cls(selector, precision, text.strip())
 
@@ -230,9 +248,11 @@ class Plan:
     """Precisions of all weights of a model.
 
     Attributes:
-        default: precision of weights that no rule selects; if it is FP8, parts that do not support it are in BF16.
+        default: precision of weights that no rule selects; if it is FP8 or NVFP4, parts that do not support it are in
+            BF16.
         recipe: FP8 scaling recipe, one of RECIPES.
         format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
+        nvfp4: `w4a4`, or `w4a16` for products of NVFP4 weights with BF16 inputs.
         rules: rules in order; the first that selects a weight applies.
         kv_cache: precision of the KV cache during generation.
     """
@@ -240,6 +260,7 @@ class Plan:
     default: str = "bf16"
     recipe: str = "tensorwise"
     format: str = "e4m3"
+    nvfp4: str = field(default="w4a4", repr=False)
     rules: tuple[Rule, ...] = ()
     kv_cache: str = "bf16"
 
@@ -248,6 +269,7 @@ class Plan:
             ("default", self.default, PRECISIONS),
             ("recipe", self.recipe, tuple(RECIPES)),
             ("format", self.format, FORMATS),
+            ("nvfp4", self.nvfp4, NVFP4_FORMS),
             ("kv_cache", self.kv_cache, ("bf16", "fp8")),
         ):
             if value not in allowed:
@@ -274,7 +296,15 @@ class Plan:
     @property
     def uses_fp8(self) -> bool:
         """Whether any weight may be in FP8."""
-        return "fp8" in (self.default, *(rule.precision for rule in self.rules))
+        return self._uses("fp8")
+
+    @property
+    def uses_nvfp4(self) -> bool:
+        """Whether any weight may be in NVFP4."""
+        return self._uses("nvfp4")
+
+    def _uses(self, precision: str) -> bool:
+        return precision in (self.default, *(rule.precision for rule in self.rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +317,15 @@ class Assigned:
 
     @property
     def bytes(self) -> int:
-        """Size of the weight in bytes, as stored for generation."""
-        return self.weight.parameters * BYTES[self.precision]
+        """Size of the weight in bytes, as stored for generation; in NVFP4 with the scales of its blocks."""
+        return stored_bytes(self.weight, self.precision)
+
+
+def stored_bytes(weight: Weight, precision: str) -> int:
+    """Return the size of a weight in bytes, as stored for generation; in NVFP4 with the scales of its blocks."""
+    if precision == "nvfp4":
+        return ceil(weight.parameters * NVFP4_BITS / 8)
+    return weight.parameters * BYTES[precision]
 
 
 def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
@@ -313,14 +350,14 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     for weight in weights(architecture):
         first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
         precision = plan.default if first is None else first.precision
-        if precision == "fp8" and weight.part in NO_FP8:
+        if precision in LOW and weight.part in NO_FP8:
             precision = "bf16"
         precisions.append(Assigned(weight, precision, first))
     return precisions
 
 
-def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
-    """Return a mapping from 0-based block numbers (None for the output layer) to the share of parameters in FP8."""
+def low_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
+    """Return a mapping from 0-based block numbers (None for the head) to the share of parameters in FP8 or NVFP4."""
     whole: dict[int | None, int] = {}
     low: dict[int | None, int] = {}
     for entry in assigned(plan, architecture):
@@ -328,7 +365,7 @@ def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float
             continue
         number = entry.weight.block
         whole[number] = whole.get(number, 0) + entry.weight.parameters
-        low[number] = low.get(number, 0) + (entry.weight.parameters if entry.precision == "fp8" else 0)
+        low[number] = low.get(number, 0) + (entry.weight.parameters if entry.precision in LOW else 0)
     return {number: low[number] / count for number, count in whole.items()}
 
 
@@ -341,14 +378,16 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
 
 
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
-    """Return a message for each FP8 weight whose size the recipe does not support, with the nearest supported sizes."""
-    step, lines = RECIPES[plan.recipe], []
+    """Return a message for each FP8 or NVFP4 weight whose size is not supported, with the nearest supported sizes."""
+    multiples = {"fp8": (plan.recipe, RECIPES[plan.recipe]), "nvfp4": ("nvfp4", NVFP4_MULTIPLE)}
+    lines = []
     for entry in assigned(plan, architecture):
         weight = entry.weight
-        for name, size in (("out", weight.rows), ("in", weight.columns)) if entry.precision == "fp8" else ():
+        for name, size in (("out", weight.rows), ("in", weight.columns)) if entry.precision in LOW else ():
+            scaling, step = multiples[entry.precision]
             if size % step:
                 near = size // step * step or step
                 lines.append(
-                    f"{weight}: {name} {size} is not a multiple of {step} ({plan.recipe}); use {near} or {near + step}"
+                    f"{weight}: {name} {size} is not a multiple of {step} ({scaling}); use {near} or {near + step}"
                 )
     return lines

@@ -15,7 +15,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.job import run_directory
 from nemo_ext.job.settings import checked
-from nemo_ext.megatron import packed_attention, versions
+from nemo_ext.megatron import fp8, packed_attention, versions
 from nemo_ext.megatron.arguments import (
     backend_of,
     command_line,
@@ -25,7 +25,6 @@ from nemo_ext.megatron.arguments import (
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
-from nemo_ext.megatron.fp8 import check_backend
 from nemo_ext.megatron.settings import SECTIONS
 from nemo_ext.megatron.stability import Stability
 
@@ -312,7 +311,8 @@ def check_machine(config: Mapping[str, Any]) -> None:
     backend(chosen, setting="model.backend")
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement", "input")).params["options"]
     check_pattern(options, [block.kind for block in parse(config["model"]["pattern"]).blocks], 0)
-    check_backend(config, chosen)
+    fp8.check_backend(config, chosen)
+    fp8.check_gpu(config)
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
         raise ValueError("megatron.context_parallel_size above 1 requires model.backend=transformer_engine")
     if chosen == "transformer_engine":
@@ -352,11 +352,6 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
                 "model.pattern, such as ME*-/*E/*E"
             )
         return
-    if config.get("precision_plan"):
-        raise ValueError(
-            "precision_plan cannot be combined with multi-token prediction (/ in model.pattern) yet, as its rules name "
-            "blocks of the main model only: use precision=bf16, or remove the depths"
-        )
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
     try:
         check_pattern(options, [block.kind for block in pattern.mtp], 0)

@@ -1,8 +1,8 @@
-"""FP8 matrix products in torch, forward and backward: matrices are rounded to float8 with a scale per tensor or block.
+"""FP8 and NVFP4 matrix products in torch, forward and backward: matrices are rounded with a scale per tensor or block.
 
 With one scale per tensor, the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`, on tensor cores
-from Ada on). Block scales are simulated, as are products on older GPUs: matrices are rounded in the same way, then
-multiplied in the precision of the activations.
+from Ada on). Block scales are simulated, as are NVFP4 and products on older GPUs: matrices are rounded in the same
+way, then multiplied in the precision of the activations.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, linear, pad, scaled_mm
+
+from nemo_ext.megatron.nvfp4 import BLOCK, quantise_nvfp4, rotated
 
 Block = tuple[int, int]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,13 +31,24 @@ class Scaling:
             tensor.
         weight: the same for weights.
         power_of_two: True to round scales to powers of two, as in MXFP8 and Transformer Engine's block scaling.
+        nvfp4: True for NVFP4: gradients are rounded stochastically, and both inputs of the weight gradient are rotated.
+        inputs: False to leave inputs and gradients in their precision, and round only weights.
     """
 
     activation: Block | None = None
     weight: Block | None = None
     power_of_two: bool = False
+    nvfp4: bool = False
+    inputs: bool = True
 
 
+NVFP4: dict[str, Scaling] = {
+    "w4a4": Scaling((1, BLOCK), (BLOCK, BLOCK), nvfp4=True),
+    "w4a16": Scaling((1, BLOCK), (1, BLOCK), nvfp4=True, inputs=False),
+}
+"""Mapping from `precision_plan.nvfp4` to scalings in training."""
+NVFP4_STORED: dict[str, Scaling] = {**NVFP4, "w4a4": Scaling((1, BLOCK), (1, BLOCK), nvfp4=True)}
+"""The same for checkpoints made after training, where weights have blocks of one row."""
 SCALINGS: dict[str, Scaling] = {
     "tensorwise": Scaling(),
     "blockwise": Scaling((1, 128), (128, 128), power_of_two=True),
@@ -49,10 +62,10 @@ Delayed scaling, which uses the scales of earlier steps, needs Transformer Engin
 
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
-    """Float8 matrix with its scales.
+    """Float8 or NVFP4 matrix with its scales.
 
     Attributes:
-        values: `[rows, columns]` in float8.
+        values: `[rows, columns]` in float8; in NVFP4, the numbers of E2M1 in float32.
         scale: factor by which values are multiplied, in float32: `[]`, or `[block rows, block columns]` for one per
             block.
         block: size (rows, columns) of a block; None for the whole tensor.
@@ -139,14 +152,14 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients: torch.dtype = E4M3) -> Tensor:
-    """Compute `inputs @ weight.T` and both its gradients in FP8.
+    """Compute `inputs @ weight.T` and both its gradients in FP8 or NVFP4.
 
     Matrices are rounded along the summed dimension of each product, as in Transformer Engine (rowwise and columnwise).
 
     Args:
         inputs: `[..., in]`, in float32, bfloat16 or float16.
         weight: `[out, in]`.
-        scaling: one of SCALINGS.
+        scaling: one of SCALINGS or NVFP4.
         gradients: float8 dtype to which the output's gradients are rounded.
 
     Returns:
@@ -163,6 +176,8 @@ class _Float8Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, scaling: Scaling, gradients: torch.dtype) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.scaling, ctx.gradients = scaling, gradients
+        if not scaling.inputs:
+            return linear(inputs, _weight(weight, scaling).dequantised(inputs.dtype))
         return product(_activation(inputs, scaling), _weight(weight, scaling), inputs.dtype)
 
     @staticmethod
@@ -170,18 +185,37 @@ class _Float8Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
         d_inputs = d_weight = None
+        if not scaling.inputs:
+            if ctx.needs_input_grad[0]:
+                d_inputs = gradient @ _weight(weight, scaling).dequantised(gradient.dtype)
+            return d_inputs, gradient.t() @ inputs if ctx.needs_input_grad[1] else None, None, None
         if ctx.needs_input_grad[0]:
-            low = _activation(gradient, scaling, ctx.gradients)
+            low = _activation(gradient, scaling, ctx.gradients, stochastic=scaling.nvfp4)
             d_inputs = product(low, _weight(weight.t(), scaling), inputs.dtype)
         if ctx.needs_input_grad[1]:
-            low = _activation(gradient.t(), scaling, ctx.gradients)
-            d_weight = product(low, _activation(inputs.t(), scaling), weight.dtype)
+            left, right = gradient.t(), inputs.t()
+            if scaling.nvfp4:
+                left, right = rotated(left), rotated(right)
+            low = _activation(left, scaling, ctx.gradients, stochastic=scaling.nvfp4)
+            d_weight = product(low, _activation(right, scaling), weight.dtype)
         return d_inputs, d_weight, None, None
 
 
-def _activation(matrix: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> Float8Matrix:
+def _activation(
+    matrix: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, *, stochastic: bool = False
+) -> Float8Matrix:
+    if scaling.nvfp4:
+        return _in_nvfp4(matrix, scaling.activation, stochastic=stochastic)
     return quantise(matrix, scaling.activation, dtype=dtype, power_of_two=scaling.power_of_two)
 
 
+def _in_nvfp4(matrix: Tensor, block: Block | None, *, stochastic: bool = False) -> Float8Matrix:
+    assert block is not None
+    low = quantise_nvfp4(matrix, block_rows=block[0], stochastic=stochastic)
+    return Float8Matrix(low.values, low.scales, block)
+
+
 def _weight(matrix: Tensor, scaling: Scaling) -> Float8Matrix:
+    if scaling.nvfp4:
+        return _in_nvfp4(matrix, scaling.weight)
     return quantise(matrix, scaling.weight, power_of_two=scaling.power_of_two)

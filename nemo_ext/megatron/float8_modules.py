@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from nemo_ext.architecture.precision_plan import HEAD, Weight, assigned
-from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, Scaling, float8_linear
+from nemo_ext.architecture.precision_plan import HEAD, LOW, Weight, assigned
+from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear
 from nemo_ext.megatron.fp8 import Precision, module_patterns
 
 LINEAR = ColumnParallelLinear, RowParallelLinear
@@ -46,7 +46,7 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Compute the layer's product in FP8, with the same communication as Megatron's `_forward_impl`."""
+        """Compute the layer's product in FP8 or NVFP4, with the same communication as Megatron's `_forward_impl`."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -55,37 +55,47 @@ class Float8Product:
         return output if bias is None else output + bias
 
 
-def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
-    """Set a pipeline stage's linear layers to FP8 according to the plan, and return the layers that were changed.
+def use_float8(
+    model: torch.nn.Module, precision: Precision, stage: Sequence[int], *, stored: bool = False
+) -> list[torch.nn.Module]:
+    """Set a pipeline stage's linear layers to FP8 or NVFP4 by the plan, and return the layers that were changed.
 
     Args:
         model: the stage's model, without wrappers such as DDP.
         precision: precision plan and architecture.
         stage: 0-based numbers of the stage's blocks, in order.
+        stored: True for NVFP4 as in quantised checkpoints, with weights in blocks of 1x16, not 16x16 as in training.
 
     Raises:
         ValueError: the scaling needs Transformer Engine, or a weight is not in one of Megatron's linear layers.
     """
     plan = precision.plan
-    if plan.recipe not in SCALINGS:
+    if plan.uses_fp8 and plan.recipe not in SCALINGS:
         raise ValueError(
             f"precision_plan.recipe={plan.recipe} needs Transformer Engine; without it use {', '.join(SCALINGS)}"
         )
-    layers: list[torch.nn.Module] = []
+    gradients = E5M2 if plan.format == "hybrid" else E4M3
+    products = {"nvfp4": Float8Product((NVFP4_STORED if stored else NVFP4)[plan.nvfp4], E4M3)}
+    if plan.uses_fp8:
+        products["fp8"] = Float8Product(SCALINGS[plan.recipe], gradients)
+    layers: list[tuple[torch.nn.Module, Float8Product]] = []
     named = dict(model.named_modules())
     for assignment in assigned(plan, precision.architecture):
-        if assignment.precision == "fp8":
-            layers += _linears(named, assignment.weight, precision, stage)
-    product = Float8Product(SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
-    for layer in layers:
+        if (low := assignment.precision) in LOW:
+            layers += [(layer, products[low]) for layer in _linears(named, assignment.weight, low, precision, stage)]
+    for layer, product in layers:
         setattr(layer, _FORWARD, product)
-    return layers
+    return [layer for layer, _ in layers]
 
 
 @contextmanager
 def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Set a model without pipeline stages to the plan's precision in the context; raises as `use_float8` does."""
-    changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
+    """Set a model without pipeline stages to the plan's precision in the context, as a checkpoint would store it.
+
+    Raises:
+        ValueError: see `use_float8`.
+    """
+    changed = use_float8(model, precision, range(len(precision.architecture.sizes)), stored=True)
     try:
         yield
     finally:
@@ -94,7 +104,7 @@ def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def _linears(
-    named: dict[str, torch.nn.Module], weight: Weight, precision: Precision, stage: Sequence[int]
+    named: dict[str, torch.nn.Module], weight: Weight, low: str, precision: Precision, stage: Sequence[int]
 ) -> list[torch.nn.Module]:
     if weight.block is None:
         kind = ""
@@ -111,7 +121,7 @@ def _linears(
     if not linears or len(linears) != len(matched):
         hint = ", or set megatron.moe_grouped_gemm=false" if kind == "E" else ""
         raise ValueError(
-            f"precision_plan sets {weight} to fp8, but it is not in one of Megatron's linear layers, and FP8 elsewhere "
-            f"needs model.backend=transformer_engine: exclude it by a rule{hint}"
+            f"precision_plan sets {weight} to {low}, but it is not in one of Megatron's linear layers, and "
+            f"{low.upper()} elsewhere needs model.backend=transformer_engine: exclude it by a rule{hint}"
         )
     return linears

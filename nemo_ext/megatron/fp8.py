@@ -1,8 +1,8 @@
 """Precision plans in Megatron: a RecipeConfig for the modules of a stage that deviate from the model's precision.
 
-Megatron runs every block in the context of `megatron.fp8_format`, and looks up each Transformer Engine module in
-`TransformerConfig.quant_recipe` when the model is built. It matches names within the stage, where `decoder.layers.0` is
-the stage's first block, so each stage gets its own recipe. Without Transformer Engine,
+Megatron runs every block in the context of `megatron.fp8_format` or `fp4_format`, and looks up each Transformer Engine
+module in `TransformerConfig.quant_recipe` when the model is built. It matches names within the stage, where
+`decoder.layers.0` is the stage's first block, so each stage gets its own recipe. Without Transformer Engine,
 `nemo_ext.megatron.float8_modules` applies the same plan.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, Plan, Weight, assigned, misfits
+from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, LOW, Plan, Weight, assigned, misfits
 from nemo_ext.megatron.arguments import backend_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Mapping from block kinds and their parts to the names of Megatron's modules below `decoder.layers.N.`."""
 _TYPE = "transformer_engine_config_type"
+BLACKWELL, NVFP4_TE = (10, 0), "2.7.0.dev0"
+"""Compute capability and version of Transformer Engine that NVFP4 needs."""
 
 
 def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple[str, ...]:
@@ -91,22 +93,27 @@ class Precision:
                 continue
             kind = "" if weight.block is None else self.architecture.sizes[weight.block].kind
             for number, pattern in enumerate(module_patterns(weight, kind, first_block=first)):
-                matchers[f"{weight} {number}"] = {
-                    "config": "fp8" if assignment.precision == "fp8" else "bf16",
-                    "type": "glob",
-                    "pattern": pattern,
-                    "enabled": True,
-                }
+                config = assignment.precision if assignment.precision in LOW else "bf16"
+                matchers[f"{weight} {number}"] = _matcher(config, pattern)
+        matchers["multi-token prediction"] = _matcher("bf16", "mtp.*")
         high = {"override_quantized_autocast": True}
         low = {
             "fp8_quantization_recipe": self.plan.recipe,
             "fp8_format": self.plan.format,
             "override_nonquantized_autocast": True,
         }
-        configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
+        lowest = {"fp4_quantization_recipe": "nvfp4", "override_nonquantized_autocast": True}
+        configs = {
+            "bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high},
+            "nvfp4": {_TYPE: "TEQuantizationParams", "training_recipe": lowest},
+        }
         if self.plan.recipe != "delayed":  # delayed scaling is set for the whole model
             configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
         return RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
+
+
+def _matcher(config: str, pattern: str) -> dict[str, Any]:
+    return {"config": config, "type": "glob", "pattern": pattern, "enabled": True}
 
 
 def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
@@ -120,7 +127,7 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
     if precision is None:
         return {}
     plan, flags = precision.plan, dict[str, str]()
-    for name in ("fp8_format", "fp8_recipe", "te_precision_config_file"):
+    for name in ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "te_precision_config_file"):
         if config["megatron"].get(name):
             raise ValueError(f"megatron.{name} and precision_plan are both set: remove one of them")
     routers, high = set(), []
@@ -137,21 +144,23 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
         )
     if routers == {"fp32"}:
         flags["moe_router_dtype"] = "fp32"
-    if plan.uses_fp8:
-        _check_fp8(config, precision)
-        if plan.default == "fp8" and backend_of(config) != "local":
-            flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
+    if plan.uses_fp8 or plan.uses_nvfp4:
+        _check_low(config, precision)
+        if plan.default in LOW and backend_of(config) != "local":
+            fp8, fp4 = {"fp8_format": plan.format, "fp8_recipe": plan.recipe}, {"fp4_format": "e2m1"}
+            flags |= fp8 if plan.default == "fp8" else fp4 | {"fp4_recipe": "nvfp4"}
     return flags
 
 
-def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
-    """Reject a plan if sizes, recipe or back end do not support its use of FP8."""
+def _check_low(config: Mapping[str, Any], precision: Precision) -> None:
+    """Reject a plan if sizes, recipe or back end do not support its use of FP8 or NVFP4."""
     plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
     if problems := misfits(plan, precision.architecture):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        scaling = f"recipe={plan.recipe}" if plan.uses_fp8 else f"default={plan.default}"
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe} does not support some sizes ({'; '.join(problems[:3])}{more}): "
+            f"precision_plan.{scaling} does not support some sizes ({'; '.join(problems[:3])}{more}): "
             "change them, or exclude these weights by rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
@@ -160,28 +169,33 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
             "exclude modules by rules"
         )
     if backend_of(config) != "local":
+        if plan.uses_nvfp4 and plan.nvfp4 == "w4a16":
+            raise ValueError(
+                "precision_plan.nvfp4=w4a16: Transformer Engine trains with NVFP4 inputs only; use w4a4, or "
+                "model.backend=local, which simulates it"
+            )
         check_experts(precision)
 
 
 def check_experts(precision: Precision) -> None:
-    """Reject FP8 experts whose tokens Megatron would not pad for Transformer Engine.
+    """Reject FP8 or NVFP4 experts whose tokens Megatron would not pad for Transformer Engine.
 
     Raises:
         ValueError: the message names the first such weight.
     """
     plan, sizes = precision.plan, precision.architecture.sizes
-    weights = [each.weight for each in assigned(plan, precision.architecture) if each.precision == "fp8"]
-    experts = [
-        weight
-        for weight in weights
-        if weight.part in ("fc1", "fc2") and weight.block is not None and sizes[weight.block].kind == "E"
-    ]
-    if experts and plan.default != "fp8":
-        raise ValueError(
-            f"precision_plan sets {experts[0]} to fp8 with default={plan.default}, but Megatron pads the tokens of "
-            "experts, as FP8 needs, only if FP8 is the default: set precision_plan.default=fp8, and exclude modules "
-            "by rules"
-        )
+    # NVFP4 as the default pads to 128 tokens, which suits every FP8 recipe too.
+    padded = {"nvfp4": LOW, "fp8": {"fp8"}}.get(plan.default, set())
+    for each in assigned(plan, precision.architecture):
+        weight, low = each.weight, each.precision
+        if low not in LOW - padded or weight.block is None or sizes[weight.block].kind != "E":
+            continue
+        if weight.part in ("fc1", "fc2"):
+            raise ValueError(
+                f"precision_plan sets {weight} to {low} with default={plan.default}, but Megatron pads the tokens of "
+                f"experts, as {low.upper()} needs, only if {low.upper()} is the default: set precision_plan.default="
+                f"{low}, and exclude modules by rules"
+            )
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
@@ -199,21 +213,48 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
     if backend != "local":
         return
     here = "needs Transformer Engine, but model.backend is local here (no CUDA, or not installed)"
-    if config["megatron"].get("fp8_format"):
-        raise ValueError(f"megatron.fp8_format {here}: use a precision_plan, as in precision=fp8_current")
+    for flag, example in (("fp8_format", "fp8_current"), ("fp4_format", "nvfp4")):
+        if config["megatron"].get(flag):
+            raise ValueError(f"megatron.{flag} {here}: use a precision_plan, as in precision={example}")
     precision = Precision.from_config(config)
     if precision is not None and precision.plan.uses_fp8 and precision.plan.recipe not in SCALINGS:
         raise ValueError(f"precision_plan.recipe={precision.plan.recipe} {here}: use one of {', '.join(SCALINGS)}")
 
 
+def check_gpu(config: Mapping[str, Any]) -> None:
+    """Reject NVFP4 with Transformer Engine on GPUs before Blackwell or without a version that has its recipe.
+
+    Raises:
+        ValueError: the message names the GPU or the version.
+    """
+    import torch
+    from megatron.core.utils import is_te_min_version
+
+    precision = Precision.from_config(config)
+    if backend_of(config) == "local" or precision is None or not precision.plan.uses_nvfp4:
+        return
+    instead = "use precision=fp8_blockwise, or model.backend=local, which simulates NVFP4"
+    if torch.cuda.get_device_capability() < BLACKWELL:
+        raise ValueError(f"precision_plan: NVFP4 needs Blackwell GPUs, not {torch.cuda.get_device_name()}: {instead}")
+    if not is_te_min_version(NVFP4_TE):
+        raise ValueError(f"precision_plan: NVFP4 needs Transformer Engine {NVFP4_TE} or later: update it, or {instead}")
+
+
 def remark(config: Mapping[str, Any]) -> str | None:
-    """Return a remark on a run's FP8 to print before it starts; None if there is nothing to say."""
+    """Return a remark on a run's FP8 or NVFP4 to print before it starts; None if there is nothing to say."""
     import torch
 
     from nemo_ext.megatron.float8 import has_float8_products
 
     precision = Precision.from_config(config)
-    if precision is None or not precision.plan.uses_fp8 or backend_of(config) != "local":
+    if precision is None or backend_of(config) != "local":
+        return None
+    if precision.plan.uses_nvfp4:
+        return (
+            "NVFP4 without Transformer Engine is simulated (the same rounding, products in higher precision), for "
+            "trying a plan out, not for speed"
+        )
+    if not precision.plan.uses_fp8:
         return None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision.plan.recipe == "tensorwise" and has_float8_products(device):

@@ -84,10 +84,13 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     plan = None if section is None else Plan.from_config(section)
     if node is None:
         return
-    if plan is not None and plan.uses_fp8:
-        key, recipe = "precision_plan", plan.recipe
-    elif names := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
-        key, recipe = f"megatron.{names[0]}", str(flags.get("fp8_recipe") or "delayed")
+    if plan is not None and (plan.uses_fp8 or plan.uses_nvfp4):
+        key = "precision_plan"
+        recipes = [*([plan.recipe] if plan.uses_fp8 else []), *(["nvfp4"] if plan.uses_nvfp4 else [])]
+    elif names := [name for name in ("fp4", "fp4_format") if flags.get(name)]:
+        key, recipes = f"megatron.{names[0]}", ["nvfp4"]
+    elif names := [name for name in ("fp8", "fp8_format", "fp8_recipe") if flags.get(name)]:
+        key, recipes = f"megatron.{names[0]}", [str(flags.get("fp8_recipe") or "delayed")]
     else:
         return
     if not node.fp8:
@@ -97,7 +100,7 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
             check_experts(Precision(plan, Architecture.from_config(config)))
         except ValueError as error:
             yield Finding("error", str(error))
-    if node.fp8 and recipe not in node.fp8:
+    for recipe in (each for each in recipes if node.fp8 and each not in node.fp8):
         yield Finding("error", f"{key}: {node.gpu} does not support {recipe} scaling; use one of {', '.join(node.fp8)}")
 
 

@@ -93,6 +93,7 @@ class Work:
             "from": [str(reader.path.resolve()), fingerprint(reader)],
             "files_from": str(self.conversion.extras),
             "plan": repr(self.plan),
+            **({"nvfp4": self.plan.nvfp4} if self.plan.uses_nvfp4 else {}),
             "calibration": asdict(self.calibration),
             "data": files_identity(data_files(self.calibration)),
             "shard_gigabytes": self.conversion_settings.shard_gigabytes,

@@ -107,6 +107,11 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     aside = [name for name in NOT_REHEARSED if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     plan = _plan(megatron, config.get("precision_plan"))
+    if megatron.get("fp4_format") or (plan is not None and Plan.from_config(plan).uses_nvfp4):
+        raise ValueError(
+            f"{'megatron.fp4_format' if plan is None else 'precision_plan'}: the memory of NVFP4 copies is not "
+            "modelled; rehearse with precision=mxfp8, whose copies are larger"
+        )
     if plan is not None:
         engine = {**config["model"], "backend": "transformer_engine"}
         megatron |= plan_flags({**config, "model": engine, "megatron": megatron, "precision_plan": plan})

@@ -41,11 +41,14 @@ class Precision:
             where: generation (the default), training or both.
 
         Raises:
-            ValueError: the plan is invalid, or the model's folder has no config.json in a supported format.
+            ValueError: the plan is invalid or uses NVFP4, or the model's folder has no config.json in a supported
+                format.
         """
         if config.get("precision_plan") is None:
             return None
         plan = Plan.from_config(config["precision_plan"])
+        if plan.uses_nvfp4:
+            raise ValueError("precision_plan: RL does not support NVFP4; use FP8 (precision_plan.default=fp8)")
         folder = Path(str(config["policy"])).expanduser()
         if not is_hugging_face(folder):
             raise ValueError(

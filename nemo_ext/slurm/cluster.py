@@ -42,14 +42,15 @@ class Node:
         gpus: number of GPUs; one rank runs on each.
         gpu: model name of the GPUs.
         gpu_memory_gib: memory of each GPU in GiB; None for simulated GPUs.
-        fp8: FP8 scaling recipes that the GPUs support (`precision_plan.recipe`); empty for GPUs without FP8.
+        fp8: FP8 scaling recipes that the GPUs support (`precision_plan.recipe`), and `nvfp4` from Blackwell on; empty
+            for GPUs without FP8.
         cpus: number of CPU cores.
     """
 
     gpus: PositiveInt
     gpu: str
     gpu_memory_gib: PositiveFloat | None
-    fp8: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], ...]
+    fp8: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"], ...]
     cpus: PositiveInt
 
 

@@ -18,7 +18,7 @@ from nemo_ext.architecture.precision_plan import (
     Rule,
     Selector,
     assigned,
-    fp8_shares,
+    low_shares,
     misfits,
     weight_bytes,
     weights,
@@ -110,13 +110,15 @@ def test_sizes_that_a_recipe_does_not_support_are_named() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("M>*", "expected a selector and one of fp8, bf16, fp32"),
+        ("M>*", "expected a selector and one of nvfp4, fp8, bf16, fp32"),
         ("X bf16", "expected a block kind"),
         ("M.qkv bf16", "must name one of the parts of Mamba-2 blocks, in_proj, conv1d, out_proj, not qkv"),
         (".in_pro bf16", "unknown part 'in_pro'; did you mean 'in_proj'?"),
         ("M.conv1d fp8", "conv1d does not support FP8: use bf16 or fp32"),
         ("embedding fp8", "embedding does not support FP8"),
         ("first 0 bf16", "expected a block kind"),
+        ("last 101% bf16", "selects more than 100 % of the blocks"),
+        ("M.conv1d nvfp4", "conv1d does not support NVFP4: use bf16 or fp32"),
     ],
 )
 def test_wrong_rules(text: str, said: str) -> None:
@@ -129,6 +131,7 @@ def test_wrong_rules(text: str, said: str) -> None:
     ("section", "said"),
     [
         ({"recipe": "delyed"}, "precision_plan.recipe='delyed': expected one of delayed"),
+        ({"nvfp4": "w4a8"}, "precision_plan.nvfp4='w4a8': expected one of w4a4, w4a16"),
         ({"rule": []}, "precision_plan: unknown key 'rule': did you mean 'rules'"),
         ({"rules": "M bf16"}, "expected a list of rules"),
         (5, "precision_plan=5: expected a section"),
@@ -138,6 +141,28 @@ def test_wrong_plans(section: Any, said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
         Plan.from_config(section)
     assert said in str(raised.value)
+
+
+def test_nemotron_3s_plan_for_nvfp4() -> None:
+    """Super and Ultra: the last 15 % (16 layers of Ultra), attention, latent projections and MTP in BF16."""
+    section = compose("describe", ["model=nemotron3_ultra_550b", "precision=nvfp4"])["precision_plan"]
+    given, model = Plan.from_config(section), architecture("nemotron3_ultra_550b")
+    found = {(each.weight.block, each.weight.part): each.precision for each in assigned(given, model)}
+
+    last = {number for number, _ in found if number is not None and number >= 108 - 16}
+    parts = {part: {found[key] for key in found if key[1] == part and key[0] not in last} for _, part in found}
+    assert {found[key] for key in found if key[0] in last} == {"bf16"}
+    assert "nvfp4" in {found[key] for key in found if key[0] == 91}
+    assert parts["out_proj"] == {"fp8"}
+    assert {part for part, precisions in parts.items() if precisions == {"nvfp4"}} == {
+        *("in_proj", "fc1", "fc2", "shared_fc1", "shared_fc2")
+    }
+    numbers = sum(each.weight.parameters for each in assigned(given, model) if each.precision == "nvfp4")
+    assert weight_bytes(given, model)["nvfp4"] == numbers * 9 // 16  # 4 bits, and an E4M3 scale for 16 numbers
+    assert not misfits(given, model)
+    assert "in 40 is not a multiple of 32 (nvfp4)" in str(
+        misfits(plan("M bf16", default="nvfp4"), architecture("nemotron3_nano_tiny", "model.pattern=-{ffn=40}"))
+    )
 
 
 def test_a_missing_block_is_named() -> None:
@@ -150,6 +175,7 @@ def test_a_missing_block_is_named() -> None:
 def test_selectors_are_read() -> None:
     assert Selector.parse("M > *") == Selector(kind="M", before="*")
     assert Selector.parse("first 2.fc1") == Selector(first=2, part="fc1")
+    assert Selector.parse("last 15%.fc1") == Selector(last=15, percent=True, part="fc1")
 
 
 def test_memory_that_a_plan_saves() -> None:
@@ -157,8 +183,8 @@ def test_memory_that_a_plan_saves() -> None:
     stored, whole = weight_bytes(plan(*SELECTIVE), model), sum(weight.parameters for weight in weights(model))
     kept = [each.weight.parameters for each in assigned(plan(*SELECTIVE), model) if each.precision == "bf16"]
 
-    assert stored == {"fp8": whole - sum(kept), "bf16": 2 * sum(kept), "fp32": 0}
-    shares = fp8_shares(plan(*SELECTIVE), model)
+    assert stored == {"nvfp4": 0, "fp8": whole - sum(kept), "bf16": 2 * sum(kept), "fp32": 0}
+    shares = low_shares(plan(*SELECTIVE), model)
     assert [number for number, share in shares.items() if share == 0] == [4, 5, 11, 12, 18, 19, 25, 26, 32, 33, 41, 42]
     assert shares[None] == 1.0
 
@@ -170,7 +196,7 @@ def test_every_shipped_plan_fits_every_compatible_model() -> None:
     }
 
     assert sorted(name for name, section in sections.items() if section) == [
-        *("fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8", "nemotron3_selective")
+        *("fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8", "nemotron3_selective", "nvfp4", "nvfp4_experts")
     ]
     for section in sections.values():
         if section is not None:

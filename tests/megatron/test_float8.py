@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, assigned
 from nemo_ext.job.config import compose
-from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, float8_linear, product, quantise
+from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, SCALINGS, Scaling, float8_linear, product, quantise
 from nemo_ext.megatron.fp8 import Precision
+from nemo_ext.megatron.nvfp4 import quantise_nvfp4
 
 BLOCKS = st.sampled_from([None, (1, 4), (4, 4), (2, 3), (1, 128)])
 SIZES = st.integers(1, 40)
@@ -98,6 +99,39 @@ def test_a_linear_map_and_its_gradients_are_near_those_without_fp8(name: str, dt
         assert got.dtype == dtype
         error = ((got - wanted).float().norm() / wanted.float().norm()).item()
         assert 0.01 < error < 0.08
+
+
+def nvfp4_errors(scaling: Scaling) -> list[float]:
+    """Relative errors of a product and its gradients by the inputs and the weight."""
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(50, 96, requires_grad=True), torch.randn(32, 96, requires_grad=True)
+    gradient = torch.randn(50, 32)
+    found, exact = float8_linear(inputs, weight, scaling), inputs @ weight.t()
+    pairs = [(found, exact)]
+    pairs += zip(*(torch.autograd.grad(each, (inputs, weight), gradient) for each in (found, exact)), strict=True)
+    return [((got - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
+
+
+def test_nvfp4_rounds_both_matrices_or_only_the_weight() -> None:
+    assert all(0.08 < error < 0.25 for error in nvfp4_errors(NVFP4["w4a4"]))
+
+    output, by_inputs, by_weight = nvfp4_errors(NVFP4["w4a16"])
+    assert 0.05 < output < 0.12
+    assert 0.05 < by_inputs < 0.12
+    assert by_weight < 1e-6
+
+
+def test_nvfp4_gradients_are_right_on_average() -> None:
+    """Stochastic rounding has no bias: the mean over many steps approaches the products of the rounded matrices."""
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(32, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    gradient, sums = torch.randn(32, 16), torch.zeros(32, 32)
+    for _ in range(400):
+        sums += torch.autograd.grad(float8_linear(inputs, weight, NVFP4["w4a4"]), inputs, gradient)[0]
+    low = quantise_nvfp4(weight.detach(), block_rows=16)
+    rounded = low.values * low.scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+    assert (sums / 400 - gradient @ rounded).norm() / (gradient @ rounded).norm() < 0.02
 
 
 def test_smaller_blocks_are_more_exact_for_uneven_numbers() -> None:

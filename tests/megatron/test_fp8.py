@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.architecture.precision_plan import Plan, assigned, weights
+from nemo_ext.architecture.precision_plan import LOW, Plan, assigned, weights
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check_machine
 from nemo_ext.megatron.fp8 import Precision, plan_flags
@@ -66,7 +66,8 @@ RULES = st.lists(
     st.sampled_from(
         [
             *("* bf16", "M>* bf16", "-<* fp8", "first 2 bf16", "last 1 bf16", "1,3 bf16", "1,3 fp8", "head bf16"),
-            *("head fp8", ".router fp32", "M.in_proj bf16", ".fc1 fp8", "E.shared_fc1 bf16", "E>M fp8", ".conv1d fp32"),
+            *("head fp8", "M.out_proj nvfp4", "last 20% nvfp4"),
+            *(".router fp32", "M.in_proj bf16", ".fc1 fp8", "E.shared_fc1 bf16", "E>M fp8", ".conv1d fp32"),
         ]
     ),
     max_size=4,
@@ -83,7 +84,7 @@ def test_every_matrix_has_the_precision_of_the_plan(family: str, build: Callable
     }
 
     @settings(suppress_health_check=[HealthCheck.differing_executors])
-    @given(RULES, st.sampled_from(["fp8", "bf16"]), st.sampled_from(["tensorwise", "blockwise", "mxfp8"]))
+    @given(RULES, st.sampled_from(["nvfp4", "fp8", "bf16"]), st.sampled_from(["tensorwise", "blockwise", "mxfp8"]))
     def matches(rules: list[str], default: str, scaling: str) -> None:
         plan = Plan.from_config({"default": default, "recipe": scaling, "rules": rules})
         wanted = {(each.weight.block, each.weight.part): each.precision for each in assigned(plan, sizes)}
@@ -91,7 +92,9 @@ def test_every_matrix_has_the_precision_of_the_plan(family: str, build: Callable
         for name in names:
             got = get_quant_config_or_none(name, config)
             assert got is not None, name
-            assert (got.config_key == "fp8") == (wanted[part_of(name)] == "fp8"), name
+            assert (got.config_key if got.config_key != "bf16" else None) == (
+                wanted[part_of(name)] if wanted[part_of(name)] in LOW else None
+            ), name
 
     matches()
 
@@ -110,6 +113,8 @@ def test_a_stage_has_its_own_blocks(kinds: list[str], size: int, virtual: int, d
 
 
 ENGINE = "model.backend=transformer_engine"
+FITS = ("megatron.mamba_num_heads=32", "megatron.mamba_head_dim=8")
+"""The tiny Nano's Mamba blocks with sizes for MXFP8 and NVFP4."""
 
 
 def test_names_are_relative_to_the_stage() -> None:
@@ -146,6 +151,13 @@ def test_names_are_relative_to_the_stage() -> None:
             ["precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]", ENGINE],
             "fc1 to fp8 with default=bf16, but Megatron pads the tokens of experts",
         ),
+        (
+            ["precision=nvfp4_experts", "precision_plan.default=fp8", "precision_plan.rules=[E.fc2 nvfp4]", ENGINE],
+            "fc2 to nvfp4 with default=fp8, but Megatron pads the tokens of experts, as NVFP4 needs, only if NVFP4",
+        ),
+        (["precision=nvfp4_experts", "precision_plan.nvfp4=w4a16", ENGINE], "trains with NVFP4 inputs only; use w4a4"),
+        (["precision=nvfp4", "megatron.fp4_format=e2m1"], "megatron.fp4_format and precision_plan are both set"),
+        (["precision=nvfp4"], "not a multiple of 32 (nvfp4)"),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
 )
@@ -165,7 +177,7 @@ def test_fp8_without_padded_experts_may_be_selected_by_rules(rule: str, more: li
     assert "fp8_format" not in plan_flags(compose("train", ["run_dir=unused", "data=mock", *words]))
 
 
-@pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
+@pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3", "megatron.fp4_format=e2m1"])
 def test_fp8_is_not_ignored_silently(word: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model.backend=local", word])
 
@@ -204,3 +216,42 @@ def test_the_plan_sets_megatrons_flags_where_transformer_engine_runs(
     config = compose("train", ["data=mock", f"model.backend={backend}", "precision=fp8_blockwise", rules])
     made = plan_flags(config)
     assert tuple(made.get(name) for name in ("fp8_format", "fp8_recipe")) == flags
+
+
+def test_nvfp4_sets_megatrons_flags_and_reads_as_its_recipe() -> None:
+    """One pipeline stage of a plan with NVFP4, MXFP8 and BF16, and prediction depths, which stay in BF16."""
+    from megatron.core.enums import Fp4Recipe, Fp8Recipe
+    from megatron.core.extensions.transformer_engine import TEQuantizationParams
+
+    config = compose("train", ["data=mock", ENGINE, "model=nemotron3_nano_tiny", "precision=nvfp4", *FITS])
+    assert plan_flags(config) == {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}
+    precision = Precision.from_config(config)
+    assert precision is not None
+
+    def read(name: str) -> Any:
+        found = get_quant_config_or_none(name, precision.recipe_config(range(2)))
+        assert found is not None
+        recipe = TEQuantizationParams.parse_from_config(found).training_recipe
+        return recipe.fp4_quantization_recipe or recipe.fp8_quantization_recipe
+
+    assert read("decoder.layers.0.mixer.in_proj") == Fp4Recipe.nvfp4
+    assert read("decoder.layers.0.mixer.out_proj") == Fp8Recipe.mxfp8
+    assert read("mtp.layers.0.eh_proj") is None
+    assert read("mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.linear_fc1") is None
+
+
+def test_nvfp4_needs_blackwell_and_a_new_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_ext.megatron.fp8 import check_gpu, remark
+
+    words = ["run_dir=unused", "data=mock", "precision=nvfp4", *FITS]
+    with_engine, simulated = (compose("train", [*words, f"model.backend={b}"]) for b in ("transformer_engine", "local"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ValueError, match=r"NVFP4 needs Blackwell GPUs, not NVIDIA H100: use precision=fp8_blockwise"):
+        check_gpu(with_engine)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr("megatron.core.utils.is_te_min_version", lambda version: False)
+    with pytest.raises(ValueError, match=r"NVFP4 needs Transformer Engine 2\.7\.0\.dev0 or later: update it"):
+        check_gpu(with_engine)
+    check_gpu(simulated)
+    assert "NVFP4 without Transformer Engine is simulated" in str(remark(simulated))

@@ -187,7 +187,6 @@ def test_a_run_with_a_frozen_main_model_resumes(single: Path, tmp_path: Path, tr
         (("model.pattern=ME*-/*G",), "multi-token prediction: blocks \\['G'\\]"),
         (("model.pattern=M*-/*E", "model.norm_placement=output"), "multi-token prediction: norm_placement=output"),
         (("model.pattern=ME*-", "megatron.mtp_use_repeated_layer=true"), "requires multi-token prediction"),
-        (("model.pattern=ME*-/*E", "precision=fp8_current"), "precision_plan cannot be combined with multi-token"),
         (("model.pattern=M*|*-/*E", *PIPELINE), "pipeline rank 0 has no MoE block"),
         (("model.pattern=M*-/*{window=8}-", *CONTEXT), "multi-token prediction: block 1 .* a window of 8"),
         (("model.pattern=ME*-", *LATENT, "megatron.moe_shared_expert_overlap=true"), "moe_shared_expert_overlap"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.precision_plan import RECIPES, Plan, Rule, Selector, assigned
 from nemo_ext.checkpoint.formats import FORMATS
+from nemo_ext.megatron.nvfp4 import fake_nvfp4, packed, quantise_nvfp4
 from nemo_ext.quantization.modelopt import (
     SCALINGS,
     check_calibrated,
@@ -252,3 +253,33 @@ def test_selectors_of_the_plan_reach_the_checkpoint(described: Callable[..., Any
     assert Selector.parse("M>*").before == "*"
     assert {name.split(".")[2] for name in low} == {"0", "1", "4", "5", "6", "7"}
     assert not any(name.endswith(("gate", "conv1d")) for name in low)
+
+
+@given(
+    *(st.integers(0, 999), st.integers(1, 20), st.integers(1, 4)),
+    *(st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, 0.3, 2.0])),
+)
+def test_nvfp4_values_are_modelopts_bit_for_bit(
+    seed: int, rows: int, blocks: int, dtype: torch.dtype, share: float | None
+) -> None:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    random = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-9, 9, (rows, blocks, 1), generator=random).float())
+    matrix = (sizes * torch.randn(rows, blocks, 16, generator=random)).view(rows, -1).to(dtype)
+    matrix[:, 3::5] = 0
+    amax = None if share is None else matrix.float().abs().amax() * share
+    double = None if amax is None else amax / 2688
+
+    made = quantise_nvfp4(matrix, amax=amax)
+    theirs, scale, double = NVFP4QTensor.quantize(matrix.clone(), 16, weights_scaling_factor_2=double)
+    numbers = theirs.dequantize(dtype, scale=scale, double_scale=double, block_sizes={-1: 16})
+
+    assert torch.equal(made.scale.view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(made.double_scale, double)
+    # A negative number that is rounded to zero has a sign in ModelOpt's code, and none in its numbers.
+    signless = theirs._quantized_data.clone()
+    for low in (0x0F, 0xF0):
+        signless[signless & low == 0x88 & low] &= ~low & 0xFF
+    assert torch.equal(packed(made.values), signless)
+    assert torch.equal(fake_nvfp4(matrix, amax), numbers)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.architecture.precision_plan import Plan, Rule
+from nemo_ext.megatron.nvfp4 import fake_nvfp4, packed, quantise_nvfp4
 from nemo_ext.quantization.generation import online_arguments
 from nemo_ext.quantization.modelopt import Matrix, excluded, matrices
 
@@ -112,3 +113,17 @@ def test_scales_of_the_cache_go_to_the_attention(described: Callable[..., Any]) 
         for what in "kv":
             place = NemoExtBlocksForCausalLM._place(model, f"model.layers.{layer}.{what}_proj.{what}_scale")
             assert place == (f"model.layers.{2 if 'mixer' in layer else 1}.mixer.attn", None, f"{what}_scale")
+
+
+def test_nvfp4_values_are_those_of_vllms_reference() -> None:
+    import torch
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+    torch.manual_seed(0)
+    matrix = (torch.randn(8, 64) * torch.exp2(torch.randint(-9, 9, (8, 1)).float())).bfloat16()
+    made = quantise_nvfp4(matrix)
+
+    theirs = dequantize_to_dtype(
+        packed(made.values), made.scale, made.double_scale, torch.bfloat16, block_size=16, swizzle=False
+    )
+    assert torch.equal(theirs, fake_nvfp4(matrix))
