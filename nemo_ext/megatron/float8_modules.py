@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from nemo_ext.architecture.precision_plan import HEAD, LOW, Weight, assigned
-from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear
+from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear, rounded_linear
 from nemo_ext.megatron.fp8 import Precision, module_patterns
 
 LINEAR = ColumnParallelLinear, RowParallelLinear
@@ -30,10 +30,16 @@ _FORWARD = "_forward_impl"
 
 @dataclass(frozen=True)
 class Float8Product:
-    """Replacement for a linear layer's `_forward_impl`; `gradients` is the float8 dtype for the output's gradients."""
+    """Replacement for a linear layer's `_forward_impl`.
+
+    Attributes:
+        scaling: scaling of the matrices.
+        gradients: float8 dtype to which the output's gradients are rounded; None to pass them through the rounding of
+            weights and inputs, whose scales are then those of the whole matrices over tensor-parallel ranks.
+    """
 
     scaling: Scaling
-    gradients: torch.dtype
+    gradients: torch.dtype | None
 
     def __call__(
         self,
@@ -51,7 +57,10 @@ class Float8Product:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
+        if self.gradients is None:
+            output = rounded_linear(input, weight, self.scaling, group=tp_group)
+        else:
+            output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
         return output if bias is None else output + bias
 
 
@@ -74,8 +83,9 @@ def use_float8(
         raise ValueError(
             f"precision_plan.recipe={plan.recipe} needs Transformer Engine; without it use {', '.join(SCALINGS)}"
         )
-    gradients = E5M2 if plan.format == "hybrid" else E4M3
-    products = {"nvfp4": Float8Product((NVFP4_STORED if stored else NVFP4)[plan.nvfp4], E4M3)}
+    gradients = None if precision.aware else E5M2 if plan.format == "hybrid" else E4M3
+    lowest = (NVFP4_STORED if stored or precision.aware else NVFP4)[plan.nvfp4]
+    products = {"nvfp4": Float8Product(lowest, None if precision.aware else E4M3)}
     if plan.uses_fp8:
         products["fp8"] = Float8Product(SCALINGS[plan.recipe], gradients)
     layers: list[tuple[torch.nn.Module, Float8Product]] = []

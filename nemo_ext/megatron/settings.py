@@ -58,6 +58,8 @@ class TrainSettings:
         model_of_start: true to take the model from megatron.pretrained_checkpoint instead of model=NAME.
         new_mtp: depths of multi-token prediction, such as /*E, to add with new weights to the model that
             megatron.pretrained_checkpoint has without them.
+        quantization_aware: true to train with weights and inputs rounded as the precision plan stores them, instead of
+            in FP8 or NVFP4.
         mtp_only: true to train only multi-token prediction; the weights of the main model are frozen.
     """
 
@@ -68,6 +70,7 @@ class TrainSettings:
     decay_tokens: Tokens | None = None
     validate_at_start: bool = False
     model_of_start: bool = False
+    quantization_aware: bool = False
     new_mtp: Text | None = None
     mtp_only: bool = False
 
