@@ -1,12 +1,12 @@
 """Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
 Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
-replaced. Each rank scales its own shard of a matrix.
+replaced. Each rank scales its own shard of a matrix, except in quantisation-aware training.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,11 +35,14 @@ class Float8Product:
     Attributes:
         scaling: scaling of the matrices.
         gradients: float8 dtype to which the output's gradients are rounded; None to pass them through the rounding of
-            weights and inputs, whose scales are then those of the whole matrices over tensor-parallel ranks.
+            weights and inputs (quantisation-aware training).
+        group: ranks that hold shards of the layer's matrices, which then have the scale of the whole matrix; None for
+            a scale of each shard.
     """
 
     scaling: Scaling
     gradients: torch.dtype | None
+    group: Any = None
 
     def __call__(
         self,
@@ -58,7 +61,7 @@ class Float8Product:
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         if self.gradients is None:
-            output = rounded_linear(input, weight, self.scaling, group=tp_group)
+            output = rounded_linear(input, weight, self.scaling, group=self.group)
         else:
             output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
         return output if bias is None else output + bias
@@ -94,7 +97,7 @@ def use_float8(
         if (low := assignment.precision) in LOW:
             layers += [(layer, products[low]) for layer in _linears(named, assignment.weight, low, precision, stage)]
     for layer, product in layers:
-        setattr(layer, _FORWARD, product)
+        setattr(layer, _FORWARD, replace(product, group=layer.tp_group) if precision.aware else product)
     return [layer for layer, _ in layers]
 
 

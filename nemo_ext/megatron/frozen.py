@@ -16,7 +16,8 @@ def freeze(model: list[torch.nn.Module], *, but_mtp: bool = False) -> list[torch
     """
     module: Any
     for stage in model:
-        trained = getattr(stage.requires_grad_(False), "mtp", None) if but_mtp else None
+        stage.requires_grad_(False)
+        trained = getattr(stage, "mtp", None) if but_mtp else None
         kept = set() if trained is None else set(trained.requires_grad_(True).modules())
         for module in set(stage.modules()) - kept:
             if hasattr(module, "expert_bias"):

@@ -159,6 +159,9 @@ def test_names_are_relative_to_the_stage() -> None:
         (["precision=nvfp4", "megatron.fp4_format=e2m1"], "megatron.fp4_format and precision_plan are both set"),
         (["precision=nvfp4"], "not a multiple of 32 (nvfp4)"),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
+        (["train.quantization_aware=true"], "requires a precision plan with FP8 or NVFP4, such as precision=nvfp4"),
+        (["precision=fp8_blockwise", "train.quantization_aware=true"], "not support precision_plan.recipe=blockwise"),
+        (["precision=fp8_current", "train.quantization_aware=true", ENGINE], "set model.backend=local"),
     ],
 )
 def test_invalid_plans_are_refused(words: list[str], said: str) -> None:

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 SCALES = export.SCALES
+SHARE = 0.5
 FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]
 FP8 = ["precision=fp8_current"]
 SOME = [*FP8, "precision_plan.rules=['1 bf16', '2.in_proj bf16', '3.qkv bf16', 'head bf16']"]
@@ -208,6 +209,53 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
     assert len(caches) == 2 * (pattern.count("*") - pattern.count("*{linear}"))
     attention = [tensor for tensor in old if tensor.endswith("k_proj.weight")]
     assert {f"{tensor.removesuffix('weight')}k_scale" for tensor in attention} <= caches
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        ("dense", {"default": "fp8", "rules": ["head bf16"]}),
+        ("hybrid", {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}),
+    ],
+)
+def test_quantisation_aware_training_computes_as_the_quantised_checkpoint(
+    case: str, plan: dict[str, Any], folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On the same tokens, with which ModelOpt's scales of inputs are calibrated."""
+    import modelopt.torch.quantization as mtq
+
+    from nemo_ext.checkpoint.start import with_model
+    from nemo_ext.megatron.session import build_model, data_parallel, load_weights
+    from nemo_ext.quantization.modelopt import quantize_config
+
+    name, pattern, *_ = CASES[case]
+    source, checkpoint = folder_of(name, pattern, torch.float32), tmp_path / "megatron"
+    words = [f"from={source}", f"to={tmp_path / 'unused'}", "calibration.data=unused"]
+    work = job.prepare({**compose("quantize", words), "precision_plan": plan})
+    hf.convert(hf.plan(source, checkpoint, hf.Settings()), hf.Settings())
+    ids = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(1))
+
+    config = with_model(
+        compose("train", ["run_dir=unused", "data=mock", "precision=fp32"]), work.conversion.description, "x"
+    )
+    config |= {"precision_plan": plan, "train": {**config["train"], "quantization_aware": True}}
+    with data_parallel(), torch.inference_mode():
+        model = build_model(config)[0].eval()
+        load_weights(model, checkpoint)
+        positions = torch.arange(48).expand(2, 48)
+        aware = model(ids, positions, None)[..., : work.conversion.description.vocab_size]
+    with torch.inference_mode():
+        theirs: Any = job.load_model(source, work.conversion.format, "cpu")
+        before = theirs(ids, use_cache=False).logits
+        listed = quantize_config(work.plan, work.listed, parameters(theirs, work.tensors))
+        mtq.quantize(theirs, listed, lambda model: model(ids, use_cache=False))
+        quantised = theirs(ids, use_cache=False).logits
+
+    def rms(difference: torch.Tensor) -> float:
+        return difference.square().mean().sqrt().item()
+
+    assert rms(quantised - before) > 0.01
+    assert rms(aware - quantised) < SHARE * rms(quantised - before)
 
 
 def test_types_stay_and_what_vllm_reads_is_there(
