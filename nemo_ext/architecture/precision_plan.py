@@ -9,7 +9,8 @@ A rule is a selector and a precision, such as `M>* bf16`. Selectors:
     embedding   the embedding                     head       the output layer
 
 FP8 and NVFP4 apply only to linear layers; other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets
-FP32. Plans name blocks of the main model; the depths of multi-token prediction are in BF16.
+FP32. Latent projections are in FP8 or NVFP4 only if a rule names them (`E.latent_fc1 fp8`), as published plans keep
+them in BF16. Plans name blocks of the main model; the depths of multi-token prediction are in BF16.
 """
 
 import re
@@ -20,7 +21,7 @@ from math import ceil
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
 from nemo_ext.architecture.precision import BYTES, NVFP4_BITS
-from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, expert_width, first_width, mamba_widths
 from nemo_ext.job.settings import check_keys, nearest
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -33,11 +34,15 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Mapping from block kinds to their parts with weights; a linear-replaced block has only the part `linear`."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
 """Parts that are not Transformer Engine's linear layers, and thus cannot be in FP8 or NVFP4."""
+ONLY_NAMED = frozenset({"latent_fc1", "latent_fc2"})
+"""Parts in FP8 or NVFP4 only if a rule names the part, not by the default or a rule for whole blocks."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 """Mapping from Megatron's names of Transformer Engine's FP8 recipes to the required divisor of matrix sizes: 16 for
 cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
 NVFP4_MULTIPLE = 32
 """Required divisor of matrix sizes in NVFP4's products (Megatron-Core, core/fp4_utils.py)."""
+SCALE_BITS = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 32 / 128**2, "mxfp8": 8 / 32}
+"""Mapping from FP8 recipes to the bits of block scales per number of a stored weight."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("nvfp4", "fp8", "bf16", "fp32")
 LOW = frozenset({"nvfp4", "fp8"})
@@ -109,14 +114,14 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
         yield Weight(number, "fc2", hidden, ffn)
     elif block.kind == "E":
         experts, ffn, shared = map(block.size, ("experts", "ffn", "shared"))
-        width = architecture.moe_latent_size or hidden
+        width = expert_width(architecture, block)
         yield Weight(number, "router", experts, hidden)
         yield Weight(number, "fc1", first_width(architecture, ffn), width, experts)
         yield Weight(number, "fc2", width, ffn, experts)
         if shared:
             yield Weight(number, "shared_fc1", first_width(architecture, shared), hidden)
             yield Weight(number, "shared_fc2", hidden, shared)
-        if architecture.moe_latent_size:
+        if block.size("latent"):
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:
@@ -248,8 +253,8 @@ class Plan:
     """Precisions of all weights of a model.
 
     Attributes:
-        default: precision of weights that no rule selects; if it is FP8 or NVFP4, parts that do not support it are in
-            BF16.
+        default: precision of weights that no rule selects; if it is FP8 or NVFP4, parts that do not support it and
+            latent projections are in BF16.
         recipe: FP8 scaling recipe, one of RECIPES.
         format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
         nvfp4: `w4a4`, or `w4a16` for products of NVFP4 weights with BF16 inputs.
@@ -303,6 +308,12 @@ class Plan:
         """Whether any weight may be in NVFP4."""
         return self._uses("nvfp4")
 
+    def bits(self, precision: str) -> float:
+        """Return the bits of a number of a stored weight, including the scales of blocks."""
+        if precision == "nvfp4":
+            return NVFP4_BITS
+        return 8 * BYTES[precision] + (SCALE_BITS[self.recipe] if precision == "fp8" else 0)
+
     def _uses(self, precision: str) -> bool:
         return precision in (self.default, *(rule.precision for rule in self.rules))
 
@@ -350,7 +361,8 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     for weight in weights(architecture):
         first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
         precision = plan.default if first is None else first.precision
-        if precision in LOW and weight.part in NO_FP8:
+        named = first is not None and first.selector.part == weight.part
+        if precision in LOW and (weight.part in NO_FP8 or (weight.part in ONLY_NAMED and not named)):
             precision = "bf16"
         precisions.append(Assigned(weight, precision, first))
     return precisions
@@ -377,14 +389,20 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
     return stored
 
 
+def multiple(plan: Plan, precision: str) -> tuple[str, int]:
+    """Return the scaling of a precision, and the number of which a weight's sizes must be multiples in its products."""
+    if precision == "nvfp4":
+        return "nvfp4", NVFP4_MULTIPLE
+    return (plan.recipe, RECIPES[plan.recipe]) if precision == "fp8" else (precision, 1)
+
+
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
     """Return a message for each FP8 or NVFP4 weight whose size is not supported, with the nearest supported sizes."""
-    multiples = {"fp8": (plan.recipe, RECIPES[plan.recipe]), "nvfp4": ("nvfp4", NVFP4_MULTIPLE)}
     lines = []
     for entry in assigned(plan, architecture):
         weight = entry.weight
-        for name, size in (("out", weight.rows), ("in", weight.columns)) if entry.precision in LOW else ():
-            scaling, step = multiples[entry.precision]
+        scaling, step = multiple(plan, entry.precision)
+        for name, size in (("out", weight.rows), ("in", weight.columns)):
             if size % step:
                 near = size // step * step or step
                 lines.append(

@@ -1,7 +1,8 @@
 """Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
-Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
-replaced. Each rank scales its own shard of a matrix, except in quantisation-aware training.
+Megatron's column- and row-parallel layers, and our replicated one of latent projections, keep their weights, sharding
+and communication; only the product inside is replaced. Each rank scales its own shard of a matrix, except in
+quantisation-aware training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ from torch import Tensor
 from nemo_ext.architecture.precision_plan import HEAD, LOW, Weight, assigned
 from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear, rounded_linear
 from nemo_ext.megatron.fp8 import Precision, module_patterns
+from nemo_ext.megatron.layers import ReplicatedLinear
 
-LINEAR = ColumnParallelLinear, RowParallelLinear
+LINEAR = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
 _FORWARD = "_forward_impl"
 """Name of the method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
 
@@ -97,7 +99,9 @@ def use_float8(
         if (low := assignment.precision) in LOW:
             layers += [(layer, products[low]) for layer in _linears(named, assignment.weight, low, precision, stage)]
     for layer, product in layers:
-        setattr(layer, _FORWARD, replace(product, group=layer.tp_group) if precision.aware else product)
+        setattr(
+            layer, _FORWARD, replace(product, group=getattr(layer, "tp_group", None)) if precision.aware else product
+        )
     return [layer for layer, _ in layers]
 
 

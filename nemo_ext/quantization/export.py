@@ -1,9 +1,10 @@
 """Export of a quantised model as a Hugging Face directory for vLLM, written by ModelOpt and checked against its source.
 
-ModelOpt writes the FP8 tensors and their scales. All other tensors are bitwise unchanged, in the checkpoint's types.
+ModelOpt writes the FP8 and NVFP4 tensors and their scales. All other tensors, with those of multi-token prediction,
+are bitwise unchanged, in the checkpoint's types.
 config.json is the checkpoint's plus `quantization_config`, because transformers writes values such as Infinity in a
 form that other programs cannot read. `exclude_modules` is written from the plan, because ModelOpt 0.47 writes invalid
-names if transformers renames modules (NemotronH).
+names if transformers renames modules (NemotronH), and so is `quantized_layers` of checkpoints with both precisions.
 """
 
 import contextlib
@@ -13,20 +14,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_ext.architecture.precision_plan import LOW, Plan
 from nemo_ext.checkpoint.beside import copy_extras, read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.progress import progress_of
-from nemo_ext.quantization.modelopt import Matrix
+from nemo_ext.quantization.modelopt import MTP, Matrix, layer_algorithms
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 QUANT_CONFIG = "hf_quant_config.json"
-FP8 = "F8_E4M3"
-"""Name of float8_e4m3fn in safetensors."""
-SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
+TYPES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
+"""Mapping from precisions to the names of their types in safetensors; NVFP4 has two numbers in a byte."""
+SCALES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
 
 
 @contextlib.contextmanager
@@ -41,6 +43,7 @@ def export(
     folder: Path,
     *,
     source: SafetensorsReader,
+    plan: Plan,
     listed: Sequence[Matrix],
     exclude: Sequence[str],
     names: Mapping[str, str],
@@ -53,8 +56,9 @@ def export(
         model: the model after `mtq.quantize`; ModelOpt packs its weights in place.
         folder: directory to write into.
         source: the checkpoint from which the model was loaded.
+        plan: precision plan of the weights.
         listed: the checkpoint's matrices with their precisions.
-        exclude: names of the modules outside FP8.
+        exclude: names of the modules outside FP8 and NVFP4.
         names: mapping from the checkpoint's tensors to their names in the transformers model.
         extras: directory with the tokenizer and other files to copy.
         shard_gigabytes: maximum size of a weight file in GB.
@@ -65,23 +69,57 @@ def export(
         export_hf_checkpoint(
             model,
             export_dir=folder,
-            extra_state_dict=_own_types(model, source, listed, names),
+            extra_state_dict=_own_types(model, source, listed, names) | _prediction(source),
             max_shard_size=f"{round(shard_gigabytes * 1000)}MB",
         )
-    quantization = read_json(folder / QUANT_CONFIG), read_json(folder / CONFIG)["quantization_config"]
+    alone, inside = read_json(folder / QUANT_CONFIG), read_json(folder / CONFIG)["quantization_config"]
+    if "quantized_layers" in alone["quantization"]:
+        alone, inside = _by_layer(alone, plan, listed)
     copy_extras(extras, folder, code=extras == source.path)
-    _write_configs(folder, source.path, quantization, exclude)
+    _write_configs(folder, source.path, (alone, inside), exclude)
+
+
+def _prediction(source: SafetensorsReader) -> dict[str, "Tensor"]:
+    return {name: source.read(name) for name in source.tensors if name.startswith(MTP)}
+
+
+def _by_layer(alone: dict[str, Any], plan: Plan, listed: Sequence[Matrix]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rewrite the algorithms of single layers, in hf_quant_config.json (`alone`), with the checkpoint's module names.
+
+    Returns:
+        hf_quant_config.json, and the `quantization_config` for config.json, which ModelOpt derives from it.
+
+    Raises:
+        CheckpointError: ModelOpt has other algorithms than the plan.
+    """
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+
+    single = {name.removesuffix(".weight"): tensor for name, (tensor, _) in _single_experts(listed).items()}
+    precisions = {matrix.tensor: matrix.precision for matrix in listed if matrix.precision in LOW}
+    separate = [name for name in precisions if name.endswith(".weight")]
+    modules = [(name.removesuffix(".weight"), precisions[name]) for name in separate]
+    modules += [(name, precisions[tensor]) for name, tensor in single.items() if tensor in precisions]
+    layers = layer_algorithms(plan, modules)
+    theirs = alone["quantization"]["quantized_layers"]
+    found, planned = ({str(layer) for layer in each.values()} for each in (theirs, layers))
+    if found != planned:
+        raise CheckpointError(
+            f"ModelOpt has quantised layers as {', '.join(sorted(found))}, but the plan requires "
+            f"{', '.join(sorted(planned))}: try another ModelOpt version"
+        )
+    alone["quantization"]["quantized_layers"] = layers
+    return alone, convert_hf_quant_config_format(alone)
 
 
 def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
-    """Read the tensors outside FP8 that transformers has loaded in a type other than the checkpoint's.
+    """Read the tensors outside FP8 and NVFP4 that transformers has loaded in a type other than the checkpoint's.
 
     The arguments are those of `export`; the tensors are keyed by their names in the transformers model.
     """
     # Stacked experts, in the checkpoint or only in transformers, share one type; `check` reports a mismatch.
-    skipped = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
+    skipped = {matrix.tensor for matrix in listed if matrix.precision in LOW}
     skipped |= {stacked for stacked, _ in _single_experts(listed).values()}
     read = model.state_dict()
     return {
@@ -102,7 +140,7 @@ def _write_configs(
         folder: the exported directory.
         source: directory of the checkpoint, whose config.json is extended.
         quantization: ModelOpt's own hf_quant_config.json, and its `quantization_config` for config.json.
-        exclude: names of the modules outside FP8, which replace ModelOpt's list in both files.
+        exclude: names of the modules outside FP8 and NVFP4, which replace ModelOpt's list in both files.
     """
     alone, inside = quantization
     alone["quantization"]["exclude_modules"] = list(exclude)
@@ -123,10 +161,12 @@ def check(
         tensors: names of all of the checkpoint's tensors.
 
     Returns:
-        Bytes on disk, `before` and `after`, each keyed by planned precision (for matrices), `scales` and `others`.
+        Bytes on disk, `before` and `after`, each keyed by planned precision (for matrices; NVFP4's with the scales of
+        its blocks), `scales`, `mtp` (multi-token prediction) and `others`.
 
     Raises:
-        CheckpointError: a tensor is missing or unknown, has a precision other than planned, or changed outside FP8.
+        CheckpointError: a tensor is missing or unknown, has a precision other than planned, or changed outside FP8 and
+            NVFP4.
     """
     import torch
 
@@ -146,18 +186,24 @@ def check(
         for name, stored in exported.tensors.items():
             tensor = exported.read(name)
             origin, expert = single.get(name, (name, None))
-            kind = "scales" if name in scales else planned.get(origin, "others")
+            kind = planned.get(origin, "mtp" if name.startswith(MTP) else "others")
+            if name in scales:
+                of, _, scale = name.rpartition(".")
+                weight = f"{of}.weight"
+                packed = planned.get(single.get(weight, (weight, None))[0]) == "nvfp4" and scale == "weight_scale"
+                kind = "nvfp4" if packed else "scales"
             sizes["after"][kind] = sizes["after"].get(kind, 0) + tensor.nbytes
             if name in scales:
                 continue
             original = source.read(origin) if expert is None else source.read(origin)[expert]
             sizes["before"][kind] = sizes["before"].get(kind, 0) + original.nbytes
-            if kind == "fp8":
-                scale = f"{name.removesuffix('.weight')}.weight_scale"
-                if stored.dtype != FP8 or scale not in scales:
+            if kind in LOW:
+                above = name.removesuffix(".weight")
+                missing = {f"{above}.weight_scale", *([f"{above}.weight_scale_2"] if kind == "nvfp4" else [])} - scales
+                if stored.dtype != TYPES[kind] or missing:
                     raise CheckpointError(
-                        f"{folder}: the exported tensor {name} is {stored.dtype}, but the plan requires FP8 with "
-                        f"{scale}: try another ModelOpt version"
+                        f"{folder}: the exported tensor {name} is {stored.dtype}, but the plan requires {kind.upper()} "
+                        f"with {above}.weight_scale: try another ModelOpt version"
                     )
             elif (
                 tensor.dtype != original.dtype

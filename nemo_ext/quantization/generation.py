@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, NO_FP8, Plan
+from nemo_ext.architecture.precision_plan import EMBEDDING, HEAD, LOW, NO_FP8, Plan
 from nemo_ext.quantization.modelopt import Matrix
 
 _NEVER = NO_FP8 | {HEAD}
@@ -36,6 +36,10 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
     Raises:
         ValueError: vLLM does not support the plan.
     """
+    if plan.uses_nvfp4:
+        raise ValueError(
+            "precision_plan: vLLM does not quantise to NVFP4 while loading; write a checkpoint with `nemo-ext quantize`"
+        )
     if any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed):
         raise ValueError(
             "precision_plan.rules: vLLM's online quantisation keeps the output layer in BF16, so add the rule 'head "
@@ -59,12 +63,12 @@ def high_modules(listed: Sequence[Matrix]) -> list[str]:
 
     Modules that engines never run in FP8 are omitted: routers, convolutions, embedding and output layer.
     """
-    return _names(matrix for matrix in listed if matrix.precision != "fp8" and matrix.weight.part not in _NEVER)
+    return _names(matrix for matrix in listed if matrix.precision not in LOW and matrix.weight.part not in _NEVER)
 
 
 def never_quantised(listed: Sequence[Matrix]) -> list[str]:
     """List routers, convolutions and output layer, which `high_modules` omits, for engines that need them listed."""
-    return _names(m for m in listed if m.precision != "fp8" and m.weight.part in _NEVER - {EMBEDDING})
+    return _names(m for m in listed if m.precision not in LOW and m.weight.part in _NEVER - {EMBEDDING})
 
 
 def _names(matrices: Iterable[Matrix]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `quantize` job: makes an FP8 checkpoint for vLLM from a checkpoint and a precision plan, with a report."""
+"""The `quantize` job: makes a quantised checkpoint for vLLM from a checkpoint and a precision plan, with a report."""
 
 import contextlib
 import importlib.resources
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from nemo_ext.architecture.precision_plan import Plan, weight_bytes
+from nemo_ext.architecture.precision_plan import LOW, Plan, weight_bytes
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.beside import read_json
 from nemo_ext.checkpoint.formats import Format
@@ -35,6 +35,7 @@ from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettin
 from nemo_ext.quantization.comparison import Comparison, compare
 from nemo_ext.quantization.generation import serve_words
 from nemo_ext.quantization.modelopt import (
+    MTP,
     Matrix,
     check_calibrated,
     check_quantizers,
@@ -42,6 +43,8 @@ from nemo_ext.quantization.modelopt import (
     matrices,
     parameters,
     quantize_config,
+    register_nvfp4,
+    share_scales,
 )
 from nemo_ext.quantization.servable import check_servable
 from nemo_ext.quantization.settings import read_settings
@@ -109,6 +112,7 @@ def run(config: Mapping[str, Any]) -> None:
     work = prepare(config)
     if (
         work.plan.recipe == "mxfp8"
+        and any(matrix.precision == "fp8" for matrix in work.listed)
         and work.device == "cpu"
         and (work.calibration.held_out or work.plan.kv_cache == "fp8")
     ):
@@ -143,10 +147,6 @@ def prepare(config: Mapping[str, Any]) -> Work:
     )
     conversion = hf.plan(options.source, to.with_name(f".{to.name}.huggingface"), settings)
     description, checkpoint_format = conversion.description, conversion.format
-    if description.prediction:
-        raise ValueError(f"from={options.source} has multi-token prediction: first convert it with mtp=drop")
-    if description.architecture.moe_latent_size:
-        raise ValueError(f"from={options.source} has latent experts (LatentMoE), which cannot be quantised yet")
     listed = matrices(plan, description, checkpoint_format)
     remarks = check_servable(plan, description, checkpoint_format, listed)
     return Work(
@@ -191,6 +191,7 @@ def _quantise(work: Work) -> None:
     beside = work.conversion.extras or work.conversion.reader.path
     data = load(work.calibration, model=beside, vocab_size=vocabulary)
     notice(f"calibration: {len(data.samples):,} of {data.available:,} samples, {data.tokens:,} tokens")
+    has_prediction = bool(work.conversion.description.prediction)
     output = Output(work.to, work.identity())
     for file in output.folder.iterdir():
         if file.name not in (LOCK, RECORD):
@@ -199,7 +200,7 @@ def _quantise(work: Work) -> None:
     for remark in work.remarks:
         notice(f"note: {remark}")
     model = load_model(source.path, work.conversion.format, work.device)
-    names = parameters(model, work.tensors)
+    names = parameters(model, [tensor for tensor in work.tensors if not tensor.startswith(MTP)])
     calibrate(model, work, names, data)
     compared: Comparison | None = None
     if data.held_out:
@@ -209,8 +210,9 @@ def _quantise(work: Work) -> None:
         model,
         output.folder,
         source=source,
+        plan=work.plan,
         listed=work.listed,
-        exclude=excluded(work.listed, work.conversion.format.outside["head"]),
+        exclude=excluded(work.listed, work.conversion.format.outside["head"]) + ["mtp*"] * has_prediction,
         names=names,
         extras=source.path if work.conversion.to_format == HUGGING_FACE else beside,
         shard_gigabytes=work.conversion_settings.shard_gigabytes,
@@ -319,7 +321,7 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
         raise ValueError(f"{_WITHOUT_MODELOPT} ({error})") from None
     config = quantize_config(work.plan, work.listed, names)
     # The last position's logits are enough, unless the output layer has a scale that needs all positions.
-    head = any(matrix.weight.block is None and matrix.precision == "fp8" for matrix in work.listed)
+    head = any(matrix.weight.block is None and matrix.precision in LOW for matrix in work.listed)
     few = {} if head else {"logits_to_keep": 1}
 
     def forward(model: "PreTrainedModel") -> None:
@@ -328,7 +330,9 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
                 model(torch.from_numpy(batch).to(model.device), use_cache=False, **few)
                 advance(len(batch))
 
+    register_nvfp4()
     with export.prints_to_stderr():
         mtq.quantize(model, config, forward if config["algorithm"] else None)
     check_quantizers(model, config)
     check_calibrated(model)
+    share_scales(model, work.listed, names)

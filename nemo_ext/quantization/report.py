@@ -14,7 +14,10 @@ from nemo_ext.quantization.generation import serve_words
 
 JSON, MARKDOWN = "quantization.json", "quantization.md"
 SERVE = "serve it with"
-_ROWS = {"fp8": "FP8", "bf16": "BF16", "fp32": "FP32", "scales": "scales", "others": "norms, biases, other vectors"}
+_ROWS = {
+    **{"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp32": "FP32", "scales": "scales"},
+    **{"mtp": "multi-token prediction", "others": "norms, biases, other vectors"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,10 @@ def _values(report: Quantized) -> dict[str, Any]:
 def _page(report: Quantized) -> Report:
     before, after = report.sizes["before"], report.sizes["after"]
     plan, data = report.plan, report.data
+    low = [name for name, used in (("NVFP4", plan.uses_nvfp4), ("FP8", plan.uses_fp8)) if used]
     rules = ", ".join(f"`{rule.text}`" for rule in plan.rules) or "none"
     page = Report(
-        f"{report.to.name}: {report.architecture} in FP8",
+        f"{report.to.name}: {report.architecture} in {' and '.join(low)}",
         f"From `{report.source}`; default {plan.default}, recipe {plan.recipe}, KV cache {plan.kv_cache}, "
         f"rules {rules}.\n"
         f"Scales from {len(data.samples):,} of {data.available:,} samples of `{report.calibration.data}`, "

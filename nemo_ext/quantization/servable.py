@@ -5,9 +5,10 @@ Source: vllm/model_executor/layers/quantization/modelopt.py.
 
 from collections.abc import Sequence
 
-from nemo_ext.architecture.precision_plan import HEAD, RECIPES, Plan
+from nemo_ext.architecture.precision_plan import HEAD, LOW, RECIPES, Plan
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
+from nemo_ext.megatron.nvfp4 import BLOCK
 from nemo_ext.quantization.modelopt import Matrix
 
 
@@ -28,27 +29,35 @@ def check_servable(
     Raises:
         ValueError: the plan cannot be served; the message gives the key and a remedy.
     """
-    low = [matrix for matrix in listed if matrix.precision == "fp8"]
+    low = [matrix for matrix in listed if matrix.precision in LOW]
     if not low:
         raise ValueError(
-            "precision_plan puts nothing in FP8, so there is nothing to quantise: set precision=nemotron3_selective "
-            "or precision_plan.default=fp8"
+            "precision_plan puts nothing in FP8 or NVFP4, so there is nothing to quantise: set "
+            "precision=nemotron3_selective or precision_plan.default=fp8"
         )
     experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
     for block in {matrix.weight.block for matrix in experts}:
-        if len({matrix.precision == "fp8" for matrix in experts if matrix.weight.block == block}) > 1:
+        if len({m.precision if m.precision in LOW else "" for m in experts if m.weight.block == block}) > 1:
             raise ValueError(
                 f"precision_plan.rules: the experts' fc1 and fc2 of block {block} have different precisions, but vLLM "
                 "runs both in one kernel, so give them the same precision"
             )
     if any(matrix.weight.part == HEAD for matrix in low):
-        raise ValueError("precision_plan.rules: vLLM does not load an output layer in FP8, so add the rule 'head bf16'")
-    if plan.recipe == "blockwise" and any(matrix in experts for matrix in low):
+        raise ValueError(
+            "precision_plan.rules: vLLM does not load a quantised output layer, so add the rule 'head bf16'"
+        )
+    fp8 = [matrix for matrix in low if matrix.precision == "fp8"]
+    if plan.recipe == "blockwise" and any(".experts." in matrix.tensor for matrix in fp8):
         raise ValueError(
             "precision_plan.recipe=blockwise: vLLM does not support experts with ModelOpt's blocks of 128x128; use "
             "tensorwise or mxfp8, or add the rules 'E.fc1 bf16' and 'E.fc2 bf16'"
         )
-    wrong = _misfits(low, RECIPES[plan.recipe], description)
+    if wrong := _misfits([matrix for matrix in low if matrix.precision == "nvfp4"], BLOCK, description):
+        raise ValueError(
+            f"precision_plan: NVFP4 does not support the shape of {len(wrong)} tensors ({wrong[0]}): exclude them by "
+            "rules"
+        )
+    wrong = _misfits(fp8, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):
         raise ValueError(
             f"precision_plan.recipe={plan.recipe} does not support the shape of {len(wrong)} tensors ({wrong[0]}): set "
@@ -71,7 +80,7 @@ def check_servable(
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Describe each FP8 matrix (in `low`) whose rows or columns are not multiples of `step`, even if vLLM fuses it."""
+    """Describe each matrix in `low` whose rows or columns are not multiples of `step`, even if vLLM fuses it."""
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape

@@ -43,12 +43,13 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """
     if config.get("precision_plan") is None:
         raise ValueError(
-            "precision_plan=null: choose which weights are in FP8, such as with precision=nemotron3_selective"
+            "precision_plan=null: choose which weights are in FP8 or NVFP4, such as with precision=nemotron3_selective"
         )
     plan = Plan.from_config(config["precision_plan"])
-    if not plan.uses_fp8:
+    if not plan.uses_fp8 and not plan.uses_nvfp4:
         raise ValueError(
-            "precision_plan puts nothing in FP8, so there is nothing to quantise: set precision_plan.default=fp8"
+            "precision_plan puts nothing in FP8 or NVFP4, so there is nothing to quantise: set "
+            "precision_plan.default=fp8"
         )
     if config["calibration"].get("data") is None:
         raise ValueError("calibration.data=null: set it to packs of `nemo-ext sft_data`, or to files of conversations")

@@ -1,1 +1,1 @@
-"""Sensitivity of blocks to FP8, and the precision plan that meets a loss budget with the fewest BF16 bytes."""
+"""Sensitivity of blocks to FP8 and NVFP4, and the precision plan that is best within a budget of loss or bits."""

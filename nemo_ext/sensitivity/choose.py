@@ -1,4 +1,6 @@
-"""Search for the plan with the fewest BF16 bytes within a loss budget, using Puzzle's integer program.
+"""Search for the best plan within a budget, using Puzzle's integer program.
+
+With a budget of loss, the plan has the fewest BF16 bytes; with a budget of bits per weight, the least sum of losses.
 
 The sensitivities of single units add up only roughly. Plans are therefore measured, and the budget given to the program
 is bisected until its plan's measured loss is as close as possible to the requested budget. Does not import torch.
@@ -93,3 +95,53 @@ def propose(
     valid = [proposal for proposal in known.values() if proposal.measured <= budget]
     best = max(valid, key=lambda proposal: sum(unit.bytes for unit in proposal.low))
     return [*(proposal for proposal in known.values() if proposal not in (nothing, whole, best)), best]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A unit in one precision.
+
+    Attributes:
+        precision: `nvfp4`, `fp8` or `bf16`.
+        bits: bits of the unit's weights.
+        loss: loss of the unit alone in this precision, in nats per token.
+    """
+
+    precision: str
+    bits: float
+    loss: float
+
+
+def within_bits(options: Sequence[Sequence[Option]], budget: float) -> list[Option]:
+    """Choose an option for each unit so that the losses add up to the least, within a sum of bits.
+
+    Args:
+        options: the options of each unit.
+        budget: maximum sum of bits; at least that of the smallest options.
+    """
+    program = Program(
+        objective=[np.array([option.loss for option in each]) for each in options],
+        rows=[np.array([[option.bits] for option in each]) for each in options],
+        lower=np.array([-np.inf]),
+        upper=np.array([budget]),
+    )
+    answer = minimise(program, gap=GAP, time_limit=SECONDS)
+    assert answer.choice is not None, "the smallest options are within the budget"
+    return [each[chosen] for each, chosen in zip(options, answer.choice, strict=True)]
+
+
+def random_within_bits(options: Sequence[Sequence[Option]], budget: float, seed: int) -> list[Option]:
+    """Choose options at random that use up a sum of bits: units in random order are raised as far as it allows."""
+    random = np.random.default_rng(seed)
+    chosen = [min(each, key=lambda option: option.bits) for each in options]
+    left = budget - sum(option.bits for option in chosen)
+    for number in random.permutation(len(options)):
+        affordable = [option for option in options[number] if option.bits - chosen[number].bits <= left]
+        option = affordable[random.integers(len(affordable))]
+        left -= option.bits - chosen[number].bits
+        chosen[number] = option
+    for number in random.permutation(len(options)):
+        option = max((o for o in options[number] if o.bits - chosen[number].bits <= left), key=lambda o: o.bits)
+        left -= option.bits - chosen[number].bits
+        chosen[number] = option
+    return chosen

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
@@ -14,12 +15,14 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import write_config, write_versions
 from nemo_ext.sensitivity.report import write_report
-from nemo_ext.sensitivity.settings import read_settings
-from nemo_ext.sensitivity.units import units
+from nemo_ext.sensitivity.settings import Settings, read_settings
+from nemo_ext.sensitivity.units import precisions, units
 from nemo_ext.sensitivity.workspace import Workspace
 
 DEFAULT_PLAN = {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}
 """Precision plan for a config without one."""
+DEFAULT_WITH_BITS = {**DEFAULT_PLAN, "default": "nvfp4"}
+"""The same with `sensitivity.bits`."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -46,13 +49,13 @@ def run(config: dict[str, Any]) -> None:
         )
     config = as_checkpoint(config, model)
     if config["precision_plan"] is None:
-        config["precision_plan"] = DEFAULT_PLAN
+        config["precision_plan"] = DEFAULT_PLAN if chosen.bits is None else DEFAULT_WITH_BITS
     # Measured with torch's FP8 products everywhere, even where Transformer Engine is installed.
     config["model"]["backend"] = "local"
     config["megatron"]["moe_grouped_gemm"] = False
     check_backend(config, "local")
     architecture = description_of(model).architecture
-    units(Plan.from_config(config["precision_plan"]), architecture, chosen.per)
+    _check_budget(chosen, Plan.from_config(config["precision_plan"]), architecture)
     workspace = Workspace(Path(config["run_dir"]))
     with only_run_in(workspace.run_dir):
         workspace.begin(config, checkpoint_folder(model))
@@ -62,3 +65,29 @@ def run(config: dict[str, Any]) -> None:
         tokenize_streams(config.get("data"))
         start("nemo_ext.sensitivity.rank", workspace.config, ranks=int(config["launcher"]["nproc_per_node"]))
         notice(f"report: {write_report(workspace, chosen, config, architecture)}")
+
+
+def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> None:
+    """Reject a plan without units, and a budget that does not suit the plan's precisions.
+
+    Raises:
+        ValueError: the message names the key.
+    """
+    every = units(plan, architecture, chosen.per)
+    if chosen.bits is None:
+        if plan.uses_nvfp4:
+            raise ValueError(
+                "precision_plan uses NVFP4, which needs a budget of bits: set sensitivity.bits, such as 4.75"
+            )
+        return
+    if plan.recipe == "delayed":
+        raise ValueError(
+            "precision_plan.recipe=delayed needs Transformer Engine, but the sweep runs without it: use tensorwise"
+        )
+    bits = sum(unit.parameters * plan.bits(precisions(unit, plan)[0]) for unit in every)
+    least = bits / sum(unit.parameters for unit in every)
+    if chosen.bits < least:
+        raise ValueError(
+            f"sensitivity.bits={chosen.bits}: the weights that the plan quantises need at least {least:.4g} bits, as "
+            "the sizes of some may not fit NVFP4: raise it, or exclude weights by rules"
+        )

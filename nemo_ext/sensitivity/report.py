@@ -1,4 +1,4 @@
-"""Report of a sweep: the loss of each block in FP8, the proposed plan, and a comparison of plans."""
+"""Report of a sweep: the loss of each block in FP8 or NVFP4, the proposed plan, and a comparison of plans."""
 
 import itertools
 import json
@@ -12,14 +12,14 @@ import yaml
 from nemo_ext.architecture.blocks import NAMES
 from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
+from nemo_ext.architecture.precision_plan import HEAD, LOW, Plan, Rule
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.sensitivity.settings import Settings
-from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
-from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, lost
+from nemo_ext.sensitivity.units import Unit, average_bits, bf16_rules, in_precisions, named_rule, units, with_rules
+from nemo_ext.sensitivity.workspace import EVERYTHING, LOWEST, NANO, REFERENCE, Sensitivity, Workspace, lost
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +28,7 @@ PICTURE = "scores.png"
 LABELS = {
     REFERENCE: "the unchanged model",
     EVERYTHING: "the given plan",
+    LOWEST: LOWEST,
     "proposed": "proposed",
     NANO: "attention and the blocks before it in BF16",
     "proposed turned round": "the least sensitive units in BF16",
@@ -48,6 +49,8 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     every = units(plan, architecture, chosen.per)
     scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity, what="a score")}
     result = json.loads(workspace.result.read_text())
+    if chosen.bits is not None:
+        return _write_within_bits(workspace, chosen, config, architecture, scores, result)
     low = set(result["tried"][-1]["fp8"])
     in_bf16 = [unit for unit in every if unit.selector not in low]
     named = named_rule(in_bf16, plan, architecture) if in_bf16 else None
@@ -80,6 +83,59 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     ranked = sorted(every, key=lambda unit: -losses[unit.selector])[:12]
     rows = [_row(unit, scores, "BF16" if unit in in_bf16 else "FP8") for unit in ranked]
     report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
+    return report.write(workspace.run_dir / REPORT)
+
+
+def _write_within_bits(
+    workspace: Workspace,
+    chosen: Settings,
+    config: Mapping[str, Any],
+    architecture: Architecture,
+    scores: Mapping[str, Sensitivity],
+    result: Mapping[str, Any],
+) -> Path:
+    """Write the report and the plan of a budget of bits; the arguments are as for `write_report`."""
+    plan = Plan.from_config(config["precision_plan"])
+    every, (tried,) = units(plan, architecture, chosen.per), result["tried"]
+    choice = {unit: tried["precisions"][unit.selector] for unit in every}
+    proposed = in_precisions(plan, choice, architecture)
+    rules = [rule.text for rule in proposed.rules]
+    _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": rules}, chosen)
+    total = sum(unit.parameters for unit in every)
+    used = average_bits(proposed, every, architecture)
+    counts = ", ".join(
+        f"{sum(unit.parameters for unit in every if choice[unit] == low) / total:.1%} of the weights in {low.upper()}"
+        for low in ("nvfp4", "fp8", "bf16")
+    )
+    report = Report(
+        f"Precisions of {chosen.model} within {chosen.bits:g} bits",
+        f"{used:.4g} bits per weight, including scales: {counts}; {tried['measured']:.3g} nats per token "
+        f"({chosen.metric}) measured on the calibration set, {tried['added']:.3g} as the sum of the single losses. "
+        "The average is over the weights that the given plan quantises.",
+    )
+    report.add(f"`nemo-ext train` and `quantize --config-dir {workspace.run_dir} precision=proposed ...` use it.")
+    report.code(workspace.proposal.read_text(), "yaml")
+    rows: list[tuple[object, ...]] = []
+    for row in result["plans"]:
+        stored = sum(size for low, size in row["bytes"].items() if low in LOW)
+        loss = f"{row['loss'] - result['plans'][0]['loss']:+.4f}"
+        name = LABELS.get(row["name"], row["name"])
+        rows.append((name, f"{row['kl']:.3g}", loss, f"{row['bits']:.4g}", stored, sum(row["bytes"].values())))
+    columns = ("plan", "KL, nats per token", "loss", "bits per weight", "bytes in NVFP4 and FP8", "of all matrices")
+    report.section("Comparison of plans", "On validation data; random plans use up the same bits.")
+    report.table("", columns, rows)
+    alone = [(unit, [scores.get(f"{unit.selector} {low}") for low in ("nvfp4", "fp8")]) for unit in every]
+    alone.sort(key=lambda entry: -max(lost(s, scores[REFERENCE], chosen.metric) for s in entry[1] if s is not None))
+    ranked = [
+        (
+            *(unit.selector, _group_name(unit.group)),
+            *("" if s is None else f"{lost(s, scores[REFERENCE], chosen.metric):.2e}" for s in single),
+            *(unit.parameters, choice[unit].upper()),
+        )
+        for unit, single in alone
+    ]
+    report.section("Every unit", f"Loss ({chosen.metric}) of each {chosen.per} alone, in nats per token.")
+    report.table("", (chosen.per, "kind", "NVFP4", "FP8", "parameters", "proposed"), ranked)
     return report.write(workspace.run_dir / REPORT)
 
 

@@ -21,7 +21,9 @@ class Settings:
         metric: metric that the budget limits: `kl`, KL(unchanged model || model in FP8), or `loss`, its increase.
         share: budget as a fraction of the given plan's loss.
         nats: budget in nats per token, instead of `share`.
-        attempts: maximum number of plans measured to find the best one within the budget.
+        bits: budget in average bits per weight, including scales, instead of `share`: each unit is in NVFP4, FP8 or
+            BF16. The average is over the weights that the given plan puts in FP8 or NVFP4.
+        attempts: maximum number of plans measured to find the best one within the budget; not used with `bits`.
         calibration: training data for measuring sensitivities.
         evaluation: validation data for comparing plans.
     """
@@ -31,6 +33,7 @@ class Settings:
     metric: Literal["kl", "loss"] = "kl"
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     nats: PositiveFloat | None = None
+    bits: Annotated[float, Field(gt=0, le=16)] | None = None
     attempts: PositiveInt = 8
     calibration: Batches = Batches(sequences=64)
     evaluation: Batches = Batches(sequences=64)
@@ -40,9 +43,13 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """Check and parse the settings in a composed config.
 
     Raises:
-        ValueError: a value is invalid, there is more than one node, or packs have no validation set.
+        ValueError: a value is invalid, there is more than one node, packs have no validation set, or there are two
+            budgets.
     """
     if (nodes := config["launcher"]["nodes"]) != 1:
         raise ValueError(f"launcher.nodes={nodes}, but sensitivity runs on one node: set it to 1")
     check_validation(config, "sensitivity")
-    return checked(Settings, config["sensitivity"], "sensitivity", strict=True)
+    chosen = checked(Settings, config["sensitivity"], "sensitivity", strict=True)
+    if chosen.bits is not None and chosen.nats is not None:
+        raise ValueError("sensitivity.bits and sensitivity.nats are both set: set one of them to null")
+    return chosen

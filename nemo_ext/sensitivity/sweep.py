@@ -1,6 +1,7 @@
 """Measurements of a sweep on one rank. Every rank holds the whole model; ranks split the data, and rank 0 writes files.
 
-FP8 is `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to rounding.
+FP8 and NVFP4 are `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to
+rounding.
 """
 
 import json
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan, assigned
+from nemo_ext.architecture.precision_plan import LOW, NANO_IN_BF16, Plan, assigned
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.cached_inputs import CachedInputs
 from nemo_ext.blockwise.parent import Parent
@@ -29,10 +30,20 @@ from nemo_ext.megatron.session import data_parallel as process_group
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.settings import Batches
 from nemo_ext.puzzle.stages.score import loss_sums
-from nemo_ext.sensitivity.choose import Proposal, propose
+from nemo_ext.sensitivity.choose import Option, Proposal, propose, random_within_bits, within_bits
 from nemo_ext.sensitivity.settings import read_settings
-from nemo_ext.sensitivity.units import Unit, kept_by, only, units
-from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitivity, Workspace, as_json, lost
+from nemo_ext.sensitivity.units import Unit, average_bits, in_precisions, kept_by, only, precisions, units
+from nemo_ext.sensitivity.workspace import (
+    EVERYTHING,
+    LOWEST,
+    NANO,
+    RANDOM,
+    REFERENCE,
+    Sensitivity,
+    Workspace,
+    as_json,
+    lost,
+)
 
 
 def run(config_path: str) -> None:
@@ -68,13 +79,66 @@ class Sweep:
     def run(self) -> None:
         """Measure, choose and compare; rank 0 writes the result."""
         on_training = Measurements(self.parent, self._batches("train", self.chosen.calibration), self.workspace.scores)
+        if self.chosen.bits is not None:
+            self._write(self._within_bits(on_training, self.chosen.bits))
+            return
         scores = _score(on_training, self.every, lambda low: Precision(self._only(low), self.architecture))
         losses = {name: lost(score, scores[REFERENCE], self.chosen.metric) for name, score in scores.items()}
         budget = self.chosen.nats or self.chosen.share * losses[EVERYTHING]
         tried = self._propose(on_training, scores[REFERENCE], losses, budget)
         rows = self._compare(tried[-1], sorted(self.every, key=lambda unit: losses[unit.selector]))
-        content = {"budget": budget, "tried": [_tried(proposal) for proposal in tried], "plans": rows}
+        self._write({"budget": budget, "tried": [_tried(proposal) for proposal in tried], "plans": rows})
+
+    def _write(self, content: Mapping[str, Any]) -> None:
         data_parallel.written(lambda: write_text(self.workspace.result, json.dumps(content, indent=1) + "\n"))
+
+    def _within_bits(self, measurements: "Measurements", bits: float) -> dict[str, Any]:
+        """Measure every unit in every precision, choose the plan with the least loss, and compare it with others.
+
+        Args:
+            measurements: measurements on the calibration data.
+            bits: budget in average bits per weight of the units.
+
+        Returns:
+            The content of the workspace's `result`.
+        """
+
+        def plan_of(choice: Sequence[str]) -> Plan:
+            return in_precisions(self.plan, dict(zip(self.every, choice, strict=True)), self.architecture)
+
+        def measured(name: str, plan: Plan | None) -> float:
+            score = measurements.measure(name, None if plan is None else Precision(plan, self.architecture))
+            advance(1)
+            return lost(score, measurements.known[REFERENCE], self.chosen.metric)
+
+        alone = {unit: precisions(unit, self.plan) for unit in self.every}
+        options: list[list[Option]] = []
+        with data_parallel.progress("sensitivity", sum(map(len, alone.values())) + 3, "measured") as advance:
+            measured(REFERENCE, None)
+            measured(EVERYTHING, self.plan)
+            for number, (unit, names) in enumerate(alone.items()):
+                options.append([])
+                for name in names:
+                    choice = [name if other == number else "bf16" for other in range(len(self.every))]
+                    loss = 0.0 if name == "bf16" else measured(f"{unit.selector} {name}", plan_of(choice))
+                    options[-1].append(Option(name, unit.parameters * self.plan.bits(name), loss))
+            budget = bits * sum(unit.parameters for unit in self.every)
+            best = within_bits(options, budget)
+            choice = [option.precision for option in best]
+            text = " ".join(f"{unit.selector} {name}" for unit, name in zip(self.every, choice, strict=True))
+            loss = measured(text, plan_of(choice))
+        lowest = plan_of([names[0] for names in alone.values()])
+        plans = {REFERENCE: None, EVERYTHING: self.plan, LOWEST: lowest, "proposed": plan_of(choice)}
+        plans |= {
+            name: plan_of([option.precision for option in random_within_bits(options, budget, seed)])
+            for seed, name in enumerate(RANDOM)
+        }
+        tried = {"precisions": dict(zip((u.selector for u in self.every), choice, strict=True)), "measured": loss}
+        tried["added"] = sum(option.loss for option in best)
+        rows = self._measured_on_validation(plans)
+        for row, plan in zip(rows, plans.values(), strict=True):
+            row["bits"] = average_bits(plan or Plan(), self.every, self.architecture)
+        return {"bits": bits, "tried": [tried], "plans": rows}
 
     def _propose(
         self, measurements: "Measurements", reference: Sensitivity, losses: Mapping[str, float], budget: float
@@ -111,6 +175,9 @@ class Sweep:
             plans[NANO] = self._only([unit for unit in self.every if unit not in in_bf16])
         if 0 < len(best.low) < len(self.every):
             plans["proposed turned round"] = self._only(_reversed_choice(best, by_loss))
+        return self._measured_on_validation(plans)
+
+    def _measured_on_validation(self, plans: Mapping[str, Plan | None]) -> list[dict[str, Any]]:
         measurements = Measurements(self.parent, self._batches("valid", self.chosen.evaluation), None)
         rows = []
         with data_parallel.progress("compare", len(plans), "plans") as advance:
@@ -199,11 +266,11 @@ class Measurements:
 
 
 def _first_block(precision: Precision) -> int:
-    """Return the 0-based number of the first block with FP8 weights.
+    """Return the 0-based number of the first block with FP8 or NVFP4 weights.
 
-    If only the output layer has FP8 weights, it is the last block's number.
+    If only the output layer has such weights, or there are none, it is the last block's number.
     """
-    weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
+    weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision in LOW)
     return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
 

@@ -1,22 +1,22 @@
 """Units of weights that are quantised together, and precision plan rules for them. Pure Python."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
-from nemo_ext.architecture.precision_plan import HEAD, NANO_IN_BF16, Plan, Rule, Weight, assigned
+from nemo_ext.architecture.precision_plan import HEAD, LOW, NANO_IN_BF16, Plan, Rule, Weight, assigned, multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that are either all in FP8 or all in BF16.
+    """Weights that are all in one precision: FP8 or BF16, or with a budget of bits, NVFP4, FP8 or BF16.
 
     Attributes:
         selector: selector of a rule, such as `5`, `5.in_proj` or `head`.
         group: group for comparisons: the block's kind, and its successor if that is attention (`M>*`), or `head`.
-        weights: the unit's weights that the given plan puts in FP8.
+        weights: the unit's weights that the given plan puts in FP8 or NVFP4.
     """
 
     selector: str
@@ -26,7 +26,12 @@ class Unit:
     @property
     def bytes(self) -> int:
         """Size of the weights in BF16, in bytes."""
-        return BYTES["bf16"] * sum(weight.parameters for weight in self.weights)
+        return BYTES["bf16"] * self.parameters
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in the weights."""
+        return sum(weight.parameters for weight in self.weights)
 
     @property
     def block(self) -> int | None:
@@ -35,7 +40,7 @@ class Unit:
 
 
 def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
-    """Group all weights that a plan puts in FP8 into units, by block or part, in model order.
+    """Group all weights that a plan puts in FP8 or NVFP4 into units, by block or part, in model order.
 
     Args:
         plan: plan to improve.
@@ -43,12 +48,12 @@ def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
         per: granularity, `block` or `part`.
 
     Raises:
-        ValueError: the plan puts nothing in FP8.
+        ValueError: the plan puts nothing in FP8 or NVFP4.
     """
     kinds = [block.kind for block in architecture.sizes]
     by_selector: dict[str, list[Weight]] = {}
     for assignment in assigned(plan, architecture):
-        if assignment.precision != "fp8":
+        if assignment.precision not in LOW:
             continue
         weight = assignment.weight
         selector = HEAD if weight.block is None else str(weight.block)
@@ -78,14 +83,64 @@ def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
 def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
     """Return the plan with additional rules for weights that it puts in FP8.
 
-    They are inserted after its leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
+    They are inserted after its leading rules that select neither FP8 nor NVFP4, so that `2 bf16` leaves a router in
+    FP32.
     """
-    leading = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
+    leading = tuple(takewhile(lambda rule: rule.precision not in LOW, plan.rules))
     return replace(plan, rules=(*leading, *rules, *plan.rules[len(leading) :]))
 
 
+def precisions(unit: Unit, plan: Plan) -> list[str]:
+    """Return the precisions that the sizes of a unit's weights allow, the one with the fewest bits first."""
+    sizes = [size for weight in unit.weights for size in (weight.rows, weight.columns)]
+    return [name for name in ("nvfp4", "fp8", "bf16") if not any(size % multiple(plan, name)[1] for size in sizes)]
+
+
+def average_bits(plan: Plan, every: Sequence[Unit], architecture: Architecture) -> float:
+    """Return the average bits per weight of units in a plan, including scales."""
+    of = {(each.weight.block, each.weight.part): each.precision for each in assigned(plan, architecture)}
+    bits = sum(w.parameters * plan.bits(of[w.block, w.part]) for unit in every for w in unit.weights)
+    return bits / sum(unit.parameters for unit in every)
+
+
+def in_precisions(plan: Plan, choice: Mapping[Unit, str], architecture: Architecture) -> Plan:
+    """Return the plan with units in other precisions, and all other weights as before.
+
+    Args:
+        plan: plan to change.
+        choice: the units, and the precision of each.
+        architecture: the model's architecture.
+    """
+
+    def of(made: Plan) -> dict[tuple[int | None, str], str]:
+        return {(each.weight.block, each.weight.part): each.precision for each in assigned(made, architecture)}
+
+    before = of(plan)
+    wanted = {**before, **{(w.block, w.part): low for unit, low in choice.items() for w in unit.weights}}
+    changed = {u: low for u, low in choice.items() if any(before[w.block, w.part] != low for w in u.weights)}
+    by_precision = {
+        low: [unit for unit, other in changed.items() if other == low] for low in sorted({*changed.values()})
+    }
+    made = with_rules(plan, [rule for low, units_ in by_precision.items() for rule in rules(units_, low)])
+    if of(made) != wanted:  # a rule for a whole block reaches weights that the plan names otherwise
+        single = {low: [part for unit in units_ for part in _parts(unit)] for low, units_ in by_precision.items()}
+        made = with_rules(plan, [rule for low, units_ in single.items() for rule in rules(units_, low)])
+    return made
+
+
+def _parts(unit: Unit) -> list[Unit]:
+    if unit.block is None:
+        return [unit]
+    return [Unit(f"{unit.block}.{weight.part}", unit.group, (weight,)) for weight in unit.weights]
+
+
 def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
-    """Return rules that keep units in BF16: one for whole blocks, one per kind of part, one for the output layer."""
+    """Return rules that keep units in BF16 (`rules`)."""
+    return rules(kept, "bf16")
+
+
+def rules(kept: Sequence[Unit], precision: str) -> tuple[Rule, ...]:
+    """Return rules for units in a precision: one for whole blocks, one per kind of part, one for the output layer."""
     lists: dict[str, list[int]] = {}
     for unit in kept:
         if unit.block is not None:
@@ -93,7 +148,7 @@ def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
     texts = [",".join(map(str, numbers)) + (f".{part}" if part else "") for part, numbers in sorted(lists.items())]
     if any(unit.block is None for unit in kept):
         texts.append(HEAD)
-    return tuple(Rule.parse(f"{text} bf16") for text in texts)
+    return tuple(Rule.parse(f"{text} {precision}") for text in texts)
 
 
 NAMED = (("*",), NANO_IN_BF16, ("M>*",), ("M",), ("E",), ("-",), ("first 1", "last 1"), ("first 2", "last 2"))

@@ -15,6 +15,8 @@ from nemo_ext.job.run_directory import CONFIG
 LOG = "sensitivity.log"
 REFERENCE, EVERYTHING = "as it is", "given"
 """Names of the scores of the unchanged model and of the given plan."""
+LOWEST, RANDOM = "every unit in its lowest precision", ("random 1", "random 2", "random 3")
+"""Names of the plans that a plan within a budget of bits is compared with; random plans use up the same bits."""
 NANO = "attention and what feeds it"
 """Name of the plan that keeps `precision_plan.NANO_IN_BF16` in BF16."""
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.config import USER_ERROR, compose
+from nemo_ext.megatron.nvfp4 import packed, quantise_nvfp4
 from nemo_ext.quantization import export, job
+from nemo_ext.quantization.calibration import CalibrationData
 from nemo_ext.quantization.modelopt import parameters
 
 pytestmark = [
@@ -212,48 +214,46 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
 
 
 @pytest.mark.parametrize(
-    ("case", "plan"),
+    ("case", "words"),
     [
-        ("dense", {"default": "fp8", "rules": ["head bf16"]}),
-        ("hybrid", {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]}),
+        ("dense", ["precision=fp8_current"]),
+        ("hybrid", ["precision=nvfp4", "precision_plan.recipe=tensorwise", "precision_plan.rules=['head bf16']"]),
     ],
 )
-def test_quantisation_aware_training_computes_as_the_quantised_checkpoint(
-    case: str, plan: dict[str, Any], folder_of: Callable[..., Path], tmp_path: Path
+def test_quantisation_aware_training_computes_with_the_checkpoints_numbers(
+    case: str, words: list[str], build_sections: Callable[..., Any], folder_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """On the same tokens, with which ModelOpt's scales of inputs are calibrated."""
-    import modelopt.torch.quantization as mtq
-
-    from nemo_ext.checkpoint.start import with_model
-    from nemo_ext.megatron.session import build_model, data_parallel, load_weights
-    from nemo_ext.quantization.modelopt import quantize_config
+    """On the tokens with which the scales of inputs are calibrated."""
+    from nemo_ext.checkpoint.description import to_config
+    from nemo_ext.megatron.float8_modules import use_float8
+    from nemo_ext.megatron.fp8 import Precision
+    from nemo_ext.megatron.session import load_weights
 
     name, pattern, *_ = CASES[case]
     source, checkpoint = folder_of(name, pattern, torch.float32), tmp_path / "megatron"
-    words = [f"from={source}", f"to={tmp_path / 'unused'}", "calibration.data=unused"]
-    work = job.prepare({**compose("quantize", words), "precision_plan": plan})
+    work = job.prepare(
+        compose("quantize", [f"from={source}", f"to={tmp_path / 'low'}", *words, "calibration.data=none"])
+    )
+    description = work.conversion.description
     hf.convert(hf.plan(source, checkpoint, hf.Settings()), hf.Settings())
     ids = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(1))
 
-    config = with_model(
-        compose("train", ["run_dir=unused", "data=mock", "precision=fp32"]), work.conversion.description, "x"
-    )
-    config |= {"precision_plan": plan, "train": {**config["train"], "quantization_aware": True}}
-    with data_parallel(), torch.inference_mode():
-        model = build_model(config)[0].eval()
-        load_weights(model, checkpoint)
-        positions = torch.arange(48).expand(2, 48)
-        aware = model(ids, positions, None)[..., : work.conversion.description.vocab_size]
+    model = build_sections(to_config(description)).eval()
+    load_weights(model, checkpoint)
+    precision = Precision(work.plan, description.architecture, aware=True)
+    assert use_float8(model, precision, range(len(description.blocks)))
     with torch.inference_mode():
+        aware = model(ids, torch.arange(48).expand(2, 48), None)[..., : description.vocab_size]
         theirs: Any = job.load_model(source, work.conversion.format, "cpu")
         before = theirs(ids, use_cache=False).logits
-        listed = quantize_config(work.plan, work.listed, parameters(theirs, work.tensors))
-        mtq.quantize(theirs, listed, lambda model: model(ids, use_cache=False))
+        data = CalibrationData(samples=list(ids.numpy()), held_out=[], available=2)
+        job.calibrate(theirs, work, parameters(theirs, work.tensors), data)
         quantised = theirs(ids, use_cache=False).logits
 
     def rms(difference: torch.Tensor) -> float:
         return difference.square().mean().sqrt().item()
 
+    print(f"{case}: {rms(before)} {rms(quantised - before)} {rms(aware - quantised)}")
     assert rms(quantised - before) > 0.01
     assert rms(aware - quantised) < SHARE * rms(quantised - before)
 
@@ -307,6 +307,68 @@ def test_types_stay_and_what_vllm_reads_is_there(
     assert again == 0 and "already finished" in told
     other, told = quantize(*words, "calibration.seed=7")
     assert other == USER_ERROR and "holds something else" in told
+
+
+@pytest.mark.parametrize("form", ["w4a4", "w4a16"])
+def test_nvfp4_next_to_fp8_and_prediction_written_through(
+    form: str,
+    described: Callable[..., Any],
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    tmp_path: Path,
+) -> None:
+    pattern = "ME*/*E" if form == "w4a4" else "*-"
+    name, precision = ("nemotron3_super_tiny", "nvfp4_experts") if form == "w4a4" else ("llama_nemotron_tiny", "nvfp4")
+    source, to = folder_of(name, pattern), tmp_path / "nvfp4"
+    old = load_file(source / "model.safetensors")
+    description, found, _ = described(name, pattern)
+    for row in found.entries(description):  # transformers has no prediction depths
+        for tensor, shape in zip(row.names, row.shapes, strict=True):
+            old.setdefault(tensor, torch.randn(*shape, dtype=torch.bfloat16))
+    save_file(old, source / "model.safetensors", metadata={"format": "pt"})
+    rules = ['precision_plan.rules=["*.proj bf16", "head bf16"]', "precision_plan.nvfp4=w4a16"]
+    words = [f"precision={precision}", *(rules if form == "w4a16" else [])]
+
+    code, told = quantize(f"from={source}", f"to={to}", *words, f"calibration.data={conversations(20)}", *FEW)
+
+    assert code == 0, told
+    made = load_file(to / "model.safetensors")
+    low = {tensor.removesuffix(".weight") for tensor, value in made.items() if value.dtype == torch.uint8}
+    experts = [f"backbone.layers.1.mixer.experts.{n}.{which}_proj" for n in range(8) for which in ("up", "down")]
+    others = [f"model.layers.0.{module}" for module in ("mlp.up_proj", "mlp.down_proj", "mlp.gate_proj")]
+    others += [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
+    assert low == set(experts if form == "w4a4" else others)
+    for module in low:
+        double = made[f"{module}.weight_scale_2"]
+        wanted = quantise_nvfp4(old[f"{module}.weight"], amax=double * 2688)
+        assert torch.equal(made[f"{module}.weight_scale"].view(torch.uint8), wanted.scale.view(torch.uint8))
+        values = packed(wanted.values)
+        same = (made[f"{module}.weight"] == values) | (wanted.values == 0).view(len(values), -1, 2).any(-1)
+        assert same.all(), module  # a zero may have a sign
+        assert (f"{module}.input_scale" in made) == (form == "w4a4")
+    details = json.loads((to / export.QUANT_CONFIG).read_text())["quantization"]
+    inside = json.loads((to / "config.json").read_text())["quantization_config"]
+    report = json.loads((to / "quantization.json").read_text())
+    assert report["bytes"]["after"]["nvfp4"] == report["bytes"]["predicted"]["nvfp4"]
+    assert 0 < report["held_out"]["divergence"] < 0.5
+    if form == "w4a16":  # vLLM multiplies them as one
+        doubles = [made[f"model.layers.0.self_attn.{letter}_proj.weight_scale_2"] for letter in "qkv"]
+        assert doubles[0] == doubles[1] == doubles[2]
+        assert (details["quant_algo"], details["group_size"]) == ("W4A16_NVFP4", 16)
+        return
+    assert details["quant_algo"] == inside["quant_algo"] == "MIXED_PRECISION"
+    assert details["quantized_layers"] == inside["quantized_layers"]
+    layers = {module: layer["quant_algo"] for module, layer in details["quantized_layers"].items()}
+    fp8 = [f"backbone.layers.0.mixer.{way}_proj" for way in ("in", "out")]
+    fp8 += [f"backbone.layers.1.mixer.shared_experts.{way}_proj" for way in ("up", "down")]
+    assert layers == dict.fromkeys(experts, "NVFP4") | dict.fromkeys(fp8, "FP8")
+    assert "mtp*" in inside["ignore"] and "backbone.layers.1.mixer.fc1_latent_proj" in inside["ignore"]
+    prediction = [tensor for tensor in old if tensor.startswith("mtp.")]
+    assert len(prediction) > 20
+    assert all(torch.equal(made[tensor], old[tensor]) for tensor in prediction)
+    assert report["bytes"]["after"]["mtp"] == report["bytes"]["before"]["mtp"] > 0
+    assert "in NVFP4 and FP8" in (to / "quantization.md").read_text()
 
 
 @pytest.mark.parametrize("precision", ["fp8_blockwise", "mxfp8"])
@@ -388,6 +450,7 @@ def test_a_run_of_megatron_is_converted_first(
             ["precision=fp8_blockwise"],
             r"in_proj.weight is 384 \(128 \+ 128 \+ 56 \+ 56 \+ 16\)x",
         ),
+        ("llama_nemotron_tiny", "*-{ffn=40}", ["precision=nvfp4"], "NVFP4 does not support the shape of 3 .*40x"),
         ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, not a multiple of 128"),
     ],
 )
@@ -435,8 +498,6 @@ def test_a_tensor_that_changed_is_found(
     other = folder_of("domyn_small_tiny", "*-")
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][3] += 1
-    from safetensors.torch import save_file
-
     changed = tmp_path / "changed"
     changed.mkdir()
     save_file(weights, changed / "model.safetensors")

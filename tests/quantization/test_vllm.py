@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.architecture.precision_plan import Plan, Rule
+from nemo_ext.architecture.precision_plan import LOW, Plan, Rule
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.nvfp4 import fake_nvfp4, packed, quantise_nvfp4
 from nemo_ext.quantization.generation import online_arguments
-from nemo_ext.quantization.modelopt import Matrix, excluded, matrices
+from nemo_ext.quantization.modelopt import Matrix, excluded, layer_algorithms, matrices
 
 pytestmark = [
     pytest.mark.vllm,
@@ -127,3 +128,29 @@ def test_nvfp4_values_are_those_of_vllms_reference() -> None:
         packed(made.values), made.scale, made.double_scale, torch.bfloat16, block_size=16, swizzle=False
     )
     assert torch.equal(theirs, fake_nvfp4(matrix))
+
+
+def test_vllm_has_the_algorithm_of_the_plan_in_every_layer(described: Callable[..., Any]) -> None:
+    """NVFP4, FP8 and BF16 in one checkpoint of Nemotron-H, as `quantized_layers` tell vLLM."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
+    from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
+
+    description, found, _ = described("nemotron3_nano_30b", "")
+    plan = Plan.from_config(compose("quantize", ["from=a", "to=b", "precision=nvfp4_experts"])["precision_plan"])
+    listed = matrices(plan, description, found)
+    low = [(matrix.module, matrix.precision) for matrix in listed if matrix.precision in LOW]
+    told = {
+        **{"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": excluded(listed, "lm_head")},
+        "quantized_layers": layer_algorithms(plan, low),
+    }
+
+    assert ModelOptMixedPrecisionConfig.override_quantization_method(told, None) == "modelopt_mixed"
+    config = ModelOptMixedPrecisionConfig.from_config(told)
+    config.apply_vllm_mapper(NemotronHForCausalLM.hf_to_vllm_mapper)
+    config.packed_modules_mapping = NemotronHForCausalLM.packed_modules_mapping
+    algorithms = {"nvfp4": "NVFP4", "fp8": "FP8"}
+    for matrix in listed:
+        prefix = served(matrix, config.packed_modules_mapping)
+        assert config._resolve_quant_algo(prefix) == algorithms.get(matrix.precision), matrix.module
+        if matrix.weight.part != "embedding":
+            assert config.is_layer_excluded(prefix) == (matrix.precision not in LOW), matrix.module

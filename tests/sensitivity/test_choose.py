@@ -1,14 +1,14 @@
 """Choice of the units kept in BF16."""
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture.precision_plan import Weight
-from nemo_ext.sensitivity.choose import cheapest, propose
+from nemo_ext.sensitivity.choose import Option, cheapest, propose, random_within_bits, within_bits
 from nemo_ext.sensitivity.units import Unit
 
 SIZES = st.lists(st.tuples(st.integers(1, 50), st.floats(-1e-3, 1.0, allow_subnormal=False)), min_size=1, max_size=7)
@@ -84,3 +84,33 @@ def test_measuring_finds_more_where_losses_do_not_add_up() -> None:
     tried = propose(units, [1.0, 1.0, 1.0], 1.1, lambda low: together[len(low)], everything=1.2, attempts=8)
 
     assert [unit.selector for unit in tried[-1].low] == ["1", "2"]
+
+
+OPTIONS = st.lists(
+    st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=3).map(
+        lambda losses: [
+            Option(name, bits, loss)
+            for (name, bits), loss in zip((("nvfp4", 4.5), ("fp8", 8.0), ("bf16", 16.0)), losses, strict=False)
+        ]
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(OPTIONS, st.floats(4.5, 16))
+def test_the_choice_within_bits_has_the_least_sum_of_losses(options: list[list[Option]], bits: float) -> None:
+    budget = bits * len(options)
+
+    chosen = within_bits(options, budget)
+
+    least = min(
+        sum(option.loss for option in choice)
+        for choice in product(*options)
+        if sum(option.bits for option in choice) <= budget
+    )
+    assert sum(option.bits for option in chosen) <= budget * (1 + 1e-6)
+    assert sum(option.loss for option in chosen) <= least + 2e-6
+    other = random_within_bits(options, budget, seed=1)
+    assert sum(option.bits for option in other) <= budget
+    assert all(option in each for option, each in zip(other, options, strict=True))

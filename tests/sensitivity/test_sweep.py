@@ -144,6 +144,46 @@ def test_the_job(
         sensitivity(run_dir, model)
 
 
+@pytest.mark.slow
+def test_a_plan_within_a_budget_of_bits(
+    train_ranks: Callable[..., list[dict[str, Any]]], sensitivity: Callable[..., None], tmp_path: Path
+) -> None:
+    from nemo_ext.megatron.fp8 import plan_flags
+
+    model, run_dir = tmp_path / "model", tmp_path / "nvfp4"
+    sizes = ["model.pattern=M*E-", "megatron.mamba_num_heads=32", "megatron.mamba_head_dim=8"]
+    train_ranks(model, *sizes)
+
+    sensitivity(run_dir, model, "sensitivity.bits=6")
+
+    scores = (run_dir / "scores.jsonl").read_text()
+    names = [json.loads(line)["name"] for line in scores.splitlines()]
+    assert names[:4] == ["as it is", "given", "0 nvfp4", "0 fp8"]
+    result = json.loads((run_dir / "plans.json").read_text())
+    plans = {row["name"]: row for row in result["plans"]}
+    lowest, best = plans["every unit in its lowest precision"], plans["proposed"]
+    assert lowest["bits"] == 4.5
+    assert lowest["bits"] < best["bits"] <= 6 + 1e-9
+    assert best["kl"] < lowest["kl"]
+    assert all(best["kl"] <= plans[f"random {number}"]["kl"] for number in (1, 2, 3))
+    report = (run_dir / "report.md").read_text()
+    assert "within 6 bits" in report and "random 3" in report
+    made = compose("train", ["--config-dir", str(run_dir), "data=mock", *sizes, "precision=proposed"])
+    plan_flags(made)
+    assert Plan.from_config(made["precision_plan"]).uses_nvfp4
+
+    sensitivity(run_dir, model, "sensitivity.bits=4.75")  # another budget, the same measurements
+    assert (run_dir / "scores.jsonl").read_text().startswith(scores)
+    for words, said in (
+        (["sensitivity.bits=4.2"], r"sensitivity\.bits=4\.2: the weights .* need at least 4\.5 bits"),
+        (["sensitivity.bits=5", "sensitivity.nats=1"], r"sensitivity\.bits and sensitivity\.nats are both set"),
+        (["precision=nvfp4"], "needs a budget of bits: set sensitivity.bits"),
+        (["precision=nvfp4", "sensitivity.bits=5", "precision_plan.recipe=delayed"], "recipe=delayed needs"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sensitivity(run_dir, model, *words)
+
+
 CODE = "data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 400000}}]"
 
 

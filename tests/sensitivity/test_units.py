@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import Plan, assigned
+from nemo_ext.architecture.precision_plan import LOW, Plan, assigned
 from nemo_ext.job.config import compose
-from nemo_ext.sensitivity.units import kept_by, named_rule, only, units
+from nemo_ext.sensitivity.units import average_bits, in_precisions, kept_by, named_rule, only, precisions, units
 
 NANO = Architecture.from_config(compose("describe", ["model=nemotron3_nano_30b"]))
 TINY = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
@@ -75,3 +75,47 @@ def test_all_blocks_are_not_a_rule_by_position() -> None:
     every = units(PLAN, model, "block")
 
     assert named_rule(every, PLAN, model) is None
+
+
+@given(
+    st.lists(st.sampled_from("M*-E"), min_size=1, max_size=8),
+    st.sampled_from(["block", "part"]),
+    st.sampled_from(
+        [
+            *((), ("head bf16",), ("* fp8", "first 1.fc2 bf16", "head bf16")),
+            ("E.fc1 fp8", "M.in_proj bf16", "E.router fp32"),
+        ]
+    ),
+    st.data(),
+)
+def test_units_get_the_chosen_precisions_and_no_other_weight_changes(
+    kinds: list[str], per: str, rules: tuple[str, ...], data: st.DataObject
+) -> None:
+    model = TINY.with_pattern("".join(kinds))
+    plan = Plan.from_config({"default": "nvfp4", "rules": ["embedding bf16", *rules]})
+    every = units(plan, model, per) if any(each.precision in LOW for each in assigned(plan, model)) else []
+    choice = {unit: data.draw(st.sampled_from(["nvfp4", "fp8", "bf16"])) for unit in every}
+
+    made = in_precisions(plan, choice, model)
+
+    wanted = {(weight.block, weight.part): low for unit, low in choice.items() for weight in unit.weights}
+    for before, after in zip(assigned(plan, model), assigned(made, model), strict=True):
+        key = (after.weight.block, after.weight.part)
+        assert after.precision == wanted.get(key, before.precision), key
+    if every:
+        numbers = sum(unit.parameters for unit in every)
+        bits = {"nvfp4": 4.5, "fp8": 8, "bf16": 16}
+        used = sum(bits[low] * unit.parameters for unit, low in choice.items())
+        assert average_bits(made, every, model) == pytest.approx(used / numbers)
+
+
+def test_precisions_are_those_that_the_sizes_allow() -> None:
+    """The tiny Nano's in_proj has 656 = 16 x 41 rows."""
+    plan = Plan.from_config({"default": "nvfp4", "rules": ["head bf16"]})
+    found = {unit.selector: precisions(unit, plan) for unit in units(plan, TINY.with_pattern("ME"), "part")}
+
+    assert found["0.in_proj"] == ["fp8", "bf16"]
+    assert found["0.out_proj"] == found["1.fc1"] == ["nvfp4", "fp8", "bf16"]
+    mx = Plan.from_config({"default": "nvfp4", "recipe": "mxfp8", "rules": ["head bf16"]})
+    assert precisions(units(mx, TINY.with_pattern("M"), "block")[0], mx) == ["bf16"]
+    assert (mx.bits("fp8"), mx.bits("nvfp4")) == (8.25, 4.5)

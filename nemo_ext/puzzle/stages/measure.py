@@ -43,7 +43,7 @@ PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 MODEL_WIDE = (
     *("hidden_size", "transformer_impl", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias"),
     *("qk_layernorm", "attention_output_gate", "fp32_residual_connection", "flash_decode", "apply_rope_fusion"),
-    *("bias_activation_fusion", "bias_dropout_fusion", "moe_latent_size", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_num_groups", "moe_shared_expert_gate"),
 )
 """Fields of Megatron's config that affect a block's time but are not in its notation."""
