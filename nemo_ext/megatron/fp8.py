@@ -188,7 +188,7 @@ def _check_low(config: Mapping[str, Any], precision: Precision) -> None:
     """Reject a plan if sizes, recipe or back end do not support its use of FP8 or NVFP4."""
     plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
-    if problems := misfits(plan, precision.architecture):
+    if problems := misfits(plan, precision.architecture, stored=precision.aware):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         scaling = f"recipe={plan.recipe}" if plan.uses_fp8 else f"default={plan.default}"
         raise ValueError(

@@ -171,6 +171,20 @@ def test_invalid_plans_are_refused(words: list[str], said: str) -> None:
     assert said in str(raised.value)
 
 
+def test_quantisation_aware_training_needs_sizes_of_checkpoints_and_sets_no_precision() -> None:
+    words = [
+        "run_dir=unused",
+        "data=mock",
+        "precision=nvfp4",
+        "precision_plan.rules=[]",
+        "train.quantization_aware=true",
+    ]
+
+    assert plan_flags(compose("train", words)) == {}
+    with pytest.raises(ValueError, match=r"block 1 fc1: out 136 is not a multiple of 16 \(nvfp4\)"):
+        plan_flags(compose("train", [*words, "megatron.moe_ffn_hidden_size=136"]))
+
+
 @pytest.mark.parametrize(
     ("rule", "more"), [("E.fc1 fp8", ["model.backend=local"]), ("E.shared_fc1 fp8", [ENGINE]), ("* fp8", [ENGINE])]
 )
