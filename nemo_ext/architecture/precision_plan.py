@@ -43,6 +43,8 @@ NVFP4_MULTIPLE = 32
 """Required divisor of matrix sizes in NVFP4's products (Megatron-Core, core/fp4_utils.py)."""
 SCALE_BITS = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 32 / 128**2, "mxfp8": 8 / 32}
 """Mapping from FP8 recipes to the bits of block scales per number of a stored weight."""
+NVFP4_BLOCK = 16
+"""Numbers of an NVFP4 block, which share a scale."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("nvfp4", "fp8", "bf16", "fp32")
 LOW = frozenset({"nvfp4", "fp8"})
@@ -396,12 +398,17 @@ def multiple(plan: Plan, precision: str) -> tuple[str, int]:
     return (plan.recipe, RECIPES[plan.recipe]) if precision == "fp8" else (precision, 1)
 
 
-def misfits(plan: Plan, architecture: Architecture) -> list[str]:
-    """Return a message for each FP8 or NVFP4 weight whose size is not supported, with the nearest supported sizes."""
+def misfits(plan: Plan, architecture: Architecture, *, stored: bool = False) -> list[str]:
+    """Return a message for each FP8 or NVFP4 weight whose size is not supported, with the nearest supported sizes.
+
+    With `stored`, sizes only have to suit checkpoints, where NVFP4 needs whole blocks of 16.
+    """
     lines = []
     for entry in assigned(plan, architecture):
         weight = entry.weight
         scaling, step = multiple(plan, entry.precision)
+        if stored and entry.precision == "nvfp4":
+            step = NVFP4_BLOCK
         for name, size in (("out", weight.rows), ("in", weight.columns)):
             if size % step:
                 near = size // step * step or step

@@ -86,7 +86,12 @@ class Float8Matrix:
 
 
 def quantise(
-    matrix: Tensor, block: Block | None = None, *, dtype: torch.dtype = E4M3, power_of_two: bool = False
+    matrix: Tensor,
+    block: Block | None = None,
+    *,
+    dtype: torch.dtype = E4M3,
+    power_of_two: bool = False,
+    amax: Tensor | None = None,
 ) -> Float8Matrix:
     """Round a matrix to float8, scaling each block's largest magnitude to the largest float8 number.
 
@@ -96,12 +101,14 @@ def quantise(
             tensor.
         dtype: float8_e4m3fn or float8_e5m2.
         power_of_two: True to round scales up to powers of two.
+        amax: magnitude `[]` that the largest float8 number represents, without blocks; None for the matrix's own.
     """
     rows, columns = matrix.shape
     high, wide = block or (rows, columns)
     down, across = ceil(rows / high), ceil(columns / wide)
     whole = pad(matrix.float(), (0, across * wide - columns, 0, down * high - rows)).view(down, high, across, wide)
-    scale = whole.abs().amax(dim=(1, 3)) / torch.finfo(dtype).max
+    largest = whole.abs().amax(dim=(1, 3)) if amax is None or block is not None else amax.float().view(1, 1)
+    scale = largest / torch.finfo(dtype).max
     scale = torch.where(scale == 0, 1.0, scale)
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -202,21 +209,71 @@ class _Float8Linear(torch.autograd.Function):
         return d_inputs, d_weight, None, None
 
 
+def rounded_linear(
+    inputs: Tensor, weight: Tensor, scaling: Scaling, *, group: torch.distributed.ProcessGroup | None = None
+) -> Tensor:
+    """Compute `inputs @ weight.T` of rounded matrices; gradients pass through the rounding, and are not rounded.
+
+    Args:
+        inputs: `[..., in]`, in float32, bfloat16 or float16.
+        weight: `[out, in]`.
+        scaling: scaling of both matrices.
+        group: ranks that hold shards of the matrices, which have the scale of the whole matrix; None if unsharded.
+
+    Returns:
+        `[..., out]`, in the inputs' dtype.
+    """
+    if not inputs.numel():  # an expert without tokens
+        return linear(inputs, weight)
+    weight = _Rounded.apply(weight, _weight(weight.detach(), scaling, _largest(weight, group)))
+    if scaling.inputs:
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        inputs = _Rounded.apply(inputs, _activation(rows, scaling, amax=_largest(inputs, group)))
+    return linear(inputs, weight)
+
+
+def _largest(matrix: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """Return the largest magnitude `[]` of a matrix whose shards are on the ranks of a group."""
+    largest = matrix.detach().abs().amax().float()
+    if group is not None and group.size() > 1:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return largest
+
+
+class _Rounded(torch.autograd.Function):
+    """A rounded tensor, whose gradient is that of the original one (straight-through estimator)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rounded: Float8Matrix) -> Tensor:
+        return rounded.dequantised(tensor.dtype).view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 def _activation(
-    matrix: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3, *, stochastic: bool = False
+    matrix: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype = E4M3,
+    *,
+    stochastic: bool = False,
+    amax: Tensor | None = None,
 ) -> Float8Matrix:
     if scaling.nvfp4:
-        return _in_nvfp4(matrix, scaling.activation, stochastic=stochastic)
-    return quantise(matrix, scaling.activation, dtype=dtype, power_of_two=scaling.power_of_two)
+        return _in_nvfp4(matrix, scaling.activation, stochastic=stochastic, amax=amax)
+    return quantise(matrix, scaling.activation, dtype=dtype, power_of_two=scaling.power_of_two, amax=amax)
 
 
-def _in_nvfp4(matrix: Tensor, block: Block | None, *, stochastic: bool = False) -> Float8Matrix:
+def _in_nvfp4(
+    matrix: Tensor, block: Block | None, *, stochastic: bool = False, amax: Tensor | None = None
+) -> Float8Matrix:
     assert block is not None
-    low = quantise_nvfp4(matrix, block_rows=block[0], stochastic=stochastic)
+    low = quantise_nvfp4(matrix, block_rows=block[0], stochastic=stochastic, amax=amax)
     return Float8Matrix(low.values, low.scales, block)
 
 
-def _weight(matrix: Tensor, scaling: Scaling) -> Float8Matrix:
+def _weight(matrix: Tensor, scaling: Scaling, amax: Tensor | None = None) -> Float8Matrix:
     if scaling.nvfp4:
-        return _in_nvfp4(matrix, scaling.weight)
-    return quantise(matrix, scaling.weight, power_of_two=scaling.power_of_two)
+        return _in_nvfp4(matrix, scaling.weight, amax=amax)
+    return quantise(matrix, scaling.weight, power_of_two=scaling.power_of_two, amax=amax)

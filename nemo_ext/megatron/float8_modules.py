@@ -1,12 +1,13 @@
 """Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
 Megatron's column- and row-parallel layers, and our replicated one of latent projections, keep their weights, sharding
-and communication; only the product inside is replaced. Each rank scales its own shard of a matrix.
+and communication; only the product inside is replaced. Each rank scales its own shard of a matrix, except in
+quantisation-aware training.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from nemo_ext.architecture.precision_plan import HEAD, LOW, Weight, assigned
-from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear
+from nemo_ext.megatron.float8 import E4M3, E5M2, NVFP4, NVFP4_STORED, SCALINGS, Scaling, float8_linear, rounded_linear
 from nemo_ext.megatron.fp8 import Precision, module_patterns
 from nemo_ext.megatron.layers import ReplicatedLinear
 
@@ -31,10 +32,19 @@ _FORWARD = "_forward_impl"
 
 @dataclass(frozen=True)
 class Float8Product:
-    """Replacement for a linear layer's `_forward_impl`; `gradients` is the float8 dtype for the output's gradients."""
+    """Replacement for a linear layer's `_forward_impl`.
+
+    Attributes:
+        scaling: scaling of the matrices.
+        gradients: float8 dtype to which the output's gradients are rounded; None to pass them through the rounding of
+            weights and inputs (quantisation-aware training).
+        group: ranks that hold shards of the layer's matrices, which then have the scale of the whole matrix; None for
+            a scale of each shard.
+    """
 
     scaling: Scaling
-    gradients: torch.dtype
+    gradients: torch.dtype | None
+    group: Any = None
 
     def __call__(
         self,
@@ -52,7 +62,10 @@ class Float8Product:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
+        if self.gradients is None:
+            output = rounded_linear(input, weight, self.scaling, group=self.group)
+        else:
+            output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
         return output if bias is None else output + bias
 
 
@@ -75,8 +88,9 @@ def use_float8(
         raise ValueError(
             f"precision_plan.recipe={plan.recipe} needs Transformer Engine; without it use {', '.join(SCALINGS)}"
         )
-    gradients = E5M2 if plan.format == "hybrid" else E4M3
-    products = {"nvfp4": Float8Product((NVFP4_STORED if stored else NVFP4)[plan.nvfp4], E4M3)}
+    gradients = None if precision.aware else E5M2 if plan.format == "hybrid" else E4M3
+    lowest = (NVFP4_STORED if stored or precision.aware else NVFP4)[plan.nvfp4]
+    products = {"nvfp4": Float8Product(lowest, None if precision.aware else E4M3)}
     if plan.uses_fp8:
         products["fp8"] = Float8Product(SCALINGS[plan.recipe], gradients)
     layers: list[tuple[torch.nn.Module, Float8Product]] = []
@@ -85,7 +99,9 @@ def use_float8(
         if (low := assignment.precision) in LOW:
             layers += [(layer, products[low]) for layer in _linears(named, assignment.weight, low, precision, stage)]
     for layer, product in layers:
-        setattr(layer, _FORWARD, product)
+        setattr(
+            layer, _FORWARD, replace(product, group=getattr(layer, "tp_group", None)) if precision.aware else product
+        )
     return [layer for layer, _ in layers]
 
 

@@ -60,10 +60,12 @@ class Precision:
     Attributes:
         plan: precisions of the weights.
         architecture: the model's architecture.
+        aware: True for quantisation-aware training, which computes with weights and inputs rounded as in checkpoints.
     """
 
     plan: Plan
     architecture: Architecture
+    aware: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Precision | None":
@@ -74,7 +76,8 @@ class Precision:
         """
         if config.get("precision_plan") is None:
             return None
-        return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
+        aware = bool((config.get("train") or {}).get("quantization_aware"))
+        return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config), aware)
 
     def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
         """Build Megatron's recipe for a pipeline stage.
@@ -124,6 +127,7 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
             not support the plan.
     """
     precision = Precision.from_config(config)
+    check_aware(config, precision)
     if precision is None:
         return {}
     plan, flags = precision.plan, dict[str, str]()
@@ -152,11 +156,39 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
     return flags
 
 
+AWARE = ("tensorwise", "mxfp8")
+"""FP8 scalings of quantisation-aware training: those with the same blocks in training and in ModelOpt's checkpoints."""
+
+
+def check_aware(config: Mapping[str, Any], precision: Precision | None) -> None:
+    """Reject `train.quantization_aware` without a plan that it can follow.
+
+    Raises:
+        ValueError: the message names the setting.
+    """
+    if not (config.get("train") or {}).get("quantization_aware"):
+        return
+    plan = None if precision is None else precision.plan
+    if plan is None or not (plan.uses_fp8 or plan.uses_nvfp4):
+        raise ValueError(
+            "train.quantization_aware=true requires a precision plan with FP8 or NVFP4, such as precision=nvfp4"
+        )
+    if plan.uses_fp8 and plan.recipe not in AWARE:
+        raise ValueError(
+            f"train.quantization_aware=true does not support precision_plan.recipe={plan.recipe}: use "
+            f"{' or '.join(AWARE)}"
+        )
+    if backend_of(config) != "local":
+        raise ValueError(
+            "train.quantization_aware=true replaces products of Megatron's own linear layers: set model.backend=local"
+        )
+
+
 def _check_low(config: Mapping[str, Any], precision: Precision) -> None:
     """Reject a plan if sizes, recipe or back end do not support its use of FP8 or NVFP4."""
     plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
-    if problems := misfits(plan, precision.architecture):
+    if problems := misfits(plan, precision.architecture, stored=precision.aware):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         scaling = f"recipe={plan.recipe}" if plan.uses_fp8 else f"default={plan.default}"
         raise ValueError(
@@ -249,6 +281,8 @@ def remark(config: Mapping[str, Any]) -> str | None:
     precision = Precision.from_config(config)
     if precision is None or backend_of(config) != "local":
         return None
+    if precision.aware:
+        return "quantisation-aware: weights and inputs are rounded as in a checkpoint of `nemo-ext quantize`"
     if precision.plan.uses_nvfp4:
         return (
             "NVFP4 without Transformer Engine is simulated (the same rounding, products in higher precision), for "

@@ -107,6 +107,9 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     aside = [name for name in NOT_REHEARSED if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     plan = _plan(megatron, config.get("precision_plan"))
+    if (config.get("train") or {}).get("quantization_aware"):
+        plan = None
+        aside.append("rounded copies of weights and inputs (train.quantization_aware)")
     if megatron.get("fp4_format") or (plan is not None and Plan.from_config(plan).uses_nvfp4):
         raise ValueError(
             f"{'megatron.fp4_format' if plan is None else 'precision_plan'}: the memory of NVFP4 copies is not "

@@ -159,6 +159,9 @@ def test_names_are_relative_to_the_stage() -> None:
         (["precision=nvfp4", "megatron.fp4_format=e2m1"], "megatron.fp4_format and precision_plan are both set"),
         (["precision=nvfp4"], "not a multiple of 32 (nvfp4)"),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
+        (["train.quantization_aware=true"], "requires a precision plan with FP8 or NVFP4, such as precision=nvfp4"),
+        (["precision=fp8_blockwise", "train.quantization_aware=true"], "not support precision_plan.recipe=blockwise"),
+        (["precision=fp8_current", "train.quantization_aware=true", ENGINE], "set model.backend=local"),
     ],
 )
 def test_invalid_plans_are_refused(words: list[str], said: str) -> None:
@@ -166,6 +169,20 @@ def test_invalid_plans_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
         plan_flags(config)
     assert said in str(raised.value)
+
+
+def test_quantisation_aware_training_needs_sizes_of_checkpoints_and_sets_no_precision() -> None:
+    words = [
+        "run_dir=unused",
+        "data=mock",
+        "precision=nvfp4",
+        "precision_plan.rules=[]",
+        "train.quantization_aware=true",
+    ]
+
+    assert plan_flags(compose("train", words)) == {}
+    with pytest.raises(ValueError, match=r"block 1 fc1: out 136 is not a multiple of 16 \(nvfp4\)"):
+        plan_flags(compose("train", [*words, "megatron.moe_ffn_hidden_size=136"]))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.config import USER_ERROR, compose
 from nemo_ext.megatron.nvfp4 import packed, quantise_nvfp4
 from nemo_ext.quantization import export, job
+from nemo_ext.quantization.calibration import CalibrationData
 from nemo_ext.quantization.modelopt import parameters
 
 pytestmark = [
@@ -27,6 +28,7 @@ pytestmark = [
 ]
 
 SCALES = export.SCALES
+SHARE = 0.5
 FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]
 FP8 = ["precision=fp8_current"]
 SOME = [*FP8, "precision_plan.rules=['1 bf16', '2.in_proj bf16', '3.qkv bf16', 'head bf16']"]
@@ -209,6 +211,51 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
     assert len(caches) == 2 * (pattern.count("*") - pattern.count("*{linear}"))
     attention = [tensor for tensor in old if tensor.endswith("k_proj.weight")]
     assert {f"{tensor.removesuffix('weight')}k_scale" for tensor in attention} <= caches
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("dense", ["precision=fp8_current"]),
+        ("hybrid", ["precision=nvfp4", "precision_plan.recipe=tensorwise", "precision_plan.rules=['head bf16']"]),
+    ],
+)
+def test_quantisation_aware_training_computes_with_the_checkpoints_numbers(
+    case: str, words: list[str], build_sections: Callable[..., Any], folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On the tokens with which the scales of inputs are calibrated."""
+    from nemo_ext.checkpoint.description import to_config
+    from nemo_ext.megatron.float8_modules import use_float8
+    from nemo_ext.megatron.fp8 import Precision
+    from nemo_ext.megatron.session import load_weights
+
+    name, pattern, *_ = CASES[case]
+    source, checkpoint = folder_of(name, pattern, torch.float32), tmp_path / "megatron"
+    work = job.prepare(
+        compose("quantize", [f"from={source}", f"to={tmp_path / 'low'}", *words, "calibration.data=none"])
+    )
+    description = work.conversion.description
+    hf.convert(hf.plan(source, checkpoint, hf.Settings()), hf.Settings())
+    ids = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(1))
+
+    model = build_sections(to_config(description)).eval()
+    load_weights(model, checkpoint)
+    precision = Precision(work.plan, description.architecture, aware=True)
+    assert use_float8(model, precision, range(len(description.blocks)))
+    with torch.inference_mode():
+        aware = model(ids, torch.arange(48).expand(2, 48), None)[..., : description.vocab_size]
+        theirs: Any = job.load_model(source, work.conversion.format, "cpu")
+        before = theirs(ids, use_cache=False).logits
+        data = CalibrationData(samples=list(ids.numpy()), held_out=[], available=2)
+        job.calibrate(theirs, work, parameters(theirs, work.tensors), data)
+        quantised = theirs(ids, use_cache=False).logits
+
+    def rms(difference: torch.Tensor) -> float:
+        return difference.square().mean().sqrt().item()
+
+    print(f"{case}: {rms(before)} {rms(quantised - before)} {rms(aware - quantised)}")
+    assert rms(quantised - before) > 0.01
+    assert rms(aware - quantised) < SHARE * rms(quantised - before)
 
 
 def test_types_stay_and_what_vllm_reads_is_there(
