@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.start import checkpoints_of, with_model
+from nemo_ext.checkpoint.start import checkpoints_of, with_depths, with_model
 from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
@@ -31,14 +31,14 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """Return the config from which a stage builds a model, without a precision plan.
+    """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
     Args:
         config: composed config.
         description: the model's description.
         ranks: number of ranks, each of which holds the whole model.
     """
-    stage = {**with_model(config, description, "stage"), "precision_plan": None}
+    stage = {**with_model(config, description.without_prediction(), "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return stage
 
@@ -65,6 +65,7 @@ def healing_run(
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
     run = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
+    run = with_depths(run, config)
     megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
     run["run_dir"] = str(run_dir)

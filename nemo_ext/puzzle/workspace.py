@@ -293,7 +293,7 @@ def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str
         "front": {"search": search, "sweep": sweep},
         "compare": part("evaluation", "calibration"),
         "baselines": part("baselines", "evaluation"),
-        "realise": {},
+        "realise": {"mtp": None if section["mtp"] == "keep" else section["mtp"]},
         "fuse": part("fuse", "calibration"),
         "heal": {"heal": heal, "megatron": megatron},
         "pretrain": {"continue_tokens": continued, "heal": schedule, "megatron": megatron},
