@@ -150,6 +150,12 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
+    now, earlier = (bool((each.get("train") or {}).get("mtp_only")) for each in (config, before))
+    if now != earlier:
+        raise ValueError(
+            f"{run_dir} holds a run with another train.mtp_only, whose optimizer has other weights: choose another "
+            "run_dir"
+        )
     # The sequence length may change, for example between phases.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:

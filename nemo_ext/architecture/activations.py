@@ -22,7 +22,7 @@ def activation_bytes(
     stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
     fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
     prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection. If the weights
-    are frozen, nothing is kept, and the peak is the largest single block.
+    are frozen (with `mtp_only`, on the first rank), nothing is kept, and the peak is the largest single block.
 
     Args:
         architecture: The model.
@@ -37,7 +37,9 @@ def activation_bytes(
         in_flight = (pipeline - rank - 1) * 2 + (chunks - 1) * pipeline + 1
     if layout.micro_batches is not None:
         in_flight = min(in_flight, layout.micro_batches * chunks)
-    if layout.frozen:
+    # A received activation requires its gradient, so stages of a frozen main model keep what leads to it.
+    nothing = layout.frozen or (layout.mtp_only and rank == 0)
+    if nothing:
         in_flight = 0
     kept: list[float] = []
     working = 0.0
@@ -46,7 +48,7 @@ def activation_bytes(
     for chunk in range(chunks):
         layers = stages[chunk * pipeline + rank]
         blocks = [block_activation_bytes(architecture, n, layout, seq_length=seq_length) for n in layers]
-        if layout.frozen:
+        if nothing:
             kept.append(0.0)
             working = max([working, *blocks])
         elif layout.recompute == "full":

@@ -271,14 +271,16 @@ def mtp_forward_flops_per_token(architecture: Architecture, *, seq_length: int |
     return pattern.depths * sum(blocks, 4 * hidden * hidden + head_forward_flops_per_token(architecture))
 
 
-def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False) -> float:
+def train_flops_per_token(
+    architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False, mtp_only: bool = False
+) -> float:
     """Compute training FLOPs per token: three times the forward pass with MTP, without recomputation.
 
-    A run that trains no weights (`frozen`) has only the forward pass.
+    A run that trains no weights (`frozen`) has only the forward pass, and so has the main model with `mtp_only`.
     """
-    forward = forward_flops_per_token(architecture, seq_length=seq_length)
-    forward += mtp_forward_flops_per_token(architecture, seq_length=seq_length)
-    return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward
+    main = forward_flops_per_token(architecture, seq_length=seq_length)
+    mtp = mtp_forward_flops_per_token(architecture, seq_length=seq_length)
+    return (1 if frozen or mtp_only else TRAINING_FLOPS_FACTOR) * main + (1 if frozen else TRAINING_FLOPS_FACTOR) * mtp
 
 
 def peak_of(device: str, units: int | None = None, clock: float | None = None) -> float | None:
@@ -414,6 +416,13 @@ def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | N
     return tuple(stages)
 
 
+def _on_gpu(counted: Parameters, layout: Layout) -> tuple[int, int]:
+    """Return the numbers of one GPU's parameters outside experts and in them."""
+    dense = counted.sharded // layout.tensor_parallel + counted.replicated
+    expert = counted.experts // (layout.expert_parallel * layout.expert_tensor)
+    return dense, expert + counted.experts_replicated // layout.expert_parallel
+
+
 def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | None = None) -> tuple[GpuCost, ...]:
     """Compute the cost of one GPU on each pipeline rank.
 
@@ -423,24 +432,26 @@ def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | Non
     check_layout(architecture, layout)
     stages = per_stage(architecture, layout, seq_length=seq_length)
     weight, gradient, optimizer = bytes_per_parameter(layout.precision)
-    if layout.frozen:
-        gradient, optimizer = 0, 0
     dense_shards, expert_shards = layout.optimizer_shards
     gpus = []
     for rank in range(layout.pipeline_parallel):
         mine = [stage for stage in stages if stage.rank == rank]
-        counted = sum((stage.parameters for stage in mine), Parameters())
-        dense = counted.sharded // layout.tensor_parallel + counted.replicated
-        expert = counted.experts // (layout.expert_parallel * layout.expert_tensor)
-        expert += counted.experts_replicated // layout.expert_parallel
+        counted = trained = sum((stage.parameters for stage in mine), Parameters())
+        if layout.frozen or layout.mtp_only:
+            last = layout.mtp_only and rank == layout.pipeline_parallel - 1
+            trained = mtp_parameters(architecture) if last else Parameters()
+        dense, expert = _on_gpu(counted, layout)
+        trained_dense, trained_expert = _on_gpu(trained, layout)
         flops = sum(stage.forward_flops_per_token for stage in mine)
         gpus.append(
             GpuCost(
                 rank=rank,
                 parameters=dense + expert,
                 weight_bytes=weight * (dense + expert),
-                gradient_bytes=gradient * (dense + expert),
-                optimizer_bytes=math.ceil(optimizer * dense / dense_shards + optimizer * expert / expert_shards),
+                gradient_bytes=gradient * (trained_dense + trained_expert),
+                optimizer_bytes=math.ceil(
+                    optimizer * trained_dense / dense_shards + optimizer * trained_expert / expert_shards
+                ),
                 activation_bytes=activation_bytes(architecture, layout, rank=rank, seq_length=seq_length),
                 forward_flops_per_token=flops / (layout.tensor_parallel * layout.context_parallel),
             )

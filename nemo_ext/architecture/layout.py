@@ -36,6 +36,7 @@ class Layout:
         recompute_modules: Megatron's names of the modules to recompute, for `selective`.
         recompute_num_layers: Number of blocks recomputed together, for `full`.
         frozen: Whether no weight is trained (forward passes only), as when a teacher saves its log-probabilities.
+        mtp_only: Whether only multi-token prediction is trained.
         fused_attention: Whether attention never stores its score matrix (flash attention, torch SDPA).
         z_loss: Whether training uses a z-loss, which keeps its gradient with respect to the logits.
 
@@ -60,6 +61,7 @@ class Layout:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_num_layers: int = 1
     frozen: bool = False
+    mtp_only: bool = False
     fused_attention: bool = True
     z_loss: bool = False
 
@@ -164,6 +166,7 @@ class Layout:
             recompute_modules=tuple(map(str, modules)),
             recompute_num_layers=flags.integer("recompute_num_layers") or 1,
             frozen=flags.flag("freeze_all_layers"),
+            mtp_only=bool(section(config, "train").get("mtp_only")) if "train" in config else False,
             z_loss=bool(section(config, "stability").get("z_loss")) if "stability" in config else False,
         )
 

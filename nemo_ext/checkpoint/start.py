@@ -61,24 +61,41 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections `model` and `megatron` for training the model of `megatron.pretrained_checkpoint`.
 
-    The result is empty, so that the config's own model is used, if `train.model_of_start` is not true, or if the
-    checkpoint does not exist yet because the job that writes it has not finished.
+    The config's own model is used if `train.model_of_start` is not true, or if the checkpoint does not exist yet
+    because the job that writes it has not finished. The depths of `train.new_mtp` are added to the model's pattern. The
+    result is empty if nothing changes.
 
     Raises:
-        ValueError: no checkpoint is named, or there is no model config next to it.
+        ValueError: no checkpoint is named, there is no model config next to it, or `train.new_mtp` does not fit.
     """
-    if (config.get("train") or {}).get("model_of_start") is not True:
-        return {}
-    start = config["megatron"].get("pretrained_checkpoint")
-    if start is None:
-        raise ValueError(
-            "train.model_of_start=true requires megatron.pretrained_checkpoint: set it to the checkpoint to start from"
-        )
+    train, start = config.get("train") or {}, config["megatron"].get("pretrained_checkpoint")
+    for name in ("model_of_start", "new_mtp"):
+        if start is None and train.get(name):
+            raise ValueError(
+                f"train.{name}={str(train[name]).lower() if name == 'model_of_start' else train[name]} requires "
+                "megatron.pretrained_checkpoint: set it to the checkpoint to start from"
+            )
+    changed: dict[str, Any] = {}
     path = checkpoints_of(Path(str(start)).expanduser())
-    if not path.exists():
-        return {}
-    changed = _with_model_beside(config, _beside(path))
-    return {"model": changed["model"], "megatron": {**changed["megatron"], "pretrained_checkpoint": str(path)}}
+    if train.get("model_of_start") is True and path.exists():
+        whole = _with_model_beside(config, _beside(path))
+        changed = {"model": whole["model"], "megatron": {**whole["megatron"], "pretrained_checkpoint": str(path)}}
+    if (depths := train.get("new_mtp")) is not None:
+        model = {**config, **changed}["model"]
+        changed["model"] = {**model, "pattern": _with_depths(str(model["pattern"]), str(depths))}
+    return changed
+
+
+def _with_depths(pattern: str, depths: str) -> str:
+    """Append new depths of multi-token prediction, such as `/*E/*E`, to a pattern without any."""
+    try:
+        if not depths.startswith("/"):
+            raise ValueError("expected depths of multi-token prediction, such as /*E or /*E/*E")
+        if parse(pattern).mtp:
+            raise ValueError(f"model.pattern={pattern} already has multi-token prediction: remove train.new_mtp")
+        return str(parse(pattern + depths))
+    except ValueError as error:
+        raise ValueError(f"train.new_mtp={depths}: {error}") from error
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
         mamba_modules.install()
         with patches.applied():
             check_prediction(config, parse(config["model"]["pattern"]))
+            check_frozen(config, parse(config["model"]["pattern"]))
             check_latent(config)
             arguments = parse_arguments(command_line(config), world_size=world_size(config))
             check_resiliency(arguments)
@@ -177,10 +178,10 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         check_saving(config, arguments)
     if loaded is not None:
         check_cached_teacher(config, arguments)
-    if both and Architecture.from_config(config).pattern.mtp:
+    if saved is not None and Architecture.from_config(config).pattern.mtp:
         raise ValueError(
-            f"{both[0]} and multi-token prediction (/ in model.pattern) cannot be combined, as Megatron-Core computes "
-            "every depth's loss with the function that distillation replaces: remove the depths"
+            "megatron.logits_save_dir and multi-token prediction (/ in model.pattern) cannot be combined, as Megatron-"
+            "Core would save every depth's logits: remove the depths from the teacher's pattern"
         )
     if settings.teacher is None:
         return
@@ -361,6 +362,40 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
         check_pattern(options, [block.kind for block in pattern.mtp], 0)
     except ValueError as error:
         raise ValueError(f"multi-token prediction: {error}") from error
+
+
+def check_frozen(config: Mapping[str, Any], pattern: Pattern) -> None:
+    """Reject settings under which `train.mtp_only` or `train.new_mtp` would have no effect or lose weights.
+
+    Raises:
+        ValueError: the message names the setting.
+    """
+    from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+
+    new, start = config["train"].get("new_mtp"), config["megatron"].get("pretrained_checkpoint")
+    if config["train"].get("mtp_only"):
+        if not pattern.mtp:
+            raise ValueError(
+                "train.mtp_only=true requires multi-token prediction: write its depths after / in model.pattern, such "
+                "as ME*-/*E, or add new ones with train.new_mtp=/*E"
+            )
+        if start is None:
+            raise ValueError(
+                "train.mtp_only=true does not train the main model: set megatron.pretrained_checkpoint to a trained one"
+            )
+        flags = ("megatron.logits_load_dir", "megatron.freeze_all_layers")
+        for key in ("distillation.teacher", "stability.z_loss", *flags):
+            section, name = key.split(".")
+            if value := (config.get(section) or {}).get(name):
+                raise ValueError(f"{key}={value} cannot be combined with train.mtp_only=true: remove one of them")
+    if new and start is not None and Path(str(start)).exists():
+        tensors = TorchDistReader(checkpoint_folder(Path(str(start)))).tensors
+        if depths := [name for name in tensors if name.startswith("mtp.")]:
+            raise ValueError(
+                f"train.new_mtp={new} would replace the multi-token prediction of megatron.pretrained_checkpoint="
+                f"{start} ({len(depths)} tensors, such as {depths[0]}): remove it, and write the checkpoint's depths "
+                "in model.pattern"
+            )
 
 
 def check_latent(config: Mapping[str, Any]) -> None:

@@ -188,7 +188,9 @@ def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict
     flags["max_position_embeddings"] = max(flags.get("max_position_embeddings") or 0, run["seq_length"])
     if not flags.get("num_experts"):
         flags = {name: value for name, value in flags.items() if not name.startswith("expert_")}
-    pattern = format_pattern(Pattern(parse(teacher["model"]["pattern"]).blocks))  # without the cuts of its training
+    # Without the cuts of its training, and without multi-token prediction.
+    pattern = format_pattern(Pattern(parse(teacher["model"]["pattern"]).blocks))
+    flags = {name: value for name, value in flags.items() if not name.startswith("mtp_")}
     section = {**teacher["model"], "pattern": pattern, "backend": config["model"].get("backend") or "auto"}
     section.pop("virtual_pipeline_stages", None)
     return {**config, "model": section, "megatron": flags, "distillation": None}
@@ -218,9 +220,13 @@ class Distillation(ABC):
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
         self.kl_weight, self.lm_weight = kl_weight, lm_weight
         self._divergence: Tensor | None = None
+        self._labels: Tensor | None = None
 
     def attach(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Make the last stage compute the divergence whenever it computes its LM loss; return the model's stages."""
+        """Make the last stage compute the divergence whenever it computes its LM loss; return the model's stages.
+
+        Multi-token prediction computes the loss of each depth with the same function, but with shifted labels.
+        """
         from megatron.core.utils import unwrap_model
 
         student = unwrap_model(model)[-1]
@@ -229,19 +235,22 @@ class Distillation(ABC):
         language_model_loss = student.compute_language_model_loss
 
         def both(labels: Tensor, logits: Tensor) -> Tensor:
+            if labels is not self._labels:
+                return language_model_loss(labels, logits)
             self._divergence = self.divergence(logits, training=student.training)
             return language_model_loss(labels, logits if self.lm_weight else logits.detach())
 
         student.compute_language_model_loss = both
         return model
 
-    def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
+    def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
         """Prepare for the student's forward pass on a micro-batch.
 
         Args:
             batch: the micro-batch's tensors `[batch, seq]`, keyed by name (`tokens`, `labels`, ...).
             bounds: the model's keyword argument `packed_seq_params` for a pack; empty for other data.
         """
+        self._labels = batch["labels"]
 
     def after_student(self, output: Tensor) -> Tensor:
         """Return the output that this stage sends on, given the student's output."""
@@ -321,6 +330,7 @@ class OnlineTeacher(Distillation):
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
         """Run the teacher's stage on the micro-batch, and store its logits, or its activations for the next stage."""
+        super().before_student(batch, bounds)
         with torch.no_grad():
             self._output = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds)
 
@@ -418,19 +428,6 @@ def build_teacher(merged: Mapping[str, Any]) -> Any:
     # In the run's precision, as Megatron builds any model. Megatron's wrappers would only turn logits into float32.
     (teacher,) = unwrap_model(BlockModelBuilder(config).build_distributed_models(groups, wrap_with_ddp=False))
     return teacher.eval().requires_grad_(False)
-
-
-def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
-
-    As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
-    keep their expert bias.
-    """
-    module: Any
-    for module in (module for stage in model for module in stage.requires_grad_(False).modules()):
-        if hasattr(module, "frozen_expert_bias"):
-            module.frozen_expert_bias = True
-    return model
 
 
 def saved_by(folder: Path) -> dict[str, Any]:

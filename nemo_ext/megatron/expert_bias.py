@@ -24,7 +24,8 @@ def update_by_size() -> None:
     def by_size(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
         routers: dict[int, list[torch.nn.Module]] = {}
         for module in (module for chunk in model for module in chunk.modules()):
-            if isinstance(bias := getattr(module, "expert_bias", None), torch.Tensor):
+            frozen = getattr(module, "frozen_expert_bias", False)  # Megatron-Core 0.18 does not know it
+            if not frozen and isinstance(bias := getattr(module, "expert_bias", None), torch.Tensor):
                 routers.setdefault(len(bias), []).append(module)
         for size in sorted(routers):
             update([torch.nn.ModuleList(routers[size])], *args, **kwargs)

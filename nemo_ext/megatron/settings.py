@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Count
+from nemo_ext.job.settings import STRICT, Count, Text
 
 Tokens = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """Number of tokens, which may be written as 2e12."""
@@ -56,6 +56,9 @@ class TrainSettings:
         decay_tokens: length of the decay at the end of a WSD schedule.
         validate_at_start: true to measure the validation loss before the first step.
         model_of_start: true to take the model from megatron.pretrained_checkpoint instead of model=NAME.
+        new_mtp: depths of multi-token prediction, such as /*E, to add with new weights to the model that
+            megatron.pretrained_checkpoint has without them.
+        mtp_only: true to train only multi-token prediction; the weights of the main model are frozen.
     """
 
     tokens: Tokens | None = None
@@ -65,6 +68,8 @@ class TrainSettings:
     decay_tokens: Tokens | None = None
     validate_at_start: bool = False
     model_of_start: bool = False
+    new_mtp: Text | None = None
+    mtp_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

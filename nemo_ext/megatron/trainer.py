@@ -57,7 +57,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from nemo_ext.megatron import distillation, phases, stability
+    from nemo_ext.megatron import distillation, frozen, phases, stability
     from nemo_ext.megatron.expert_bias import update_by_size
     from nemo_ext.megatron.forward_step import datasets, forward_step
     from nemo_ext.megatron.model import model_config
@@ -79,7 +79,12 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
         print(f"stand-ins for CUDA and kernels on this machine: {', '.join(stand_ins) or 'none'}")
     model = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     if getattr(arguments, "freeze_all_layers", False):  # not in every version
-        model.pre_wrap_hooks.append(distillation.freeze)
+        model.pre_wrap_hooks.append(frozen.freeze)
+    if config["train"].get("mtp_only"):
+        model.pre_wrap_hooks.append(partial(frozen.freeze, but_mtp=True))
+    loaded: list[Callable[[], None]] = []
+    if config["train"].get("new_mtp") and run_directory.last_checkpoint(Path(config["run_dir"])) is None:
+        model.pre_wrap_hooks.append(partial(frozen.load_without_mtp, ends=loaded))
     distilled = distillation.from_config(config, arguments)
     stable = stability.Stability.from_config(config)
     z_loss = stability.ZLoss(stable.z_loss) if stable.z_loss else None
@@ -109,6 +114,8 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     def provider(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
         # The first call after the checkpoint is loaded, when the step that training resumes from is known.
         built = provide(samples)
+        while loaded:
+            loaded.pop()()
         if not vp_stage:
             attach_metrics(config, plan, first_step=get_args().iteration)
         return built
@@ -338,6 +345,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
+    mtp_only = bool(config["train"].get("mtp_only"))
     begins = () if plan is None else tuple(phase.first_step for phase in plan.phases)
     watch = guard.Watch(guard.Guard.from_config(config), Path(config["run_dir"]), first_step, begins)
 
@@ -350,8 +358,10 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         first_step=first_step,
         tokens_per_step=tokens_per_step,
         tokens_at=(lambda step: step * tokens_per_step) if plan is None else plan.tokens_at_step,
-        flops_per_token=train_flops_per_token(architecture, seq_length=arguments.seq_length, frozen=frozen),
-        flops_per_token_6n=six_n(architecture, frozen=frozen),
+        flops_per_token=train_flops_per_token(
+            architecture, seq_length=arguments.seq_length, frozen=frozen, mtp_only=mtp_only
+        ),
+        flops_per_token_6n=six_n(architecture, frozen=frozen or mtp_only),
         peak_flops=None if peak is None else peak * arguments.world_size,
         cpu_seconds=None if torch.cuda.is_available() else get_timers().cpu.seconds,
         tensorboard=global_vars._GLOBAL_TENSORBOARD_WRITER,

@@ -101,7 +101,8 @@ def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
         return None
     flags, architecture = submission.config["megatron"], Architecture.from_config(submission.config)
     frozen = bool(flags.get("freeze_all_layers"))
-    flops = train_flops_per_token(architecture, seq_length=int(flags["seq_length"]), frozen=frozen)
+    mtp_only = bool((submission.config.get("train") or {}).get("mtp_only"))
+    flops = train_flops_per_token(architecture, seq_length=int(flags["seq_length"]), frozen=frozen, mtp_only=mtp_only)
     return _tokens(submission.config) * flops / (peak * MFU) / 3600 / gpus
 
 

@@ -155,6 +155,7 @@ def step(
     from nemo_ext.megatron.arguments import pattern_with_cuts
     from nemo_ext.megatron.distillation import OnlineTeacher, build_teacher
     from nemo_ext.megatron.forward_step import forward_step
+    from nemo_ext.megatron.frozen import freeze
     from nemo_ext.megatron.model import model_config
     from nemo_ext.megatron.stability import Stability, ZLoss
 
@@ -168,6 +169,8 @@ def step(
         model_settings.post_wrap_hooks.append(online_teacher.attach)
     if z_loss is not None:
         model_settings.post_wrap_hooks.append(z_loss.attach)
+    if (config.get("train") or {}).get("mtp_only"):
+        model_settings.pre_wrap_hooks.append(partial(freeze, but_mtp=True))
     container = pretrain_cfg_container_from_args(arguments, model_settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models, optimizer, scheduler = training.setup_model_and_optimizer(

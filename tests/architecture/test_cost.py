@@ -260,6 +260,20 @@ def test_a_run_that_trains_no_weights_holds_weights_and_one_block_at_a_time() ->
     assert Layout.from_config({"model": {}, "megatron": {"freeze_all_layers": True}}).frozen
 
 
+def test_a_run_that_trains_only_multi_token_prediction() -> None:
+    model, main = small("*-*-/*-"), small("*-*-")
+    depth = cost.mtp_parameters(model).total
+    trained, only = (cost.per_gpu(model, Layout(mtp_only=each), seq_length=64)[0] for each in (False, True))
+    flops = [cost.train_flops_per_token(each, mtp_only=True) for each in (model, main)]
+
+    assert (only.gradient_bytes, only.optimizer_bytes) == (4 * depth, 12 * depth)
+    assert only.weight_bytes == trained.weight_bytes
+    assert 0 < only.activation_bytes < trained.activation_bytes
+    assert flops[0] - flops[1] == 3 * cost.mtp_forward_flops_per_token(model)
+    assert flops[1] == cost.forward_flops_per_token(main)
+    assert Layout.from_config({"model": {}, "megatron": {}, "train": {"mtp_only": True}}).mtp_only
+
+
 def test_cache_of_attention_blocks_only() -> None:
     model = small("*{kv=1}M{heads=8,head_dim=4}*{window=3}-*{linear}")
     assert cost.kv_bytes_per_token(model) == 2 * (2 * 4 + 2 * 8)

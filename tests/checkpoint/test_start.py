@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.pickles import METADATA
 from nemo_ext.checkpoint.start import as_checkpoint, model_of_start
@@ -50,6 +51,35 @@ def test_depths_with_one_set_of_weights_stay_the_runs(child: Path) -> None:
     assert changed["model"]["pattern"] == "MEM*EME-/*E/*E"
     flags = {name: value for name, value in changed["megatron"].items() if name.startswith("mtp_")}
     assert flags == {"mtp_use_repeated_layer": True, "mtp_loss_scaling_factor": 0.3}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_new_depths_are_added_to_the_model(child: Path, asked: bool) -> None:
+    config = run_of(child, asked=asked)
+    main = "*-*{kv=2}-" if asked else config["model"]["pattern"]
+    config["train"]["new_mtp"] = "/*-/*-"
+
+    assert parse(model_of_start(config)["model"]["pattern"]) == parse(f"{main}/*-/*-")
+
+
+@pytest.mark.parametrize(
+    ("depths", "pattern", "message"),
+    [
+        ("*-", "*-", r"train.new_mtp=\*-: expected depths of multi-token prediction, such as /\*E"),
+        ("/*-", "*-/*-", r"train.new_mtp=/\*-: model.pattern=\*-/\*- already has multi-token prediction"),
+        ("/*?", "*-", r"train.new_mtp=/\*\?: "),
+        ("/*-/*M", "*-", r"train.new_mtp=/\*-/\*M: .*depth"),
+    ],
+)
+def test_depths_that_do_not_fit_are_refused(child: Path, depths: str, pattern: str, message: str) -> None:
+    config = run_of(child, asked=False)
+    config["train"]["new_mtp"], config["model"]["pattern"] = depths, pattern
+
+    with pytest.raises(ValueError, match=message):
+        model_of_start(config)
+    config["megatron"]["pretrained_checkpoint"] = None
+    with pytest.raises(ValueError, match=r"train.new_mtp=.* requires megatron.pretrained_checkpoint"):
+        model_of_start(config)
 
 
 def test_a_run_directory_means_its_checkpoints(child: Path, tmp_path: Path) -> None:

@@ -69,10 +69,13 @@ def keys(run_dir: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a hybrid MoE model with confident predictions, made without training."""
+    return made_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+def made_teacher(run_dir: Path, *words: str) -> Path:
     from megatron.core import dist_checkpointing
 
-    run_dir = tmp_path_factory.mktemp("teacher")
-    config = compose("train", [f"run_dir={run_dir}", "data=mock"])
+    config = compose("train", [f"run_dir={run_dir}", "data=mock", *words])
     torch.manual_seed(3)
     model = build_model(config)[0]
     with torch.no_grad():
@@ -226,6 +229,37 @@ def test_losses_are_weighted_and_the_teacher_is_unchanged(teacher: Path, build: 
     for name, gradient in steps[0.5, 2.0].items():
         torch.testing.assert_close(gradient, 0.5 * steps[1.0, 0.0][name] + 2 * plain[name], rtol=1e-4, atol=1e-5)
     assert not any("teacher" in name for name, _ in student.named_modules())
+
+
+def test_multi_token_prediction_learns_beside_the_divergence(build: Build, tmp_path: Path) -> None:
+    """Depths have their own losses as in other runs, and the teacher's own depths have no part in it."""
+    from nemo_ext.megatron.distillation import OnlineTeacher
+
+    student_words = (DENSE, "model.pattern=*-/*-/*-", "megatron.seq_length=64")
+    teacher = made_teacher(tmp_path, "model.pattern=ME*-/*E", "megatron.mtp_use_repeated_layer=true")
+    student = build(*student_words)
+    lm_loss = student.compute_language_model_loss
+    plain, _ = gradients(student, None)
+    steps = {}
+    for weights in ((1.0, 0.0), (0.5, 2.0)):
+        student.compute_language_model_loss = lm_loss
+        given = [f"distillation.{name}_weight={weight}" for name, weight in zip(("kl", "lm"), weights, strict=True)]
+        distillation = OnlineTeacher(config_of(teacher, *student_words, *given))
+        distillation.attach([student])
+        steps[weights], logged = gradients(student, distillation)
+        assert logged["kl to teacher"][0] > 0 and logged["kl to teacher"][1] == 104
+    student.compute_language_model_loss = lm_loss
+    student.config.mtp_loss_scaling_factor = 0.0
+    main, _ = gradients(student, None)
+
+    assert not hasattr(distillation.teacher, "mtp")
+    for name, gradient in plain.items():
+        if name.startswith("mtp."):
+            assert gradient.abs().max() > 0
+            torch.testing.assert_close(steps[1.0, 0.0][name], gradient, rtol=1e-4, atol=1e-6)
+        # KL + MTP; 0.5 KL + 2 LM + MTP; LM + MTP; LM
+        expected = 0.5 * steps[1.0, 0.0][name] + 0.5 * gradient + 1.5 * main[name]
+        torch.testing.assert_close(steps[0.5, 2.0][name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_teacher_respects_the_bounds_of_packs(teacher: Path, build: Build) -> None:
@@ -389,12 +423,10 @@ def test_a_layout_that_does_not_fit_the_teacher_is_refused(there: Path, layout: 
     assert found.startswith("distillation.teacher") and reason in found
 
 
-def test_a_teacher_with_multi_token_prediction_is_refused(there: Path) -> None:
-    config = run_directory.read_config(there / run_directory.CONFIG)
-    config["megatron"]["mtp_num_layers"] = 1
-    run_directory.write_config(there, config)
+def test_saving_with_multi_token_prediction_is_refused(tmp_path: Path) -> None:
+    words = ("model.pattern=ME*-/*E", f"megatron.logits_save_dir={tmp_path}", *FROZEN)
 
-    assert "megatron.mtp_num_layers" in refusal(f"distillation.teacher={there}")
+    assert "remove the depths from the teacher's pattern" in refusal(*words, "megatron.logits_save_top_k=8")
 
 
 def test_a_teacher_with_other_tokens_is_refused(there: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

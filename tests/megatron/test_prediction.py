@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_ext.architecture.cost import total_params
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.start import model_of_start
+from nemo_ext.checkpoint.torch_dist import TorchDistReader
+from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 from nemo_ext.job.job import invoke
 from nemo_ext.megatron.commands import TRAIN
@@ -125,6 +129,58 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
     assert invoke(TRAIN.figures, tmp_path / "whole").text.endswith(depths)  # shown by `status`
 
 
+FROZEN = ("train.mtp_only=true", "megatron.pretrained_checkpoint=/nowhere")
+HEALING = ("train.mtp_only=true", "train.new_mtp=/*E{experts=4}/*E{experts=4}", "megatron.mtp_loss_scaling_factor=0.3")
+
+
+def healed(start: Path, *words: str) -> tuple[str, ...]:
+    """Words of a run that adds depths to the model of another run, as `Run.from_config` changes its config."""
+    start_words = (*HEALING, f"megatron.pretrained_checkpoint={start / run_directory.CHECKPOINTS}", *words)
+    pattern = model_of_start(compose("train", ["run_dir=unused", "data=mock", *start_words]))["model"]["pattern"]
+    return (*start_words, f"model.pattern={pattern}")
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint, and the names of the optimizer's, without values."""
+    reader = TorchDistReader(run_dir / run_directory.CHECKPOINTS / f"iter_{step:07d}")
+    return {name: reader.read(name) for name in reader.tensors}
+
+
+@pytest.mark.parametrize(
+    "ranks", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor", "pipeline"))]
+)
+def test_only_new_depths_are_trained(single: Path, tmp_path: Path, train_ranks: Train, ranks: str) -> None:
+    """The main model keeps its weights and expert biases bit by bit, and has no optimizer state."""
+    layout = {
+        "": (),
+        "tensor": ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
+        "pipeline": ("megatron.pipeline_model_parallel_size=2",),
+    }[ranks]
+    lines = train_ranks(tmp_path, *healed(single, *layout), ranks=2 if layout else 1)
+
+    before, after = tensors(single, 10), tensors(tmp_path, 10)
+    depths = {name for name in after if name.startswith("mtp.")}
+    assert after.keys() - before.keys() == depths and depths
+    assert any("expert_bias" in name for name in before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert lines[-1]["mtp_1_loss"] < lines[0]["mtp_1_loss"] - 0.1
+    stored = FileSystemReader(str(tmp_path / run_directory.CHECKPOINTS / "iter_0000010")).read_metadata()
+    states = [name for name in stored.state_dict_metadata if "exp_avg" in name]
+    assert states and all(".mtp." in name for name in states)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_frozen_main_model_resumes(single: Path, tmp_path: Path, train_ranks: Train) -> None:
+    words = healed(single, "megatron.use_distributed_optimizer=true")
+
+    whole = train_ranks(tmp_path / "whole", *words)
+    train_ranks(tmp_path / "parts", *words, "megatron.exit_interval=5")
+    parts = train_ranks(tmp_path / "parts", *words)
+
+    for key in ("step", "loss", "mtp_1_loss", "mtp_2_loss", "grad_norm"):
+        assert [line[key] for line in parts][-5:] == [line[key] for line in whole][-5:], key
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -136,7 +192,10 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
         (("model.pattern=M*-/*{window=8}-", *CONTEXT), "multi-token prediction: block 1 .* a window of 8"),
         (("model.pattern=ME*-", *LATENT, "megatron.moe_shared_expert_overlap=true"), "moe_shared_expert_overlap"),
         (("model.pattern=ME*-", *LATENT, "megatron.disable_bias_linear=false"), "disable_bias_linear=true"),
-        (("model.pattern=ME*-/*E", "distillation.teacher=/nowhere"), "distillation.teacher and multi-token prediction"),
+        (("model.pattern=ME*-", "train.mtp_only=true"), "train.mtp_only=true requires multi-token prediction"),
+        (("model.pattern=ME*-/*E", "train.mtp_only=true"), "set megatron.pretrained_checkpoint to a trained one"),
+        (("model.pattern=ME*-/*E", *FROZEN, "stability.z_loss=1e-5"), "stability.z_loss=1e-05 cannot be combined"),
+        (("model.pattern=ME*-/*E", *FROZEN, "distillation.teacher=/nowhere"), "distillation.teacher=/nowhere cannot"),
         (("model.pattern=ME*-/*E{topk=9}",), "multi-token prediction: block 2 .* topk=9 is more than the 8 experts"),
         (
             ("model.pattern=ME*-/*E", "megatron.mtp_num_layers=3"),
