@@ -120,10 +120,10 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     changed = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
-    return with_depths(changed, beside)
+    return restore_depths(changed, beside)
 
 
-def with_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
+def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the number of prediction depths and the MTP flags of another, if it has such depths.
 
     A description, from which the config comes, has depths with the same weights only once.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.start import checkpoints_of, with_depths, with_model
+from nemo_ext.checkpoint.start import checkpoints_of, restore_depths, with_model
 from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
@@ -65,7 +65,7 @@ def healing_run(
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
     run = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
-    run = with_depths(run, config)
+    run = restore_depths(run, config)
     megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
     run["run_dir"] = str(run_dir)

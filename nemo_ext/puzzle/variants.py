@@ -69,6 +69,11 @@ class Variant:
     name: str
     block: Block | None
 
+    @property
+    def weights(self) -> str:
+        """Name of the initial weights, which do not depend on the number of experts per token."""
+        return "_".join(size for size in self.name.split("_") if not size.startswith("topk")) or "topk"
+
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
     """List the variants of each of the parent's blocks, the unchanged block first; `choices` defaults to `Choices()`.

@@ -45,8 +45,8 @@ class Library:
 
     def file(self, variant: Variant) -> Path:
         """Return the path of a variant's weights; block numbers in names are 1-based."""
-        sizes = [size for size in variant.name.split("_") if not (self.initial and size.startswith("topk"))]
-        return self.folder / f"block_{variant.number + 1:03d}" / f"{'_'.join(sizes) or 'topk'}.safetensors"
+        name = variant.weights if self.initial else variant.name
+        return self.folder / f"block_{variant.number + 1:03d}" / f"{name}.safetensors"
 
     def _weights_of(self, block: str) -> str:
         """Return a block's notation without the values that the weights in the library do not depend on."""
