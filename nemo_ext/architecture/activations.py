@@ -7,7 +7,7 @@ and excludes communication buffers and allocator slack.
 from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
-from nemo_ext.architecture.widths import attention_widths, block_at, first_width, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, first_width, mamba_widths
 from nemo_ext.architecture.widths import layers as numbers_of
 
 
@@ -131,7 +131,7 @@ def block_activation_bytes(
         copied = 2 * block.size("state") * (max(groups, ranks) - groups)
         sharded = size * (projected + copied + 3 * inner)
     else:
-        ffn, shared, width = block.size("ffn"), block.size("shared"), architecture.moe_latent_size or hidden
+        ffn, shared, width = block.size("ffn"), block.size("shared"), expert_width(architecture, block)
         along_sequence += unless("moe", 8 * block.size("experts"))
         activated = ffn if architecture.gated else 2 * ffn
         routed = first_width(architecture, ffn) + unless("moe_act", activated) + width * layout.expert_tensor

@@ -44,6 +44,7 @@ VALUES: dict[str, dict[str, str]] = {
         "topk": "moe_router_topk",
         "ffn": "moe_ffn_hidden_size",
         "shared": "moe_shared_expert_intermediate_size",
+        "latent": "moe_latent_size",
         LINEAR: LINEAR,
     },
     "G": {},
@@ -53,8 +54,9 @@ VALUES: dict[str, dict[str, str]] = {
 """Value names of each block kind, in the order of writing, each with the `TransformerConfig` field that it sets."""
 
 FLAGS = frozenset({LINEAR, BIAS})
-NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
-"""Values that may be `none`, stored as 0: a window (full attention) and the shared expert's width (no such expert)."""
+NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared"), ("E", "latent")})
+"""Values that may be `none`, stored as 0: a window (full attention), the shared expert's width (no such expert) and the
+latent width of routed experts (no latent projections)."""
 MAX_VALUE = 2**31 - 1
 """Largest allowed size, as Megatron's kernels cannot index a longer tensor dimension."""
 

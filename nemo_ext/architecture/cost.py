@@ -19,6 +19,7 @@ from nemo_ext.architecture.precision import bytes_per_number, bytes_per_paramete
 from nemo_ext.architecture.widths import (
     attention_widths,
     block_at,
+    expert_width,
     first_width,
     has_bias,
     layers,
@@ -127,9 +128,8 @@ def _mlp_parameters(architecture: Architecture, block: Block) -> Parameters:
 
 def _moe_parameters(architecture: Architecture, block: Block) -> Parameters:
     hidden, bias = architecture.hidden_size, int(architecture.bias)
-    experts, ffn, shared = map(block.size, ("experts", "ffn", "shared"))
-    latent = architecture.moe_latent_size
-    width, first = latent or hidden, first_width(architecture, ffn)
+    experts, ffn, shared, latent = map(block.size, ("experts", "ffn", "shared", "latent"))
+    width, first = expert_width(architecture, block), first_width(architecture, ffn)
     matrices, after = width * first + bias * first + ffn * width, bias * width
     # The router's expert bias is a buffer, not a parameter; it has an ordinary bias where linears have one.
     replicated = experts * (hidden + bias)
@@ -226,11 +226,10 @@ def block_forward_flops_per_token(architecture: Architecture, layer: int, *, seq
     if block.kind == "M":
         inner, channels, projected = mamba_widths(block)
         return 2 * hidden * (projected + inner) + 2 * CONV_KERNEL * channels + _scan_flops(block, length)
-    latent = architecture.moe_latent_size
-    routed = block.size("topk") * _mlp_flops(architecture, latent or hidden, block.size("ffn"))
+    routed = block.size("topk") * _mlp_flops(architecture, expert_width(architecture, block), block.size("ffn"))
     shared = _mlp_flops(architecture, hidden, block.size("shared"))
     gate = 2 * hidden if shared and architecture.moe_shared_expert_gate else 0
-    return routed + shared + gate + 2 * hidden * block.size("experts") + 4 * hidden * (latent or 0)
+    return routed + shared + gate + 2 * hidden * block.size("experts") + 4 * hidden * block.size("latent")
 
 
 def _mlp_flops(architecture: Architecture, width: int, ffn: int) -> float:

@@ -45,7 +45,6 @@ class Architecture:
         bias: Whether linears have biases.
         qkv_bias: Whether the query, key and value projection has a bias even where `bias` is False.
         attention_output_gate: Whether attention has an output gate as wide as its queries.
-        moe_latent_size: Input and output width of routed experts; None means the hidden size.
         moe_shared_expert_gate: Whether the shared expert has a gate.
         mtp_repeated: Whether all depths of multi-token prediction share one set of weights.
         window_attn_skip_freq: Megatron's flag that selects the blocks with full attention in a windowed model: every
@@ -73,7 +72,6 @@ class Architecture:
     bias: bool = False
     qkv_bias: bool = False
     attention_output_gate: bool = False
-    moe_latent_size: int | None = None
     moe_shared_expert_gate: bool = False
     mtp_repeated: bool = False
     window_attn_skip_freq: int | tuple[int, ...] | None = None
@@ -131,7 +129,6 @@ class Architecture:
             bias=not flags.flag("disable_bias_linear"),
             qkv_bias=flags.flag("add_qkv_bias"),
             attention_output_gate=flags.flag("attention_output_gate"),
-            moe_latent_size=flags.integer("moe_latent_size"),
             moe_shared_expert_gate=flags.flag("moe_shared_expert_gate"),
             mtp_repeated=flags.flag("mtp_use_repeated_layer"),
             window_attn_skip_freq=_skip_frequency(flags.values.get("window_attn_skip_freq")),
@@ -149,7 +146,8 @@ class Architecture:
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
         """Return a copy of a block with all values of its kind set, taking missing ones from the model.
 
-        `window` 0 means full attention, `shared` 0 no shared expert. A linear-replaced block is returned unchanged.
+        `window` 0 means full attention, `shared` 0 no shared expert, `latent` 0 routed experts of the hidden size. A
+        linear-replaced block is returned unchanged.
 
         Args:
             block: Block to resolve.
@@ -334,6 +332,7 @@ def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
         "topk": flags.integer("moe_router_topk") or 2,
         "ffn": flags.integer("moe_ffn_hidden_size") or ffn,
         "shared": flags.integer("moe_shared_expert_intermediate_size"),
+        "latent": flags.integer("moe_latent_size"),
     }
     count = flags.integer("num_experts")
     if count is not None:

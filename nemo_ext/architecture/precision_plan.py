@@ -9,6 +9,7 @@ A rule is a selector and a precision, such as `M>* bf16`. Selectors:
     embedding   the embedding                     head       the output layer
 
 FP8 applies only to linear layers; other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets FP32.
+Latent projections are in FP8 only if a rule names them (`E.latent_fc1 fp8`), as published plans keep them in BF16.
 """
 
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
 from nemo_ext.architecture.precision import BYTES
-from nemo_ext.architecture.widths import attention_widths, first_width, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, expert_width, first_width, mamba_widths
 from nemo_ext.job.settings import check_keys, nearest
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -31,6 +32,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Mapping from block kinds to their parts with weights; a linear-replaced block has only the part `linear`."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
 """Parts that are not Transformer Engine's linear layers, and thus cannot be in FP8."""
+ONLY_NAMED = frozenset({"latent_fc1", "latent_fc2"})
+"""Parts in FP8 only if a rule names the part, not by the default or a rule for whole blocks."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 """Mapping from Megatron's names of Transformer Engine's FP8 recipes to the required divisor of matrix sizes: 16 for
 cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
@@ -102,14 +105,14 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
         yield Weight(number, "fc2", hidden, ffn)
     elif block.kind == "E":
         experts, ffn, shared = map(block.size, ("experts", "ffn", "shared"))
-        width = architecture.moe_latent_size or hidden
+        width = expert_width(architecture, block)
         yield Weight(number, "router", experts, hidden)
         yield Weight(number, "fc1", first_width(architecture, ffn), width, experts)
         yield Weight(number, "fc2", width, ffn, experts)
         if shared:
             yield Weight(number, "shared_fc1", first_width(architecture, shared), hidden)
             yield Weight(number, "shared_fc2", hidden, shared)
-        if architecture.moe_latent_size:
+        if block.size("latent"):
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:
@@ -230,7 +233,8 @@ class Plan:
     """Precisions of all weights of a model.
 
     Attributes:
-        default: precision of weights that no rule selects; if it is FP8, parts that do not support it are in BF16.
+        default: precision of weights that no rule selects; if it is FP8, parts that do not support it and latent
+            projections are in BF16.
         recipe: FP8 scaling recipe, one of RECIPES.
         format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
         rules: rules in order; the first that selects a weight applies.
@@ -313,7 +317,8 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     for weight in weights(architecture):
         first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
         precision = plan.default if first is None else first.precision
-        if precision == "fp8" and weight.part in NO_FP8:
+        named = first is not None and first.selector.part == weight.part
+        if precision == "fp8" and (weight.part in NO_FP8 or (weight.part in ONLY_NAMED and not named)):
             precision = "bf16"
         precisions.append(Assigned(weight, precision, first))
     return precisions

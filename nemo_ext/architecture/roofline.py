@@ -38,7 +38,7 @@ from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.precision import bytes_per_parameter
-from nemo_ext.architecture.widths import attention_widths, block_at, layers, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, layers, mamba_widths
 
 COMPUTE, BANDWIDTH, LINKS = 0.6, 0.7, 0.7
 """Achieved fractions of peak rates for matrix products, memory-bound kernels and communication (choice)."""
@@ -195,14 +195,13 @@ class Roofline:
             inner, _, projected = mamba_widths(block)
             core = flops - 2 * model.hidden_size * (projected + inner)
             return _Work(flops=flops, again=core, pairs=1, exchanged=projected + inner, **weights)
-        width = model.moe_latent_size or model.hidden_size
         routed = 2 * (counted.experts + counted.experts_replicated) / block.size("experts") * block.size("topk")
         return _Work(
             flops=flops,
             moe=flops,
             experts=routed,
             pairs=1 if block.size("shared") else 0,
-            routed=block.size("topk") * width,
+            routed=block.size("topk") * expert_width(model, block),
             routers=1,
             **weights,
         )

@@ -52,6 +52,11 @@ def first_width(architecture: Architecture, ffn: int) -> int:
     return 2 * ffn if architecture.gated else ffn
 
 
+def expert_width(architecture: Architecture, block: Block) -> int:
+    """Return the input and output width of a MoE block's routed experts: its latent width, or the hidden size."""
+    return block.size("latent") or architecture.hidden_size
+
+
 def has_bias(architecture: Architecture, block: Block) -> bool:
     """Return whether an MLP block's linear layers have biases."""
     return architecture.bias or bool(block.get(BIAS))

@@ -128,9 +128,7 @@ class Description:
     def without_prediction(self) -> "Description":
         """Return the same model without multi-token prediction."""
         architecture = replace(self.architecture, pattern=Pattern(self.architecture.pattern.blocks))
-        if "E" in self.kinds:
-            return replace(self, architecture=architecture)
-        return replace(self, architecture=replace(architecture, moe_latent_size=None), router=None)
+        return replace(self, architecture=architecture, router=self.router if "E" in self.kinds else None)
 
     @property
     def kinds(self) -> set[str]:
@@ -285,8 +283,6 @@ def to_config(description: Description) -> dict[str, dict[str, Any]]:
         megatron["apply_layernorm_1p"] = True
     if architecture.qkv_bias:
         megatron["add_qkv_bias"] = True
-    if architecture.moe_latent_size:
-        megatron["moe_latent_size"] = architecture.moe_latent_size
     megatron |= _activation_flags(description)
     if description.hf_layers is not None:
         model["hf_layers"] = list(description.hf_layers)
@@ -427,7 +423,6 @@ _KEYS = {
     "gated": "megatron.swiglu",
     "bias": "not megatron.disable_bias_linear",
     "qkv_bias": "megatron.add_qkv_bias",
-    "moe_latent_size": "megatron.moe_latent_size",
     "depths": "prediction depths in model.pattern",
     "rope": "megatron.position_embedding_type",
     "router": "megatron.moe_router_*",
@@ -465,7 +460,7 @@ def differences(checkpoint: Description, model: Description) -> dict[str, str]:
     first, second = model.architecture, checkpoint.architecture
     for name in ("hidden_size", "tied_embeddings", "normalization", "norm_affine", "norm_placement", "qk_layernorm"):
         compare(name, getattr(first, name), getattr(second, name))
-    for name in ("gated", "bias", "qkv_bias", "moe_latent_size") + (("qk_norm_scope",) if first.qk_layernorm else ()):
+    for name in ("gated", "bias", "qkv_bias") + (("qk_norm_scope",) if first.qk_layernorm else ()):
         compare(name, getattr(first, name), getattr(second, name))
     for part in ("rope", "router"):
         ours, theirs = getattr(model, part), getattr(checkpoint, part)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import CONV_KERNEL
-from nemo_ext.architecture.widths import attention_widths, first_width, has_bias, mamba_widths
+from nemo_ext.architecture.widths import attention_widths, expert_width, first_width, has_bias, mamba_widths
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.rules import QKV, Rows, Rule, Shape, Vocabulary
 
@@ -243,8 +243,8 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     if router.expert_bias:
         bias = ("router", "e_score_correction_bias")
         yield _same(number, f"{at}mlp.router.expert_bias", bias, experts, fp32=True)
-    width = architecture.moe_latent_size or hidden
-    if architecture.moe_latent_size:
+    width = expert_width(architecture, block)
+    if block.size("latent"):
         yield _same(number, f"{at}mlp.fc1_latent_proj.weight", ("latent_down", "weight"), width, hidden)
         yield _same(number, f"{at}mlp.fc2_latent_proj.weight", ("latent_up", "weight"), hidden, width)
     for name, linear, shape in (("up", "linear_fc1", (ffn, width)), ("down", "linear_fc2", (width, ffn))):

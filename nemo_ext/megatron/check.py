@@ -404,13 +404,15 @@ def check_latent(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the message names the flag.
     """
-    megatron = config["megatron"]
-    if not megatron.get("moe_latent_size"):
+    megatron, model = config["megatron"], Architecture.from_config(config)
+    blocks = (*model.sizes, *(model.depth.sizes if model.pattern.mtp else ()))
+    block = next((block for block in blocks if block.get("latent")), None)
+    if block is None:
         return
     if megatron.get("moe_shared_expert_overlap"):
-        raise ValueError("megatron.moe_latent_size requires megatron.moe_shared_expert_overlap=false in training")
+        raise ValueError(f"{block}: latent experts require megatron.moe_shared_expert_overlap=false in training")
     if backend_of(config) == "local" and not megatron.get("disable_bias_linear"):
-        raise ValueError("megatron.moe_latent_size with model.backend=local requires megatron.disable_bias_linear=true")
+        raise ValueError(f"{block}: latent experts with model.backend=local require megatron.disable_bias_linear=true")
 
 
 def check_packs(config: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
-Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
-replaced. Each rank scales its own shard of a matrix.
+Megatron's column- and row-parallel layers, and our replicated one of latent projections, keep their weights, sharding
+and communication; only the product inside is replaced. Each rank scales its own shard of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,9 @@ from torch import Tensor
 from nemo_ext.architecture.precision_plan import HEAD, Weight, assigned
 from nemo_ext.megatron.float8 import E4M3, E5M2, SCALINGS, Scaling, float8_linear
 from nemo_ext.megatron.fp8 import Precision, module_patterns
+from nemo_ext.megatron.layers import ReplicatedLinear
 
-LINEAR = ColumnParallelLinear, RowParallelLinear
+LINEAR = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
 _FORWARD = "_forward_impl"
 """Name of the method that Megatron's linear layers call for the product (tensor_parallel/layers.py)."""
 

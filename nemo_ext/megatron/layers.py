@@ -109,7 +109,11 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Map `[..., input]` to `[..., output]`; mask, rotary and cache arguments are ignored."""
-        return torch.nn.functional.linear(hidden_states, self.weight), None
+        return self._forward_impl(hidden_states, self.weight, None), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the product, under the name that Megatron's linear layers have for it (`float8_modules`)."""
+        return torch.nn.functional.linear(input, weight, bias)
 
 
 class LinearReplacement(ReplicatedLinear):

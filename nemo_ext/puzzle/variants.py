@@ -33,6 +33,7 @@ class Choices:
         experts: fractions of a MoE block's experts.
         top_k: smaller numbers of experts per token.
         expert_ffn: fractions of an expert's width.
+        latent: fractions of a MoE block's latent width, rounded up like FFN widths.
         mamba_heads: fractions of a Mamba-2 block's heads.
         mamba_state: fractions of a Mamba-2 block's state.
         combine: kinds of blocks (`*`, `E`, `M`) with variants that are smaller in several sizes, in all combinations.
@@ -48,6 +49,7 @@ class Choices:
     experts: Shares = (0.75, 0.5, 0.25)
     top_k: tuple[PositiveInt, ...] = ()
     expert_ffn: Shares = (0.75, 0.5)
+    latent: Shares = ()
     mamba_heads: Shares = (0.75, 0.5, 0.25)
     mamba_state: Shares = ()
     combine: tuple[Literal["*", "E", "M"], ...] = ()
@@ -130,11 +132,12 @@ def _sizes(block: Block, choices: Choices) -> dict[str, Sequence[int]]:
         heads, groups, state = (block.size(name) for name in ("heads", "groups", "state"))
         return {"heads": _parts(heads, choices.mamba_heads, groups), "state": _parts(state, choices.mamba_state)}
     if block.kind == "E":
-        experts, top_k, ffn = (block.size(name) for name in ("experts", "topk", "ffn"))
+        experts, top_k, ffn, latent = (block.size(name) for name in ("experts", "topk", "ffn", "latent"))
         return {
             "experts": _parts(experts, choices.experts),
             "topk": [n for n in choices.top_k if n < top_k],
             "ffn": _parts(ffn, choices.expert_ffn, choices.ffn_multiple),
+            "latent": _parts(latent, choices.latent, choices.ffn_multiple),
         }
     return {}
 

@@ -144,8 +144,6 @@ def prepare(config: Mapping[str, Any]) -> Work:
     description, checkpoint_format = conversion.description, conversion.format
     if description.prediction:
         raise ValueError(f"from={options.source} has multi-token prediction: first convert it with mtp=drop")
-    if description.architecture.moe_latent_size:
-        raise ValueError(f"from={options.source} has latent experts (LatentMoE), which cannot be quantised yet")
     listed = matrices(plan, description, checkpoint_format)
     remarks = check_servable(plan, description, checkpoint_format, listed)
     return Work(

@@ -26,6 +26,7 @@ PARTS: Mapping[str, str] = {
     **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj", "gate": "fc1", "up": "fc1", "down": "fc2"},
     **{"in_proj": "in_proj", "conv1d": "conv1d", "out_proj": "out_proj"},
     **{"shared_up": "shared_fc1", "shared_down": "shared_fc2"},
+    **{"latent_down": "latent_fc1", "latent_up": "latent_fc2"},
 }
 """Mapping from the role of a checkpoint's matrix (`nemo_ext.checkpoint.parameters`) to its part in a plan."""
 _E4M3 = {"num_bits": (4, 3)}

@@ -205,7 +205,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
         moe_intermediate_size=block.size("ffn"),
         n_shared_experts=1 if block.size("shared") else 0,
         moe_shared_expert_intermediate_size=block.size("shared"),
-        moe_latent_size=None,
+        moe_latent_size=block.size("latent") or None,
         mlp_hidden_act=description.activation,
         mlp_bias=False,
         norm_topk_prob=block.size("topk") > 1,
@@ -336,7 +336,8 @@ def places(found: Format, description: Description) -> dict[str, tuple[str, str 
         moved["up"] = ("up_proj", None)
     moved |= {"o": ("o_proj", None), "down": ("down_proj", None), "router": ("gate", None)}
     moved |= {f"shared_{name}": (f"shared_experts.{name}_proj", None) for name in ("up", "down")}
-    moved["gated_norm"] = ("norm", None)
+    moved |= {"gated_norm": ("norm", None), "latent_down": ("fc1_latent_proj", None)}
+    moved["latent_up"] = ("fc2_latent_proj", None)
     table: dict[str, tuple[str, str | int | None]] = {}
     for number, roles in module_names(found, description).items():
         for role, name in roles.items():

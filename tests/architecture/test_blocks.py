@@ -22,6 +22,7 @@ def test_values_are_written_in_the_order_of_the_notation() -> None:
 def test_none_switches_off_a_window_and_shared_experts() -> None:
     assert str(Block.from_values("*", window=None)) == "*{window=none}"
     assert Block.from_values("E", shared=None).get("shared") == 0
+    assert Block.from_values("E", latent=None).get("latent") == 0
     with pytest.raises(ValueError, match="'kv' of '\\*' cannot be none"):
         Block.from_values("*", kv=None)
 

@@ -139,6 +139,8 @@ def test_prediction_depths_are_on_the_last_stage_and_cost_training_alone() -> No
         ("E{experts=4,ffn=5}", {"disable_bias_linear": False}, 8 + 32 + 4 + 320 + 4 * (5 + 8)),
         ("E{experts=4,ffn=5,shared=6}", {"moe_shared_expert_gate": True}, 8 + 32 + 320 + 96 + 8),
         ("E{experts=4,ffn=5}", {"moe_latent_size": 3}, 8 + 32 + 4 * 2 * 3 * 5 + 2 * 8 * 3),
+        ("E{experts=4,ffn=5,latent=3}", {"moe_latent_size": 6}, 8 + 32 + 4 * 2 * 3 * 5 + 2 * 8 * 3),
+        ("E{experts=4,ffn=5,latent=none}", {"moe_latent_size": 3}, 8 + 32 + 320),
         ("E{experts=4,ffn=5}", {"moe_router_enable_expert_bias": True}, 8 + 32 + 320),
     ],
 )
@@ -198,6 +200,8 @@ def test_attended_tokens_are_those_of_the_mask(seq_length: int, window: int) -> 
         # router 2 x 8 x 4, two experts of 2 x 2 x 8 x 5, shared 2 x 2 x 8 x 6
         ("E{experts=4,topk=2,ffn=5,shared=6}", {}, 64 + 320 + 192),
         ("E{experts=4,topk=2,ffn=5}", {"moe_latent_size": 3}, 64 + 2 * 2 * 2 * 3 * 5 + 2 * 2 * 8 * 3),
+        ("E{experts=4,topk=2,ffn=5,latent=3}", {}, 64 + 2 * 2 * 2 * 3 * 5 + 2 * 2 * 8 * 3),
+        ("E{experts=4,topk=2,ffn=5,latent=none}", {"moe_latent_size": 3}, 64 + 320),
         # projections 2 x 8 x (68 + 16), convolution 2 x 4 x 48, then the scan: within a chunk 2.5 tokens for
         # 2 groups of state 8 and 16 inner channels; state made and read 2 x 2 x 16 x 8, carried 2 x 128 / 128
         ("M{heads=4,head_dim=4,state=8,groups=2}", {}, 1344 + 384 + 2 * 2.5 * (16 + 16) + 512 + 2),

@@ -26,7 +26,8 @@ def test_megatrons_defaults_for_absent_flags() -> None:
     assert resolved("-") == Block.from_values("-", ffn=4 * 96)
     assert resolved("-", swiglu=True) == Block.from_values("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
     assert resolved("*", num_attention_heads=4) == Block.from_values("*", heads=4, kv=4, head_dim=24, window=None)
-    assert resolved("E", num_experts=4) == Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None)
+    experts = Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None, latent=None)
+    assert resolved("E", num_experts=4) == experts
 
 
 def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:
@@ -47,6 +48,9 @@ def test_a_blocks_own_values_win() -> None:
     sizes = resolved("*{kv=1,window=16}", num_attention_heads=4, window_size="[31,0]")
     assert sizes == Block.from_values("*", heads=4, kv=1, head_dim=24, window=16)
     assert resolved("*{window=none}", num_attention_heads=4, window_size=[31, 0]).size("window") == 0
+    assert resolved("E{latent=none}", num_experts=4, moe_latent_size=8).size("latent") == 0
+    assert resolved("E{latent=6}", num_experts=4, moe_latent_size=8).size("latent") == 6
+    assert resolved("E", num_experts=4, moe_latent_size=8).size("latent") == 8
     assert resolved("E{shared=none}", num_experts=4, moe_shared_expert_intermediate_size=8).size("shared") == 0
     assert resolved("*{linear}") == Block.from_values("*", linear=True)
 

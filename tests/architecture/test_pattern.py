@@ -138,6 +138,8 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
             4,
             "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?",
         ),
+        ("E{latent=0}", 9, "expected a positive integer for 'latent', or none (E{latent=none})"),
+        ("E{moe_latent_size=8}", 2, "did you mean 'latent'?"),
         ("E{top_k=2}", 2, "did you mean 'topk'?"),
         ("*{num_query_groups=2}", 2, "did you mean 'kv'?"),
         ("*{kv=4,kv=4}", 7, "value 'kv' is given twice"),
@@ -174,14 +176,19 @@ def test_the_caret_stays_under_its_character_in_long_and_folded_text() -> None:
 
 
 def test_compile_gives_plain_symbols_and_overrides_by_layer_number() -> None:
-    pattern = parse("M{heads=32}|*{kv=4,window=4096}-{ffn=96}-|E{experts=64,topk=4,shared=none}*{linear}")
+    pattern = parse("M{heads=32}|*{kv=4,window=4096}-{ffn=96}-|E{experts=64,topk=4,shared=none,latent=32}*{linear}")
     assert compile(pattern) == CompiledPattern(
         "M|*--|E*",
         {
             1: {"mamba_num_heads": 32},
             2: {"num_query_groups": 4, "window_size": (4095, 0), "window_attn_skip_freq": None},
             3: {"ffn_hidden_size": 96},
-            5: {"num_moe_experts": 64, "moe_router_topk": 4, "moe_shared_expert_intermediate_size": None},
+            5: {
+                "num_moe_experts": 64,
+                "moe_router_topk": 4,
+                "moe_shared_expert_intermediate_size": None,
+                "moe_latent_size": 32,
+            },
             6: {"linear": True},
         },
     )

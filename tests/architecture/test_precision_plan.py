@@ -93,6 +93,22 @@ def test_the_first_matching_rule_applies() -> None:
     assert (found[None, "head"], found[None, "embedding"], found[1, "router"]) == ("bf16", "bf16", "fp32")
 
 
+def test_latent_projections_are_in_fp8_only_if_a_rule_names_them() -> None:
+    model = architecture("nemotron3_nano_tiny", "model.pattern='E{latent=64}EE{latent=32}'")
+
+    def low(*rules: str, default: str = "fp8") -> set[str]:
+        found = assigned(plan(*rules, default=default), model)
+        return {str(each.weight) for each in found if each.precision == "fp8" and "latent" in each.weight.part}
+
+    assert low() == low("E fp8") == low("0 fp8", default="bf16") == set()
+    assert low("E.latent_fc1 fp8") == {"block 0 latent_fc1", "block 2 latent_fc1"}
+    assert low("2.latent_fc2 fp8", default="bf16") == {"block 2 latent_fc2"}
+    sizes = {str(weight): (weight.rows, weight.columns) for weight in weights(model)}
+    assert (sizes["block 0 fc1"], sizes["block 1 fc1"], sizes["block 2 fc1"]) == ((128, 64), (128, 192), (128, 32))
+    assert (sizes["block 0 latent_fc1"], sizes["block 2 latent_fc2"]) == ((64, 192), (192, 32))
+    assert "block 1 latent_fc1" not in sizes
+
+
 def test_sizes_that_a_recipe_does_not_support_are_named() -> None:
     model = architecture("nemotron3_nano_tiny")
 

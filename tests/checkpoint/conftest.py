@@ -142,10 +142,11 @@ def _hybrid_sizes(random: Random) -> dict[str, Any]:
 def hybrid_puzzle(random: Random) -> Sections:
     """A child of Nemotron 3 Nano: all kinds of blocks with different sizes, windows, linear-replaced blocks."""
     blocks = ["M", "M{heads=4,groups=1}", "M{linear}", "E", "E{experts=3,ffn=20}", "E{shared=none}", "E{linear}"]
+    blocks += ["E{latent=12}", "E{latent=none}"]
     blocks += ["*{kv=1,heads=3}", "*{window=7}", "-{ffn=33}", "-{linear}"]
     sections = _base(random, "hybrid_puzzle", "".join(random.choice(blocks) for _ in range(6)) + "M*{linear}E-")
     sections["megatron"] |= _attention(random, wide=True) | _hybrid_sizes(random)
-    sections["megatron"]["moe_router_topk"] = 2
+    sections["megatron"] |= {"moe_router_topk": 2, "moe_latent_size": random.choice([None, 20])}
     return sections
 
 

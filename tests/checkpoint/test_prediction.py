@@ -126,3 +126,14 @@ def test_missing_tensors_name_the_way_out(tmp_path: Path, train_ranks: Command, 
     with pytest.raises(ValueError, match=r"no tensors mtp\.\*: set mtp=drop"):
         convert(f"from={tmp_path / 'hf'}", f"to={tmp_path / 'back'}")
     convert(f"from={tmp_path / 'hf'}", f"to={tmp_path / 'back'}", "mtp=drop")
+
+
+@pytest.mark.parametrize("pattern", ["ME*-E{latent=32}", "ME*-E{latent=none}", "ME*-/*E{latent=32}"])
+def test_latent_widths_that_differ_have_no_published_class(pattern: str) -> None:
+    description = from_config(compose("describe", [*SMALL, f"model.pattern='{pattern}'"]))
+
+    with pytest.raises(ValueError, match=r"NemotronHForCausalLM .* MoE blocks with different values of latent \("):
+        choose(description, "NemotronHForCausalLM")
+    if not description.prediction:
+        assert choose(description)[0].architecture == "NemoExtBlocksForCausalLM"
+    assert from_config(to_config(description)) == description

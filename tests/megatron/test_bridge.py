@@ -44,7 +44,7 @@ MODELS = {
     "Olmo3ForCausalLM": ("model=olmo3_tiny",),
     "NemoExtBlocksForCausalLM": (
         "model=nemotron3_nano_tiny",
-        "model.pattern=M{heads=4}M{linear}*{kv=1}-{ffn=96}E{ffn=64}E{linear}*{linear}M*-{linear}E",
+        "model.pattern=M{heads=4}M{linear}*{kv=1}-{ffn=96}E{ffn=64}E{linear}*{linear}M*-{linear}E{latent=48}E{latent=32}",
         *SIGMOID,
     ),
     "NemoExtBlocksForCausalLM from YaRN": (

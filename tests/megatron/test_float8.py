@@ -22,9 +22,7 @@ SIZES = st.integers(1, 40)
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
     """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
-    global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
+    global Float8Product, in_float8, use_float8
     from nemo_ext.megatron.float8_modules import Float8Product, in_float8, use_float8
 
 
@@ -128,16 +126,26 @@ def test_a_single_token_has_no_other_dimensions() -> None:
 
 RULES = st.lists(
     st.sampled_from(
-        ["* bf16", "M>* bf16", "first 2 bf16", "1,3 bf16", "1,3 fp8", "head bf16", "M.in_proj bf16", ".fc1 fp8"]
+        [
+            *("* bf16", "M>* bf16", "first 2 bf16", "1,3 bf16", "1,3 fp8", "head bf16", "M.in_proj bf16", ".fc1 fp8"),
+            *(".latent_fc1 fp8", "E.latent_fc2 fp8"),
+        ]
     ),
     max_size=4,
 )
 
 
-@pytest.mark.parametrize("model", ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo3_tiny"])
-def test_layers_selected_by_the_plan_are_in_fp8(model: str, build: Callable[..., Any]) -> None:
-    sizes = Architecture.from_config(compose("describe", [f"model={model}"]))
-    made = build(f"model={model}", "precision=fp32")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("model=nemotron3_nano_tiny",), ("model=domyn_small_tiny",), ("model=llama_nemotron_tiny",)),
+        ("model=olmo3_tiny",),
+        ("model=nemotron3_nano_tiny", "model.pattern='ME{latent=64}*E{latent=32}E-'"),
+    ],
+)
+def test_layers_selected_by_the_plan_are_in_fp8(words: tuple[str, ...], build: Callable[..., Any]) -> None:
+    sizes = Architecture.from_config(compose("describe", list(words)))
+    made = build(*words, "precision=fp32")
 
     @given(RULES, st.sampled_from(["fp8", "bf16"]))
     def matches(rules: list[str], default: str) -> None:
@@ -163,16 +171,20 @@ def test_a_weight_that_is_in_no_linear_layer_is_refused(build: Callable[..., Any
         use_float8(made, Precision(Plan.from_config({"default": "fp8"}), sizes), range(len(sizes.sizes)))
 
 
-def test_the_model_computes_with_rounded_matrices(build: Callable[..., Any]) -> None:
-    sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
-    made = build("model=nemotron3_nano_tiny", "precision=fp32").eval()
-    layer = made.decoder.layers[0].mixer.in_proj
-    assert isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+@pytest.mark.parametrize(
+    ("rule", "name"), [("0 fp8", "0.mixer.in_proj"), ("1.latent_fc1 fp8", "1.mlp.fc1_latent_proj")]
+)
+def test_the_model_computes_with_rounded_matrices(rule: str, name: str, build: Callable[..., Any]) -> None:
+    words = ("model=nemotron3_nano_tiny", "model.pattern='ME{latent=64}'")
+    sizes = Architecture.from_config(compose("describe", list(words)))
+    made = build(*words, "precision=fp32").eval()
+    layer = made.decoder.layers.get_submodule(name)
     hidden = torch.randn(5, 1, 192)
-    with torch.no_grad(), in_float8(made, Precision(Plan.from_config({"rules": ["0 fp8"]}), sizes)):
+    with torch.no_grad(), in_float8(made, Precision(Plan.from_config({"rules": [rule]}), sizes)):
         found = layer(hidden)[0]
     rounded = [quantise(each).dequantised(torch.float32) for each in (hidden.flatten(0, 1), layer.weight.detach())]
     torch.testing.assert_close(found.flatten(0, 1), rounded[0] @ rounded[1].T)
+    assert not torch.allclose(found, layer(hidden)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -44,8 +44,12 @@ LAYOUTS = {
 DENSE = ("model=llama_nemotron_tiny",)
 HYBRID = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pattern=ME*E")
 """Students: without experts and Mamba, and with a number of experts other than the teacher's eight."""
-PREDICTING = ("++megatron.moe_latent_size=48", "model.pattern=ME*E/*E/*E", "megatron.mtp_loss_scaling_factor=0.3")
-"""Latent experts, and two depths of multi-token prediction."""
+PREDICTING = (
+    "++megatron.moe_latent_size=48",
+    "model.pattern='ME*E{latent=32}/*E{latent=24}/*E{latent=24}'",
+    "megatron.mtp_loss_scaling_factor=0.3",
+)
+"""Latent experts of three widths, and two depths of multi-token prediction."""
 STUDENTS = {"dense": DENSE, "hybrid": HYBRID, "prediction": PREDICTING}
 THREE_STEPS = ("train.tokens=1536", "train.warmup_tokens=0", "megatron.save_interval=2")
 ONE_STEP = ("train.tokens=512", "train.warmup_tokens=0")

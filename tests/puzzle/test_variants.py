@@ -76,6 +76,48 @@ def test_sizes_are_combined_where_the_user_says_so() -> None:
     assert together[2][3:] == [*more, "experts2_topk1_ffn64", "experts1_topk1_ffn64"]
 
 
+def test_latent_widths_are_variants_of_blocks_that_have_one() -> None:
+    model = description("nemotron3_nano_tiny", 'model.pattern="E{latent=64}E"')
+    latent, plain = variants(model.architecture, Choices(ffn_multiple=8, latent=(0.5, 0.3)))
+
+    assert [v.name for v in latent if "latent" in v.name] == ["latent32", "latent24"]
+    assert not [v.name for v in plain if "latent" in v.name]
+
+
+def test_idle_latent_channels_are_removed_first(layer: Callable[..., torch.nn.Module]) -> None:
+    """The experts' inputs and outputs have idle channels of their own."""
+    parent = description("nemotron3_nano_tiny", 'model.pattern="E{latent=64}"')
+    block, given = parent.blocks[0], tensors_of(parent, 0)
+    given["mlp.fc1_latent_proj.weight"][torch.randperm(64)[:32]] = 0.0
+    given["mlp.experts.experts.linear_fc2.weight"][:, torch.randperm(64)[:32]] = 0.0
+    variant = Variant(0, "latent32", replaced(block, latent=32))
+
+    made = initial_weights(block, replaced(block, latent=32), given, parent.architecture)
+
+    hidden = torch.randn(6, 1, parent.architecture.hidden_size)
+    before, after = outputs([layer(parent, 0, given), layer(with_block(parent, variant), 0, made)], hidden)
+    assert (after - before).norm() <= 1e-5 * before.norm()
+    assert (before - hidden).norm() > 0.1 * before.norm()
+    for latent, message in ((0, "not none"), (96, "latent must not be larger")):
+        with pytest.raises(ValueError, match=message):
+            initial_weights(block, replaced(block, latent=latent), given, parent.architecture)
+
+
+def test_the_linear_map_of_latent_experts_is_their_mean_product() -> None:
+    parent = description("nemotron3_nano_tiny", 'model.pattern="E{latent=64,shared=none}"')
+    given = tensors_of(parent, 0)
+    linear = Block.from_values("E", linear=True)
+
+    made = initial_weights(parent.blocks[0], linear, given, parent.architecture)["mlp.weight"]
+
+    products = [
+        second @ first
+        for first, second in zip(*(given[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2)), strict=True)
+    ]
+    expected = given["mlp.fc2_latent_proj.weight"] @ torch.stack(products).mean(0) @ given["mlp.fc1_latent_proj.weight"]
+    torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-2)
+
+
 def test_the_paper_s_widths_of_llama_3_3_70b() -> None:
     model = description("llama_nemotron_nano_8b", "megatron.hidden_size=8192", "megatron.ffn_hidden_size=28672")
 
@@ -126,7 +168,7 @@ def layer(build_sections: Callable[[Mapping[str, Any]], torch.nn.Module]) -> Cal
 
 
 def put(built: torch.nn.Module, number: int, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Set the weights of an attention or MLP layer, whose parameters except norms are named as in checkpoints."""
+    """Set the weights of a layer without Mamba; parameters except norms and experts are named as in checkpoints."""
     found = built.decoder.layers[number]
     norms = {
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -136,6 +178,10 @@ def put(built: torch.nn.Module, number: int, tensors: Mapping[str, torch.Tensor]
     for name, tensor in tensors.items():
         for saved, own in norms.items():
             name = own + name.removeprefix(saved) if name.startswith(saved) else name
+        if name.startswith("mlp.experts.experts."):
+            linear = name.removeprefix("mlp.experts.experts.")
+            state |= {f"mlp.experts.local_experts.{expert}.{linear}": each for expert, each in enumerate(tensor)}
+            continue
         state[name] = tensor
     missing, unexpected = found.load_state_dict(state, strict=False)
     assert not unexpected and all("_extra_state" in name for name in missing)

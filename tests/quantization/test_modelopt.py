@@ -41,12 +41,14 @@ LEAVES = {
     },
     **{"experts.up_proj": "fc1", "experts.down_proj": "fc2"},
     **{"shared_experts.up_proj": "shared_fc1", "shared_experts.down_proj": "shared_fc2"},
+    **{"fc1_latent_proj": "latent_fc1", "fc2_latent_proj": "latent_fc2"},
 }
 """What transformers calls a part in its models, written down once more."""
 HYBRID = ["M", "E", "*", "-"]
 OWN = [
     "M{heads=4}",
     "E{experts=3,ffn=32}",
+    "E{latent=48}",
     "*{kv=1}",
     "*{window=8}",
     "-{ffn=48}",
@@ -73,7 +75,7 @@ RULES = st.lists(
         [
             *("* bf16", "M>* bf16", "-<* fp8", "first 2 bf16", "last 1 bf16", "0 bf16", "0 fp8", "head bf16"),
             *("head fp8", ".router fp32", "M.in_proj bf16", ".fc1 fp8", "E.shared_fc1 bf16", "E>M fp8", ".conv1d fp32"),
-            *("E.fc2 bf16", "*.qkv bf16", ".out_proj fp8", "- fp32"),
+            *("E.fc2 bf16", "*.qkv bf16", ".out_proj fp8", "- fp32", "E.latent_fc1 fp8", ".latent_fc2 fp8"),
         ]
     ).map(Rule.parse),
     max_size=4,
@@ -223,7 +225,7 @@ def test_a_quantizer_without_a_scale_is_refused(model_of: Callable[..., Any]) ->
 
 
 def test_excluded_modules_have_the_names_of_the_checkpoint(described: Callable[..., Any]) -> None:
-    description, found, _ = described("nemotron3_nano_tiny", "ME*")
+    description, found, _ = described("nemotron3_nano_tiny", "ME{latent=48}*")
     plan = Plan(default="fp8", rules=tuple(map(Rule.parse, ("E.fc1 bf16", "E.fc2 bf16", "M.in_proj fp32"))))
 
     assert excluded(matrices(plan, description, found), "lm_head") == [
@@ -231,6 +233,8 @@ def test_excluded_modules_have_the_names_of_the_checkpoint(described: Callable[.
         "backbone.layers.0.mixer.in_proj",
         "backbone.layers.0.mixer.conv1d",
         "backbone.layers.1.mixer.gate",
+        "backbone.layers.1.mixer.fc1_latent_proj",
+        "backbone.layers.1.mixer.fc2_latent_proj",
         "backbone.layers.1.mixer.experts*",
     ]
 

@@ -25,9 +25,9 @@ def test_blocks_are_grouped_by_kind_and_successor() -> None:
 
 
 @given(
-    st.lists(st.sampled_from("M*-E"), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["M", "*", "-", "E", "E{latent=64}"]), min_size=1, max_size=12),
     st.sampled_from(["block", "part"]),
-    st.sampled_from([(), ("head bf16",), ("M bf16",), (".fc1 bf16", "head bf16")]),
+    st.sampled_from([(), ("head bf16",), ("M bf16",), (".fc1 bf16", "head bf16"), (".latent_fc1 fp8",)]),
     st.data(),
 )
 def test_exactly_the_chosen_units_are_in_fp8(

@@ -63,6 +63,15 @@ CASES = {
         "NemoExtBlocksForCausalLM",
         OURS,
     ),
+    "latent_experts": (
+        [
+            *HYBRID,
+            "++megatron.moe_latent_size=64",
+            "model.pattern='M E{topk=1} * E{latent=32,topk=1,ffn=96} E{latent=none,topk=1}'",
+        ],
+        "NemoExtBlocksForCausalLM",
+        OURS,
+    ),
     "nemotron_h_experts": (
         [*HYBRID, "model.pattern='MEM*E'"],
         "NemotronHForCausalLM",

@@ -6,7 +6,7 @@ from typing import Any
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats.decilm import DECILM
 from nemo_ext.checkpoint.formats.dense import LLAMA, NEMOTRON, OLMO, OLMO3
-from nemo_ext.checkpoint.formats.format import LATENT, CannotExpress, Entry, Format, Keys, refuse
+from nemo_ext.checkpoint.formats.format import CannotExpress, Entry, Format, Keys, refuse
 from nemo_ext.checkpoint.formats.hybrid import NEMOTRON_H
 from nemo_ext.checkpoint.formats.own import BLOCKS
 from nemo_ext.checkpoint.formats.rest import ignored_keys
@@ -46,11 +46,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
     for candidate in candidates:
         try:
             refuse(
-                (description.prediction and not candidate.prediction, "multi-token prediction (mtp=drop removes it)"),
-                (
-                    description.architecture.moe_latent_size and LATENT not in candidate.modules.get("E", ()),
-                    "latent experts (megatron.moe_latent_size)",
-                ),
+                (description.prediction and not candidate.prediction, "multi-token prediction (mtp=drop removes it)")
             )
             return candidate, candidate.write(description)
         except CannotExpress as reason:

@@ -14,10 +14,6 @@ PREDICTION = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 """Modules of a depth of multi-token prediction besides its blocks, which all formats name alike."""
 
 
-LATENT = "latent_down"
-"""Module of MoE blocks that formats with latent experts name."""
-
-
 class CannotExpress(ValueError):
     """Raised if a format cannot express a model; the message gives the reason."""
 
@@ -226,9 +222,8 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
     """
     sizes = {block.size(name) for block in blocks if block.kind == kind}
     if len(sizes) != 1:
-        raise CannotExpress(
-            f"{NAMES[kind]} blocks with different values of {name} ({', '.join(map(str, sorted(sizes)))})"
-        )
+        words = ", ".join(str(size or "none") for size in sorted(sizes))
+        raise CannotExpress(f"{NAMES[kind]} blocks with different values of {name} ({words})")
     return sizes.pop()
 
 

@@ -176,7 +176,7 @@ def _write(description: Description) -> dict[str, Any]:
             "norm_topk_prob": facts["num_experts_per_tok"] > 1,
             "n_group": 1,
             "topk_group": 1,
-            "moe_latent_size": architecture.moe_latent_size,
+            "moe_latent_size": common_value(blocks, "E", "latent") or None,
         }
     return facts
 
@@ -197,11 +197,10 @@ def _read(keys: Keys) -> Description:
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
     router = _router(keys) if "E" in kinds else None
-    latent = None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")
     return described(
         keys,
         pattern.blocks,
-        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano", "moe_latent_size": latent},
+        {"defaults": _sizes(keys, kinds), "family": "nemotron3_nano"},
         prediction=prediction,
         vocabulary=131072,
         hidden=4096,
@@ -261,6 +260,8 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         head_dim = keys.integer("head_dim", keys.integer("attention_head_dim", 128))  # Nemotron-H uses the latter
         keys.only("attention_head_dim", head_dim)
         full["*"] = {"window": None, "head_dim": head_dim}
+    if "E" in kinds:
+        full["E"] = {"latent": None if keys.get("moe_latent_size") is None else keys.integer("moe_latent_size")}
     if "M" in kinds:
         keys.only("mamba_hidden_act", "silu")
         keys.only("use_conv_bias", True)

@@ -25,6 +25,7 @@ SIZES = {
         "num_experts_per_tok": "topk",
         "intermediate_size": "ffn",
         "shared_intermediate_size": "shared",
+        "latent_size": "latent",
     },
 }
 """Mapping from block kind to the block's config.json keys, each with our name for the value."""

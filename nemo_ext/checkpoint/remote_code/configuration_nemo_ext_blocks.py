@@ -13,12 +13,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
     "mlp": ("intermediate_size",),
     "mamba": ("num_heads", "head_dim", "state_size", "n_groups"),
-    "moe": ("n_routed_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size"),
+    "moe": ("n_routed_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size", "latent_size"),
 }
 """Block kinds and the sizes of each. `linear: true` in their place makes the sub-layer one hidden x hidden map."""
 
-MAY_BE_NULL = ("sliding_window", "shared_intermediate_size")
-"""Sizes that may be null or absent: full attention, no shared expert."""
+MAY_BE_NULL = ("sliding_window", "shared_intermediate_size", "latent_size")
+"""Sizes that may be null or absent: full attention, no shared expert, routed experts of the hidden size."""
 
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),

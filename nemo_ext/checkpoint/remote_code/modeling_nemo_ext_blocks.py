@@ -180,7 +180,7 @@ def build_moe(config: NemoExtBlocksConfig, block: dict[str, Any]) -> nn.Module:
         moe_intermediate_size=block["intermediate_size"],
         # Never built at this size, but NemotronHMLP wants one.
         moe_shared_expert_intermediate_size=shared or 1,
-        moe_latent_size=None,
+        moe_latent_size=block.get("latent_size"),
         mlp_hidden_act=config.hidden_act,
         mlp_bias=False,
         n_group=1,

@@ -2,6 +2,8 @@
 
 Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The channels, heads and experts kept are those
 with the largest importance on calibration data (`Importance`) or, without it, with the largest norm of output weights.
+A latent channel's importance is the norm of its row or column in the projection, times the norm of all experts' weights
+for it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = Mapping[str, "Tensor"]
+LATENT_DOWN, LATENT_UP = "mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,14 @@ def initial_weights(
         "*": {"heads", "kv", "window"},
         "-": {"ffn"},
         "M": {"heads", "state"},
-        "E": {"experts", "topk", "ffn"},
+        "E": {"experts", "topk", "ffn", "latent"},
     }[parent.kind]
     if changed - known:
         raise ValueError(
             f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must not change"
         )
+    if "latent" in changed and not variant.size("latent"):
+        raise ValueError(f"{variant} cannot be made from {parent}: latent may be smaller, but not none")
     larger = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
     if larger:
         raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(larger)} must not be larger")
@@ -235,6 +240,13 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
         cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
         first = torch.stack(cut)
         second = torch.stack([e[:, k] for e, k in zip(second, narrow, strict=True)])
+    if variant.size("latent") < parent.size("latent"):
+        down, up, width = tensors[LATENT_DOWN], tensors[LATENT_UP], variant.size("latent")
+        # The experts' inputs and outputs are different spaces, so each keeps its own channels.
+        inputs = _largest(down.float().norm(dim=1) * first.float().norm(dim=(0, 1)), width)
+        outputs = _largest(up.float().norm(dim=0) * second.float().norm(dim=(0, 2)), width)
+        first, second = first[:, :, inputs], second[:, outputs]
+        result |= {LATENT_DOWN: down[inputs], LATENT_UP: up[:, outputs]}
     return result | {
         "mlp.experts.experts.linear_fc1.weight": first,
         "mlp.experts.experts.linear_fc2.weight": second,
@@ -274,9 +286,8 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
         else:
             first, second = (tensors[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
             product = torch.einsum("ehf,efd->hd", second.double(), first.double()) / first.shape[0]
-            if architecture.moe_latent_size:
-                down, up = (tensors[f"mlp.fc{n}_latent_proj.weight"].double() for n in (1, 2))
-                product = up @ product @ down
+            if parent.size("latent"):
+                product = tensors[LATENT_UP].double() @ product @ tensors[LATENT_DOWN].double()
             return _norms(tensors, at, norm, architecture) | {f"{module}.weight": product.to(first.dtype)}
     product = second.double() @ first.double()
     return _norms(tensors, at, norm, architecture) | {f"{module}.weight": product.to(first.dtype)}

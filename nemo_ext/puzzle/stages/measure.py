@@ -46,7 +46,7 @@ MODEL_WIDE = (
     *("bias_activation_fusion", "bias_dropout_fusion", "moe_latent_size", "moe_grouped_gemm", "moe_permute_fusion"),
     *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_num_groups", "moe_shared_expert_gate"),
 )
-"""Fields of Megatron's config that affect a block's time but are not in its notation."""
+"""Fields of Megatron's config that affect a block's time but are not, or were not always, in its notation."""
 
 STACK_WIDE = (
     *("norm_affine", "norm_placement", "qk_norm_scope", "position_embedding_type"),
