@@ -52,8 +52,6 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     megatron["max_position_embeddings"] = max(lengths)
     if not megatron.get("num_experts"):
         megatron = {key: value for key, value in megatron.items() if not key.startswith("expert_")}
-    if not description.prediction:
-        megatron = {key: value for key, value in megatron.items() if not key.startswith("mtp_")}
     others = {key: value for key, value in config.items() if key not in ("puzzle", "model", "megatron")}
     return {**others, "model": model, "megatron": megatron}
 
