@@ -118,12 +118,21 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     changed = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
-    pattern = parse(str(beside["model"]["pattern"]))
-    if pattern.mtp:  # a description has depths with the same weights only once
-        model = {**changed["model"], "pattern": str(replace(parse(changed["model"]["pattern"]), depths=pattern.depths))}
-        flags = {name: value for name, value in beside["megatron"].items() if name.startswith("mtp_")}
-        changed = {**changed, "model": model, "megatron": {**flags, **changed["megatron"]}}
-    return changed
+    return restore_depths(changed, beside)
+
+
+def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the number of prediction depths and the MTP flags of another, if it has such depths.
+
+    A description, from which the config comes, has depths with the same weights only once.
+    """
+    pattern = parse(str(config["model"]["pattern"]))
+    depths = parse(str(origin["model"]["pattern"])).depths
+    if not pattern.mtp or not depths:
+        return config
+    flags = {name: value for name, value in origin["megatron"].items() if name.startswith("mtp_")}
+    model = {**config["model"], "pattern": str(replace(pattern, depths=depths))}
+    return {**config, "model": model, "megatron": {**flags, **config["megatron"]}}
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:

@@ -39,6 +39,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
     *("pre_mlp_layernorm", "input_layernorm", "q_layernorm", "k_layernorm", "output_norm", "final_norm"),
+    *("fc1_latent_proj", "fc2_latent_proj", "eh_proj", "enorm", "hnorm", "final_layernorm"),
 )
 """Modules that need an `_extra_state` for loading: Megatron's linear layers and, with Transformer Engine, norms."""
 

@@ -30,12 +30,13 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Compare two sections; return a mapping from dotted key to "before -> now". Null and {} equal an absent key."""
+    """Compare two sections; return a mapping from dotted key to "before -> now". Null, {} and [] equal no key."""
     old, new = flat(_as_json(before)), flat(_as_json(now))
     return {
         key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
         for key in dict.fromkeys((*old, *new))
-        if (old.get(key) if old.get(key) != {} else None) != (new.get(key) if new.get(key) != {} else None)
+        if (old.get(key) if old.get(key) not in ({}, []) else None)
+        != (new.get(key) if new.get(key) not in ({}, []) else None)
     }
 
 

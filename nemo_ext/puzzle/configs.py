@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.start import checkpoints_of, with_model
+from nemo_ext.checkpoint.start import checkpoints_of, restore_depths, with_model
 from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
@@ -30,15 +30,23 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
+def _with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
+    """Return the config with another model, as `with_model`, and with MTP flags only if it has such depths."""
+    run = restore_depths(with_model(config, description, name), config)
+    if not description.prediction:
+        run["megatron"] = {key: value for key, value in run["megatron"].items() if not key.startswith("mtp_")}
+    return run
+
+
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """Return the config from which a stage builds a model, without a precision plan.
+    """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
     Args:
         config: composed config.
         description: the model's description.
         ranks: number of ranks, each of which holds the whole model.
     """
-    stage = {**with_model(config, description, "stage"), "precision_plan": None}
+    stage = {**_with_model(config, description.without_prediction(), "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return stage
 
@@ -64,7 +72,7 @@ def healing_run(
         tokens: length of the run in tokens.
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
-    run = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
+    run = _with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
     megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
     run["run_dir"] = str(run_dir)

@@ -91,7 +91,7 @@ def check(config: Mapping[str, Any]) -> Settings:
         parent = from_config(config) if chosen.parent is None else None
         if chosen.parent is not None:
             with suppress(ValueError):  # a job may still make it
-                parent = description_of(Path(chosen.parent))
+                parent = description_of(Path(chosen.parent), prediction=True)
         if parent is not None:
             _read_table(chosen, parent)
     return chosen
@@ -207,7 +207,7 @@ class Job:
                     f"{stage}: shards {', '.join(map(str, left))} are not finished; the rest of their work is done here"
                 )
         if self.chosen.measure.table is not None and "cost" in todo:  # before ranks start
-            _read_table(self.chosen, description_of(self.workspace.parent))
+            _read_table(self.chosen, description_of(self.workspace.parent, prediction=True))
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=world_size(self.config))
@@ -227,7 +227,9 @@ class Job:
     def _parent(self) -> None:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
-        parent = description_of(self.workspace.parent)
+        parent = description_of(self.workspace.parent, prediction=True)
+        if self.chosen.mtp == "drop":
+            parent = parent.without_prediction()
         if self.chosen.heal.tokens and self.chosen.runs("heal"):
             # Find an invalid flag now rather than after all other stages.
             from nemo_ext.megatron import check as megatron_check
@@ -299,7 +301,7 @@ class Job:
     ) -> dict[str, Any]:
         return healing_run(
             self.config,
-            description or description_of(start),
+            description or description_of(start, prediction=True),
             self.chosen.heal,
             run_dir=run_dir,
             start=start,
@@ -311,7 +313,8 @@ class Job:
         """Save the teacher's most probable tokens for all sequences used in healing, and return their folder."""
         heal, folder = self.chosen.heal, self.workspace.folder / "teacher"
         assert heal.top_k is not None
-        run = self._run(folder, self.workspace.parent, heal.tokens, None)
+        parent = description_of(self.workspace.parent, prediction=True).without_prediction()
+        run = self._run(folder, self.workspace.parent, heal.tokens, None, parent)
         self._train(logits_saving_run(run, folder / "logits", heal.top_k))
         return folder / "logits"
 
@@ -320,10 +323,21 @@ class Job:
             return False
         from nemo_ext.checkpoint import hf
 
-        conversion = hf.plan(self.workspace.newest(), self.workspace.exported, hf.Settings())
+        source, options = self.workspace.newest(), hf.Settings()
+        try:
+            conversion = hf.plan(source, self.workspace.exported, options)
+        except ValueError:
+            if not description_of(source, prediction=True).prediction:
+                raise
+            options = hf.Settings(mtp="drop")
+            conversion = hf.plan(source, self.workspace.exported, options)
+            notice(
+                "note: the child is exported without multi-token prediction, as no Hugging Face format has both it "
+                f"and the child's blocks; {source} keeps it"
+            )
         for remark in conversion.remarks:
             notice(f"note: {remark}")
-        hf.convert(conversion, hf.Settings())
+        hf.convert(conversion, options)
         return True
 
     def _report(self) -> None:

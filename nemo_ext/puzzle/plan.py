@@ -99,7 +99,9 @@ def stage_work(
 
     calibrated = float(chosen.calibration.sequences * seq_length)
     batches = chosen.calibration.sequences / chosen.calibration.batch / ranks
-    library = work("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored)
+    initial = {(variant.number, variant.weights): variant.block for variant in trainable}
+    stored_initially = size * sum(_parameters(architecture, block) for block in initial.values())
+    library = work("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored_initially)
     training = chosen.distill
     groups = [trainable[start : start + training.together] for start in range(0, len(trainable), training.together)]
     starts = [group[0].number for group in groups]

@@ -38,8 +38,9 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
     if (folder / "baselines.json").is_file():
         comparison += _read(folder / "baselines.json")
     seq_length = chosen.serving.context
-    draw_blocks(description_of(workspace.parent).architecture, folder / "blocks_parent.png", seq_length=seq_length)
-    draw_blocks(description_of(workspace.newest()).architecture, folder / "blocks_child.png", seq_length=seq_length)
+    for model, name in ((workspace.parent, "parent"), (workspace.newest(), "child")):
+        architecture = description_of(model, prediction=True).without_prediction().architecture
+        draw_blocks(architecture, folder / f"blocks_{name}.png", seq_length=seq_length)
     report = Report(workspace.child, _summary(rows), _states(rows))
     _losses(report, rows, comparison)
     _comparison(report, comparison, json.loads((folder / "choices.json").read_text())["resource"])

@@ -235,6 +235,7 @@ class Settings:
     stages: list[str] | None = None
     shard: str | None = None
     fsdp: Literal["shard", "offload"] | None = None
+    mtp: Literal["keep", "drop"] = "keep"
     variants: Choices = Choices()
     calibration: Batches = Batches()
     distill: Training = Training()

@@ -6,7 +6,8 @@ with the number of blocks, not with the number of combinations of attention and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import combinations, product
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -24,6 +25,7 @@ class Choices:
     """Sizes of variants, as fractions of the parent's; those that round to the parent's size are omitted.
 
     Attributes:
+        heads: fractions of the attention heads, rounded up to a multiple of the KV heads.
         kv: fractions of the KV heads.
         windows: sliding windows in tokens.
         ffn: fractions of the FFN width (the paper's 87, 75, 50, 25, 10 %).
@@ -33,10 +35,13 @@ class Choices:
         expert_ffn: fractions of an expert's width.
         latent: fractions of a MoE block's latent width, rounded up like FFN widths.
         mamba_heads: fractions of a Mamba-2 block's heads.
+        mamba_state: fractions of a Mamba-2 block's state.
+        combine: kinds of blocks (`*`, `E`, `M`) with variants that are smaller in several sizes, in all combinations.
         linear: True to include variants that replace a block with a single linear map.
         no_op: True to include variants that remove a block.
     """
 
+    heads: Shares = ()
     kv: Shares = (0.5, 0.25, 0.125)
     windows: tuple[PositiveInt, ...] = ()
     ffn: Shares = (0.87, 0.75, 0.5, 0.25, 0.1)
@@ -46,6 +51,8 @@ class Choices:
     expert_ffn: Shares = (0.75, 0.5)
     latent: Shares = ()
     mamba_heads: Shares = (0.75, 0.5, 0.25)
+    mamba_state: Shares = ()
+    combine: tuple[Literal["*", "E", "M"], ...] = ()
     linear: bool = True
     no_op: bool = True
 
@@ -56,13 +63,18 @@ class Variant:
 
     Attributes:
         number: 0-based number of the block in the parent.
-        name: short name, unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
+        name: short name, unique within the block, such as `keep`, `kv2`, `ffn512_topk4`, `linear`, `no_op`.
         block: the block with all values filled in; None for a no-op.
     """
 
     number: int
     name: str
     block: Block | None
+
+    @property
+    def weights(self) -> str:
+        """Name of the initial weights, which do not depend on the number of experts per token."""
+        return "_".join(size for size in self.name.split("_") if not size.startswith("topk")) or "topk"
 
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
@@ -91,22 +103,42 @@ def _variants_of(number: int, block: Block, choices: Choices) -> list[Variant]:
 
 def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
     """Return the smaller variants of a block: a mapping from their names to the values in which they differ from it."""
+    sizes = _sizes(block, choices)
+    found = {}
+    for count in range(1, len(sizes) + 1 if block.kind in choices.combine else 2):
+        for names in combinations(sizes, count):
+            for numbers in product(*(sizes[name] for name in names)):
+                values = dict(zip(names, numbers, strict=True))
+                if block.kind == "E" and values.get("experts", block.size("experts")) < values.get(
+                    "topk", block.size("topk")
+                ):
+                    continue
+                found["_".join(f"{name}{number}" for name, number in values.items())] = values
+    return found
+
+
+def _sizes(block: Block, choices: Choices) -> dict[str, Sequence[int]]:
+    """Return the smaller sizes to try, keyed by the name of the value."""
     if block.kind == "*":
-        kv, window = block.size("kv"), block.size("window")
-        found = {f"kv{n}": {"kv": n} for n in _parts(kv, choices.kv) if kv % n == 0}
-        return found | {f"window{w}": {"window": w} for w in choices.windows if not window or w < window}
+        heads, kv, window = (block.size(name) for name in ("heads", "kv", "window"))
+        return {
+            "heads": _parts(heads, choices.heads, kv),
+            "kv": [n for n in _parts(kv, choices.kv) if kv % n == 0],
+            "window": [w for w in choices.windows if not window or w < window],
+        }
     if block.kind == "-":
-        return {f"ffn{n}": {"ffn": n} for n in _parts(block.size("ffn"), choices.ffn, choices.ffn_multiple)}
+        return {"ffn": _parts(block.size("ffn"), choices.ffn, choices.ffn_multiple)}
     if block.kind == "M":
-        heads, groups = block.size("heads"), block.size("groups")
-        return {f"heads{n}": {"heads": n} for n in _parts(heads, choices.mamba_heads, groups)}
+        heads, groups, state = (block.size(name) for name in ("heads", "groups", "state"))
+        return {"heads": _parts(heads, choices.mamba_heads, groups), "state": _parts(state, choices.mamba_state)}
     if block.kind == "E":
         experts, top_k, ffn, latent = (block.size(name) for name in ("experts", "topk", "ffn", "latent"))
-        fewer = {f"experts{n}": {"experts": n} for n in _parts(experts, choices.experts) if n >= top_k}
-        sparser = {f"topk{n}": {"topk": n} for n in choices.top_k if n < top_k}
-        narrower = {f"ffn{n}": {"ffn": n} for n in _parts(ffn, choices.expert_ffn, choices.ffn_multiple)}
-        low = {f"latent{n}": {"latent": n} for n in _parts(latent, choices.latent, choices.ffn_multiple)}
-        return fewer | sparser | narrower | low
+        return {
+            "experts": _parts(experts, choices.experts),
+            "topk": [n for n in choices.top_k if n < top_k],
+            "ffn": _parts(ffn, choices.expert_ffn, choices.ffn_multiple),
+            "latent": _parts(latent, choices.latent, choices.ffn_multiple),
+        }
     return {}
 
 

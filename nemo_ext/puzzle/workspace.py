@@ -282,12 +282,10 @@ def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str
     measure = dict(section["measure"])
     table = measure.pop("table")
     cost = part("serving") | {"measure": measure} | ({"latencies": _digest(Path(table))} if table else {})
-    # Folders begun before there was this choice have no record of it.
-    variants = {name: value for name, value in section["variants"].items() if name != "latent" or value}
     schedule = {name: heal[name] for name in ("lr", "warmup_tokens", "megatron")}
     return {
         "parent": parent,
-        "library": part("calibration") | {"variants": variants},
+        "library": part("variants", "calibration"),
         "distill": {"distill": {name: value for name, value in section["distill"].items() if name != "inputs"}},
         "score": part("calibration"),
         "cost": cost,
@@ -295,7 +293,7 @@ def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str
         "front": {"search": search, "sweep": sweep},
         "compare": part("evaluation", "calibration"),
         "baselines": part("baselines", "evaluation"),
-        "realise": {},
+        "realise": {"mtp": None if section["mtp"] == "keep" else section["mtp"]},
         "fuse": part("fuse", "calibration"),
         "heal": {"heal": heal, "megatron": megatron},
         "pretrain": {"continue_tokens": continued, "heal": schedule, "megatron": megatron},

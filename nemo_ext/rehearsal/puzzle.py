@@ -47,6 +47,8 @@ def rehearse_puzzle(
     """
     chosen = check(config)
     parent = from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
+    if chosen.mtp == "drop":
+        parent = parent.without_prediction()
     folder.mkdir(parents=True, exist_ok=True)
     built = [
         each for block in variants(parent.architecture, chosen.variants) for each in block if each.block is not None

@@ -7,6 +7,8 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.cost import RESOURCES, Serving, block_costs, expected_experts, outside_costs
+from nemo_ext.puzzle.settings import settings
+from nemo_ext.puzzle.variants import variants
 
 FAMILIES = ["nemotron3_nano_30b", "domyn_small_10b", "llama_nemotron_super_49b", "olmo1_1b", "olmo3_7b"]
 
@@ -31,6 +33,19 @@ def test_blocks_and_the_part_outside_add_up_to_the_model(model: str) -> None:
     assert total["memory_bytes"] == total["weight_bytes"] + total["cache_bytes"]
     assert total["attention_blocks"] == sum(block.kind == "*" for block in whole.sizes)
     assert 0 < total["decode_seconds"] < total["prefill_seconds"]
+
+
+def test_the_limits_for_super_are_the_published_child_s() -> None:
+    chosen = settings(compose("puzzle", ["recipe=puzzle/nemotron3_super", "run_dir=unused", "data=mock"])["puzzle"])
+    child = architecture("nemotron3_puzzle_75b")
+
+    costs = [outside_costs(child, chosen.serving), *(block_costs(child, b, chosen.serving) for b in child.sizes)]
+    for resource, limit in chosen.search.limits.items():
+        total = sum(each[resource] for each in costs)
+        assert total <= limit == pytest.approx(total, rel=1e-4)
+    # Every block of the published child is a variant of its parent's.
+    found = variants(architecture("nemotron3_super_120b"), chosen.variants)
+    assert all(block in [v.block for v in each] for block, each in zip(child.sizes, found, strict=True))
 
 
 def test_a_no_op_costs_nothing_and_a_linear_map_no_cache() -> None:

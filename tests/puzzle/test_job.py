@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from nemo_ext.job.config import compose
+from nemo_ext.job.run_directory import CONFIG, read_config
 from nemo_ext.puzzle.job import Job
 
 SMALL = (
@@ -342,6 +343,51 @@ def test_a_cached_teacher_heals_like_an_online_one(whole: tuple[Path, str], in_p
     assert losses["cached"]["fused"] == pytest.approx(losses["child"]["fused"], rel=1e-6)
     assert losses["cached"]["healed"] == pytest.approx(losses["child"]["healed"], rel=1e-5)
     assert losses["cached"]["healed"] != pytest.approx(losses["cached"]["fused"], rel=1e-3)
+
+
+SUPER = (
+    *("recipe=puzzle/nemotron3_super_quickstart", "data=mock", "train.tokens=1024"),
+    *(f"megatron.{name}" for name in ("seq_length=32", "micro_batch_size=4", "global_batch_size=4", "num_workers=1")),
+    "puzzle.calibration={sequences: 4, batch: 2}",
+    "puzzle.evaluation={sequences: 4, batch: 2}",
+    "puzzle.distill={steps: 2, batch: 2}",
+    *("puzzle.heal.tokens=512", "puzzle.heal.warmup_tokens=0"),
+    *("puzzle.search.sweep.resource=null", "puzzle.baselines=false"),
+)
+"""The recipe for Nemotron 3 Super's blocks, with two depths of the same weights, in few steps."""
+
+
+@pytest.mark.slow
+def test_a_child_keeps_the_parent_s_multi_token_prediction(tmp_path: Path, in_process: Callable[..., str]) -> None:
+    from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+
+    def depths(checkpoint: Path) -> dict[str, torch.Tensor]:
+        reader = TorchDistReader(checkpoint_folder(checkpoint))
+        return {name: reader.read(name) for name in reader.tensors if name.startswith("mtp.") and "/shard" not in name}
+
+    run_dir = tmp_path / "run"
+    words = (*SUPER, f"run_dir={run_dir}", f"data_root={tmp_path / 'data'}")
+    said = in_process(*words, "puzzle.export=true")
+
+    parent, child = depths(run_dir / "parent"), depths(run_dir / "child" / "weights")
+    assert len(child) == 16 and all(torch.equal(tensor, parent[name]) for name, tensor in child.items())
+    rows = {row["name"]: row for row in json.loads((run_dir / "child" / "evaluation.json").read_text())}
+    assert rows["child"]["costs"]["memory_bytes"] <= 0.65 * rows["parent"]["costs"]["memory_bytes"]
+    choice = json.loads((run_dir / "child" / "choice.json").read_text())
+    assert rows["child"]["loss"] == pytest.approx(choice["loss"], rel=1e-5)  # the checkpoint computes as the search did
+    healed = run_dir / "child" / "heal"
+    assert read_config(healed / CONFIG)["model"]["pattern"].count("/") == 2
+    (line, *_) = [json.loads(each) for each in (healed / "metrics.jsonl").read_text().splitlines() if "mtp_" in each]
+    assert line["mtp_1_loss"] > 0 and line["mtp_2_loss"] > 0 and line["kl_to_teacher"] > 0
+    after = depths(healed)
+    assert not torch.equal(after["mtp.layers.0.eh_proj.weight"], child["mtp.layers.0.eh_proj.weight"])
+    exported = json.loads((run_dir / "child" / "huggingface" / "config.json").read_text())
+    assert ("exported without multi-token prediction" in said) == (not exported.get("num_nextn_predict_layers"))
+
+    in_process(*words, "puzzle.child=without", "puzzle.mtp=drop")
+
+    assert not depths(run_dir / "without" / "weights") and not depths(run_dir / "without" / "heal")
+    assert json.loads((run_dir / "without" / "choice.json").read_text())["variants"] == choice["variants"]
 
 
 @pytest.mark.deep

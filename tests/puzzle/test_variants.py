@@ -15,8 +15,16 @@ from nemo_ext.job.config import compose
 from nemo_ext.puzzle.stages.initialise import Importance, initial_weights
 from nemo_ext.puzzle.variants import Choices, Variant, variants
 
-FAMILIES = ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny"]
+FAMILIES = [
+    "nemotron3_nano_tiny",
+    "nemotron3_super_tiny",
+    "domyn_small_tiny",
+    "llama_nemotron_tiny",
+    "olmo1_tiny",
+    "olmo3_tiny",
+]
 CHOICES = Choices(ffn_multiple=8, windows=(16,), top_k=(1,))
+EVERY = replace(CHOICES, heads=(0.5,), mamba_state=(0.75,), combine=("*", "E", "M"))
 
 
 def description(model: str, *overrides: str) -> Description:
@@ -49,6 +57,23 @@ def test_variants_of_each_kind() -> None:
     assert [v.name for v in mlp] == ["keep", "ffn448", "ffn384", "ffn256", "ffn128", "ffn56", "linear", "no_op"]
     assert attention[1].block == Block.from_values("*", heads=6, kv=1, head_dim=32, window=None)
     assert [v.number for v in mlp] == [3] * 8
+
+
+def test_sizes_are_combined_where_the_user_says_so() -> None:
+    model = description("nemotron3_nano_tiny", 'model.pattern="M*E"', "megatron.num_attention_heads=12")
+    few = Choices(heads=(0.5,), kv=(0.5,), mamba_heads=(0.5,), mamba_state=(0.75,), experts=(0.25, 0.125), top_k=(1,))
+    few = replace(few, expert_ffn=(0.5,), ffn_multiple=8, linear=False, no_op=False)
+
+    apart, together = (
+        [[v.name for v in each[1:]] for each in variants(model.architecture, replace(few, combine=kinds))]
+        for kinds in ((), ("*", "E", "M"))
+    )
+
+    assert apart == [["heads8", "state24"], ["heads6", "kv1"], ["experts2", "topk1", "ffn64"]]
+    assert [together[0][2:], together[1][2:]] == [["heads8_state24"], ["heads6_kv1"]]
+    # A single expert is enough only for tokens that choose one.
+    more = ["experts2_topk1", "experts1_topk1", "experts2_ffn64", "topk1_ffn64"]
+    assert together[2][3:] == [*more, "experts2_topk1_ffn64", "experts1_topk1_ffn64"]
 
 
 def test_latent_widths_are_variants_of_blocks_that_have_one() -> None:
@@ -116,7 +141,7 @@ def test_shares_must_be_shares(name: str, value: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_variant_has_exactly_the_tensors_of_its_block(model: str) -> None:
     parent = description(model)
-    for number, found in enumerate(variants(parent.architecture, CHOICES)):
+    for number, found in enumerate(variants(parent.architecture, EVERY)):
         given = tensors_of(parent, number)
         for variant in found:
             block = parent.blocks[number]
@@ -183,6 +208,55 @@ def test_pooled_kv_heads_compute_the_same_where_heads_were_equal(layer: Callable
     hidden = torch.randn(10, 2, parent.architecture.hidden_size)
     before, after = outputs([layer(parent, 0, given), layer(with_block(parent, variant), 0, made)], hidden)
     assert (after - before).norm() <= 1e-6 * before.norm()
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("heads8", 8), ("heads4_kv2", 4)])
+def test_idle_heads_are_removed_first(
+    name: str, keeps: int, build_sections: Callable[[Mapping[str, Any]], torch.nn.Module]
+) -> None:
+    sizes = ("megatron.num_attention_heads=12", "megatron.num_query_groups=4")
+    parent = description("nemotron3_nano_tiny", 'model.pattern="*"', *sizes)
+    given = tensors_of(parent, 0)
+    used = torch.stack([torch.randperm(3)[: keeps // 4] for _ in range(4)])
+    idle = torch.ones(4, 3, dtype=torch.bool).scatter(1, used, False).flatten()
+    given["self_attention.linear_proj.weight"].reshape(192, 12, 32)[:, idle] = 0.0
+    if "kv" in name:  # neighbours with equal keys and values, so that pooling them changes nothing
+        fused = given["self_attention.linear_qkv.weight"].reshape(2, 2, 5, 32, -1)
+        fused[:, 1, 3:] = fused[:, 0, 3:]
+
+    compare_outputs(parent, name, given, replace(EVERY, heads=(2 / 3, 1 / 3)), build_sections)
+
+
+def test_idle_states_are_removed_first(build_sections: Callable[[Mapping[str, Any]], torch.nn.Module]) -> None:
+    parent = description("nemotron3_nano_tiny", 'model.pattern="M"')
+    given = tensors_of(parent, 0)
+    for group in range(2):
+        for row in torch.randperm(32)[:8] + 32 * group:
+            for name in ("in_proj.weight.B", "conv1d.bias.B"):
+                given[f"mixer.{name}"][row] = 0.0
+
+    compare_outputs(parent, "state24", given, EVERY, build_sections)
+
+
+def compare_outputs(
+    parent: Description,
+    name: str,
+    given: dict[str, torch.Tensor],
+    choices: Choices,
+    build_sections: Callable[[Mapping[str, Any]], torch.nn.Module],
+) -> None:
+    """Check that a variant of the parent's only block computes the same as the block with the tensors `given`."""
+    from nemo_ext.megatron.session import put_tensors
+
+    variant = next(v for v in variants(parent.architecture, choices)[0] if v.name == name)
+    assert variant.block is not None
+    made = initial_weights(parent.blocks[0], variant.block, given, parent.architecture)
+    layers, at = [], "decoder.layers.0."
+    for model, tensors in ((parent, given), (with_block(parent, variant), made)):
+        layers.append(build_sections(to_config(model)).eval().decoder.layers[0])
+        put_tensors(layers[-1], {at + key: tensor for key, tensor in tensors.items()}, at)
+    before, after = outputs(layers, torch.randn(10, 2, parent.architecture.hidden_size))
+    assert (after - before).norm() <= 1e-5 * before.norm()
 
 
 @pytest.mark.parametrize("model", ["llama_nemotron_tiny", "domyn_small_tiny"])

@@ -237,7 +237,8 @@ def fused(description: Description, groups: Sequence[Group]) -> Description:
             blocks.append(Block.from_values("-", ffn=width, bias=_creates_bias(description, numbers)))
         elif number not in inside:
             blocks.append(block)
-    architecture = description.architecture.with_pattern(Pattern(tuple(blocks)))
+    pattern = replace(description.architecture.pattern, blocks=tuple(blocks), cuts=())
+    architecture = description.architecture.with_pattern(pattern)
     return replace(description, architecture=architecture, hf_layers=None, hf_layer_count=None)
 
 
@@ -280,7 +281,8 @@ def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Gro
     origins = [n for n in range(len(description.blocks)) if n in starts or n not in inside]
     pieces: dict[int | None, list[Piece]] = {}
     for row in rows(target, stacked_experts=True):
-        pieces.setdefault(row.block, []).extend(row.pieces)
+        number = row.block if row.block is not None and row.block < len(origins) else None  # others are of MTP
+        pieces.setdefault(number, []).extend(row.pieces)
     work = []
     for number, block_pieces in pieces.items():
         origin = None if number is None else origins[number]

@@ -29,12 +29,14 @@ class Importance:
     Attributes:
         channels: importance of channels, `[ffn]` for an MLP, `[experts, ffn]` for experts.
         experts: total router weight of each expert, `[experts]`.
-        heads: importance of a Mamba-2 block's heads, `[heads]`.
+        heads: importance of an attention or Mamba-2 block's heads, `[heads]`.
+        state: importance of the entries of a Mamba-2 block's state, `[groups, state]`.
     """
 
     channels: Tensor | None = None
     experts: Tensor | None = None
     heads: Tensor | None = None
+    state: Tensor | None = None
 
 
 def initial_weights(
@@ -58,9 +60,12 @@ def initial_weights(
     if variant.is_linear:
         return _linear(parent, tensors, architecture)
     changed = {name for name, value in variant.values if value != parent.get(name)}
-    known = {"*": {"kv", "window"}, "-": {"ffn"}, "M": {"heads"}, "E": {"experts", "topk", "ffn", "latent"}}[
-        parent.kind
-    ]
+    known = {
+        "*": {"heads", "kv", "window"},
+        "-": {"ffn"},
+        "M": {"heads", "state"},
+        "E": {"experts", "topk", "ffn", "latent"},
+    }[parent.kind]
     if changed - known:
         raise ValueError(
             f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must not change"
@@ -71,15 +76,61 @@ def initial_weights(
     if larger:
         raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(larger)} must not be larger")
     result = dict(tensors)
+    if parent.kind == "*" and changed & {"heads", "kv"} and architecture.attention_output_gate:
+        raise ValueError(
+            f"{variant} cannot be made from {parent}, as megatron.attention_output_gate stores gates with the queries: "
+            "set puzzle.variants.heads=[] and puzzle.variants.kv=[]"
+        )
+    if parent.kind == "*" and "heads" in changed:
+        result |= _fewer_heads(parent, variant, tensors, measured.heads)
+        parent = Block("*", tuple({**dict(parent.values), "heads": variant.size("heads")}.items()))
     if "kv" in changed:
-        result |= _fewer_kv_heads(parent, variant, tensors)
+        result |= _fewer_kv_heads(parent, variant, result)
     if parent.kind == "-" and "ffn" in changed:
         result |= _narrower_mlp(variant.size("ffn"), tensors, architecture, measured.channels)
-    if "heads" in changed:
+    if parent.kind == "M" and "heads" in changed:
         result |= _fewer_mamba_heads(parent, variant, tensors, measured.heads)
+    if "state" in changed:
+        result |= _smaller_state(parent, variant, tensors, measured.state)
     if parent.kind == "E":
         result |= _smaller_moe(parent, variant, tensors, measured)
     return result
+
+
+def _fewer_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
+    """Return the attention tensors that change with fewer heads; each KV head keeps its most important queries.
+
+    All KV heads keep the same number of queries. `importance`, `[heads]`, is the heads' importance; if None, the norm
+    of their output weights is used.
+
+    Raises:
+        ValueError: the variant's number of heads is not a multiple of the parent's KV heads.
+    """
+    import torch
+
+    heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
+    fewer = variant.size("heads")
+    if fewer % groups:
+        raise ValueError(f"{heads} heads cannot be reduced to {fewer}: expected a multiple of {groups} (KV heads)")
+    each, left = heads // groups, fewer // groups
+    out = tensors["self_attention.linear_proj.weight"]
+    by_head = out.float().reshape(out.shape[0], heads, head_dim).square().sum((0, 2))
+    ranked = (by_head if importance is None else importance).reshape(groups, each)
+    kept = [_largest(row, left) for row in ranked]
+    channels = torch.cat([row + group * each for group, row in enumerate(kept)])
+    channels = (channels[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
+    made = {"self_attention.linear_proj.weight": out[:, channels]}
+    for name in ("weight", "bias"):
+        fused = tensors.get(f"self_attention.linear_qkv.{name}")
+        if fused is not None:
+            grouped = fused.reshape(groups, each + 2, head_dim, *fused.shape[1:])
+            key_value = torch.tensor([each, each + 1])
+            rows = [group[torch.cat([row, key_value])] for group, row in zip(grouped, kept, strict=True)]
+            made[f"self_attention.linear_qkv.{name}"] = torch.cat(rows).reshape(-1, *fused.shape[1:])
+    width = tensors.get("self_attention.q_layernorm.weight")
+    if width is not None and width.shape[0] == heads * head_dim:
+        made["self_attention.q_layernorm.weight"] = width[channels]
+    return made
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
@@ -151,6 +202,23 @@ def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importan
     rows = ("in_proj.weight.z", "in_proj.weight.x", "conv1d.weight.x", "conv1d.bias.x", "norm.weight")
     made |= {f"mixer.{name}": tensors[f"mixer.{name}"][channels] for name in rows}
     return made | {"mixer.out_proj.weight": out[:, channels]}
+
+
+def _smaller_state(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
+    """Return a Mamba-2 block's tensors that change with a smaller state; every group keeps its most important entries.
+
+    `importance`, `[groups, state]`, is the entries' importance; if None, the product of the norms of their rows of B
+    and C in the projection is used.
+    """
+    import torch
+
+    groups, state = parent.size("groups"), parent.size("state")
+    if importance is None:
+        norms = [tensors[f"mixer.in_proj.weight.{part}"].float().norm(dim=1) for part in "BC"]
+        importance = (norms[0] * norms[1]).reshape(groups, state)
+    kept = torch.cat([_largest(row, variant.size("state")) + group * state for group, row in enumerate(importance)])
+    names = [f"mixer.{name}.{part}" for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias") for part in "BC"]
+    return {name: tensors[name][kept] for name in names}
 
 
 def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Importance) -> dict[str, Tensor]:

@@ -5,9 +5,11 @@
 Existing files are reused. `keep` and `no_op` need no file.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import conv1d, silu
 
+from nemo_ext.architecture.blocks import Block
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
@@ -32,13 +36,21 @@ class Library:
 
     Attributes:
         folder: path of the folder.
+        initial: whether it has initial weights, which do not depend on the number of experts per token, so that
+            variants with different numbers share a file.
     """
 
     folder: Path
+    initial: bool = False
 
     def file(self, variant: Variant) -> Path:
         """Return the path of a variant's weights; block numbers in names are 1-based."""
-        return self.folder / f"block_{variant.number + 1:03d}" / f"{variant.name}.safetensors"
+        name = variant.weights if self.initial else variant.name
+        return self.folder / f"block_{variant.number + 1:03d}" / f"{name}.safetensors"
+
+    def _weights_of(self, block: str) -> str:
+        """Return a block's notation without the values that the weights in the library do not depend on."""
+        return re.sub(r"topk=\d+,?", "", block) if self.initial else block
 
     def has(self, variant: Variant) -> bool:
         """Return whether a variant's weights are in the library or not needed."""
@@ -62,7 +74,8 @@ class Library:
         Raises:
             ValueError: they are not in the library, or belong to another block.
         """
-        if (made_of := self.notes(variant).get(BLOCK)) != str(variant.block):
+        made_of = self.notes(variant).get(BLOCK, "")
+        if self._weights_of(made_of) != self._weights_of(str(variant.block)):
             raise ValueError(
                 f"{self.file(variant)} holds weights of {made_of}, not of {variant.block}: remove it, or use "
                 "another folder"
@@ -121,6 +134,8 @@ def build(
             mine = next(turns) == data_parallel.number()
             tensors = {name: t.cpu() for name, t in parent.tensors(number, wanted=mine).items()}
             for variant in new if mine else ():
+                if library.has(variant):  # written for another number of experts per token
+                    continue
                 assert variant.block is not None
                 block = description.blocks[number]
                 weights = initial_weights(block, variant.block, tensors, description.architecture, measured.get(number))
@@ -131,55 +146,90 @@ def build(
 
 
 def importance(parent: Parent, description: Description, calibration: Sequence[Tensor]) -> dict[int, Importance]:
-    """Measure the importance of channels, experts and heads of every block on calibration data.
+    """Measure the importance of channels, experts, heads and states of every block on calibration data.
 
-    MLP channels: mean of |activation| x norm of the channel's output column (Puzzle, section 3.2). Mamba-2 heads: root
-    mean square of the head's output x norm of its columns. Experts: total router weight.
+    MLP channels: mean of |activation| x norm of the channel's output column (Puzzle, section 3.2). Heads of attention
+    and Mamba-2: root mean square of the head's output x norm of its columns. Entries of a Mamba-2 state: product of the
+    root mean squares of B and C. Experts: total router weight.
 
     Returns:
-        Mapping from 0-based block numbers to importance; attention and linear blocks are omitted.
+        Mapping from 0-based block numbers to importance; linear blocks are omitted.
     """
-    sums: dict[int, Tensor] = {}
+    sums: dict[tuple[int, str], Tensor] = {}
     with ExitStack() as hooks, torch.no_grad():
-        for number, module, measure in _measured_modules(parent, description):
+        for number, name, module, measure in _measured_modules(parent, description):
 
-            def add(module: Any, args: Any, output: Any, number: int = number, measure: Any = measure) -> None:
+            def add(module: Any, args: Any, output: Any, key: Any = (number, name), measure: Any = measure) -> None:
                 value = measure(args, output)
-                sums[number] = sums.get(number, torch.zeros_like(value)) + value
+                sums[key] = sums.get(key, torch.zeros_like(value)) + value
 
             hooks.callback(module.register_forward_hook(add).remove)
         for tokens in calibration:
             parent.hidden(tokens)
-    result = {}
-    for number, local_sum in sums.items():
+    result: dict[int, Importance] = {}
+    for (number, name), local_sum in sums.items():
         total = data_parallel.summed(local_sum).cpu()
         block = description.blocks[number]
         layer: Any = parent.layers[number]
-        if block.kind == "-":
+        if name == "channels":
             with parent.gathered(number):
-                result[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
-        elif block.kind == "M":
-            heads, head_dim = block.size("heads"), block.size("head_dim")
+                total = total * _columns(layer.mlp.linear_fc2)
+        elif name == "heads":
+            output = layer.mixer.out_proj if block.kind == "M" else layer.self_attention.linear_proj
             with parent.gathered(number):
-                columns = _columns(layer.mixer.out_proj).reshape(heads, head_dim)
-            result[number] = Importance(heads=(total.sqrt().reshape(heads, head_dim) * columns).sum(1))
-        else:
-            result[number] = Importance(experts=total)
+                total = (total.sqrt() * _columns(output)).reshape(block.size("heads"), -1).sum(1)
+        elif name == "state":
+            total = total.sqrt().reshape(2, block.size("groups"), -1).prod(0)
+        result[number] = replace(result.get(number, Importance()), **{name: total})
     return result
 
 
-def _measured_modules(parent: Parent, description: Description) -> Iterator[tuple[int, Any, Any]]:
+def _measured_modules(parent: Parent, description: Description) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield what to measure: the block's number, the field of `Importance`, the module, and a function of its pass.
+
+    The function returns a sum over tokens from the module's arguments and output.
+    """
+
+    def squares(args: Any, output: Any) -> Tensor:
+        return args[0].float().square().flatten(0, -2).sum(0)
+
     for number, block in enumerate(description.blocks):
         layer: Any = parent.layers[number]
-        if block.is_linear or block.kind == "*":
+        if block.is_linear:
             continue
         if block.kind == "-":
-            yield number, layer.mlp.linear_fc2, lambda args, output: args[0].float().abs().flatten(0, -2).sum(0)
+            module = layer.mlp.linear_fc2
+            yield number, "channels", module, lambda args, output: args[0].float().abs().flatten(0, -2).sum(0)
+        elif block.kind == "*":
+            yield number, "heads", layer.self_attention.linear_proj, squares
         elif block.kind == "M":
-            yield number, layer.mixer.out_proj, lambda args, output: args[0].float().square().flatten(0, -2).sum(0)
+            yield number, "heads", layer.mixer.out_proj, squares
+            yield number, "state", layer.mixer.in_proj, partial(_states, layer.mixer, block)
         elif block.kind == "E":
             # The router's first output is the weight of every expert for every token, `[tokens, experts]`.
-            yield number, layer.mlp.router, lambda args, output: output[0].float().flatten(0, -2).sum(0)
+            yield number, "experts", layer.mlp.router, lambda args, output: output[0].float().flatten(0, -2).sum(0)
+
+
+def _states(mixer: Any, block: Block, args: Any, output: Any) -> Tensor:
+    """Return the sum over tokens of the squares of a Mamba-2 block's B and C, `[2 x groups x state]`.
+
+    Args:
+        mixer: the block's mixer.
+        block: the block with all values filled in.
+        args: arguments of the input projection, not used.
+        output: its output, whose first element is `[seq, batch, z | x | B | C | dt]`, before the convolution.
+    """
+    inner = block.size("heads") * block.size("head_dim")
+    part = slice(inner, inner + 2 * block.size("groups") * block.size("state"))
+    weight, bias = mixer.cp.get_conv1d_weight()[part], mixer.cp.get_conv1d_bias()[part]
+    values = output[0][..., inner + part.start : inner + part.stop].permute(1, 2, 0)
+    width = weight.shape[-1] - 1
+    return (
+        silu(conv1d(values, weight, bias, padding=width, groups=len(weight))[..., : -width or None])
+        .float()
+        .square()
+        .sum((0, 2))
+    )
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.parameters import Piece, rows
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
@@ -15,7 +14,7 @@ from nemo_ext.puzzle.variants import KEEP, Variant
 
 
 def child(parent: Description, choice: Sequence[Variant]) -> Description:
-    """Return the description of a child.
+    """Return the description of a child, which has the parent's depths of multi-token prediction.
 
     Args:
         parent: the parent's description.
@@ -29,8 +28,11 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
     blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
     if not blocks:
         raise ValueError("the child has no block, as every chosen variant is a no-op: loosen a limit of puzzle.search")
-    architecture = parent.architecture.with_pattern(Pattern(blocks))
-    routed = any(block.kind == "E" and not block.is_linear for block in blocks)
+    pattern = parent.architecture.pattern
+    architecture = parent.architecture.with_pattern(replace(pattern, blocks=blocks, cuts=()))
+    routed = any(block.kind == "E" and not block.is_linear for block in (*blocks, *pattern.mtp))
+    if not routed:
+        architecture = replace(architecture, moe_latent_size=None)
     return replace(
         parent,
         architecture=architecture,
@@ -54,7 +56,7 @@ def _shortened(architecture: Architecture, block: Block) -> Block:
 
 
 def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
-    """Return work items that write a child's checkpoint: kept blocks from the parent, others from the library.
+    """Return work items that write a child's checkpoint: kept blocks and MTP from the parent, others from the library.
 
     Args:
         reader: reader of the parent's checkpoint.
@@ -66,8 +68,9 @@ def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Varia
     work = []
     for row in rows(child(parent, choice), stacked_experts=True):
         for piece in row.pieces:
-            variant = None if row.block is None else kept[row.block]
-            work.append(_work(reader, library, variant, piece, row.block))
+            number = row.block if row.block is not None and row.block < len(kept) else None  # others are of MTP
+            variant = None if number is None else kept[number]
+            work.append(_work(reader, library, variant, piece, number))
     return work
 
 

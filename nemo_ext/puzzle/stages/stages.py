@@ -87,6 +87,8 @@ def run(config_path: str, names: Sequence[str]) -> None:
 class Stages:
     """One child's stages, each a method of the same name as the stage.
 
+    Models are opened without multi-token prediction, which the blocks are searched and measured without.
+
     Args:
         config: composed config, including the `puzzle` section.
     """
@@ -95,7 +97,8 @@ class Stages:
         self.config = config
         self.chosen: Settings = settings(config["puzzle"])
         self.workspace = Workspace(config, self.chosen)
-        self.description = description_of(self.workspace.parent)
+        self.whole = description_of(self.workspace.parent, prediction=True)
+        self.description = self.whole.without_prediction()
         self.variants = variants(self.description.architecture, self.chosen.variants)
         self._costs: dict[Block | None, dict[str, float]] = {}
 
@@ -140,9 +143,14 @@ class Stages:
         return self.tokens("valid", self.chosen.evaluation)
 
     @cached_property
+    def initial(self) -> Library:
+        """Library of the weights that variants start from."""
+        return Library(self.workspace.initial, initial=True)
+
+    @cached_property
     def best(self) -> Library:
         """Library of all variants: trained weights if they were distilled, otherwise the initial ones."""
-        return Library(self.workspace.trained if self.chosen.distill.steps else self.workspace.initial)
+        return Library(self.workspace.trained) if self.chosen.distill.steps else self.initial
 
     def library(self) -> None:
         """Build the weights of every variant from the parent's."""
@@ -151,7 +159,7 @@ class Stages:
                 self.parent,
                 self.description,
                 self.variants,
-                Library(self.workspace.initial),
+                self.initial,
                 calibration=self.calibration,
                 advance=advance,
             )
@@ -164,8 +172,7 @@ class Stages:
         shard = self.workspace.shard
         by_block = self._of_shard([trainable([each]) for each in self.variants])
         if shard is None or any(by_block):
-            initial, trained = Library(self.workspace.initial), Library(self.workspace.trained)
-            self._distill(by_block, initial, trained, "distill", shard)
+            self._distill(by_block, self.initial, Library(self.workspace.trained), "distill", shard)
 
     def _of_shard(self, by_block: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
         """Return this shard's variants, grouped by block; all variants if the stage is not sharded."""
@@ -331,7 +338,7 @@ class Stages:
         def pruned() -> tuple[list[Variant], Library]:
             picked = uniform(self.description.blocks, cost, limit)
             folder = self.workspace.folder / "baselines"
-            initial, trained = Library(folder / "initial"), Library(folder / "trained")
+            initial, trained = Library(folder / "initial", initial=True), Library(folder / "trained")
             pairs = [[each[0], variant] for each, variant in zip(self.variants, picked, strict=True)]
             build(self.parent, self.description, pairs, initial, calibration=self.calibration)
             if self.chosen.distill.steps:
@@ -372,9 +379,10 @@ class Stages:
         """Write the child's checkpoint, its notation and its Puzzle block_configs."""
         names = json.loads((self.workspace.folder / "choice.json").read_text())["variants"]
         picked = self._named(names)
-        description = child(self.description, picked)
+        parent = self.whole if self.chosen.mtp == "keep" else self.description
+        description = child(parent, picked)
         reader = TorchDistReader(checkpoint_folder(self.workspace.parent))
-        work = realise(reader, self.description, picked, self.best)
+        work = realise(reader, parent, picked, self.best)
         self._write(self.workspace.weights, work, description, {"choice": names})
         self._write_json("child.json", _as_json(description))
 
@@ -406,7 +414,7 @@ class Stages:
             True if a fused checkpoint was written; False if fusion is disabled or no blocks can be fused.
         """
         chosen = self.chosen.fuse
-        description = description_of(self.workspace.weights)
+        description = description_of(self.workspace.weights, prediction=True)
         if not chosen.enabled:
             return False
         opened = self.open(self.workspace.weights, description)
@@ -455,7 +463,7 @@ class Stages:
         for name, checkpoint in states.items():
             if not checkpoint.is_dir():
                 continue
-            description = description_of(checkpoint)
+            description = description_of(checkpoint, prediction=True).without_prediction()
             opened = self.parent if name == "parent" else self.open(checkpoint, description)
             parent_seconds, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
             rows.append(

@@ -295,6 +295,21 @@ def test_a_fused_block_is_the_sum_of_its_parts(
     assert torch.equal(*(output(layer, hidden) for layer in untouched))
 
 
+def test_multi_token_prediction_is_not_fused(
+    build_sections: Callable[[Mapping[str, Any]], torch.nn.Module], tmp_path: Path
+) -> None:
+    before, groups = description("-{ffn=96}-*/--*E", "model=nemotron3_super_tiny"), [Group(0, 1)]
+    save(build_sections(to_config(before)), tmp_path / "before")
+
+    write_fused(tmp_path / "before", tmp_path / "after", before, groups)
+
+    assert str(fused(before, groups).architecture.pattern) == "-{ffn=608}*/--*E"
+    old, new = TorchDistReader(tmp_path / "before"), TorchDistReader(tmp_path / "after" / "release")
+    depths = [name for name in old.tensors if name.startswith("mtp.") and "_extra_state" not in name]
+    assert len(depths) > 10 and all(torch.equal(old.read(name), new.read(name)) for name in depths)
+    load_weights(build_sections(to_config(fused(before, groups))), tmp_path / "after" / "release")  # has every key
+
+
 def output(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     made = layer(hidden, attention_mask=None)
     return made[0] if isinstance(made, tuple) else made

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from nemo_ext.architecture.blocks import Block
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.stages.library import Library, build, importance
 from nemo_ext.puzzle.stages.score import score_blocks
+from nemo_ext.puzzle.variants import Choices, Variant, variants
 
 
 def calibration() -> list[torch.Tensor]:
@@ -41,13 +43,46 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
         layers[3].mlp.linear_fc2.weight[:, 7] = 0.0
         layers[0].mixer.out_proj.weight[:, 16:32] = 0.0  # the second head
         layers[2].mlp.router.expert_bias[5] = -100.0  # never chosen
+        layers[1].self_attention.linear_proj.weight[:, 32:64] = 0.0  # the second head
+        mixer = layers[0].mixer
+        mixer.in_proj.weight[2 * 256 + 3] = 0.0  # B of the fourth entry of the first group's state
+        mixer.cp.get_conv1d_bias()[256 + 3] = 0.0
 
     measured = importance(parent, description, calibration())
 
-    assert set(measured) == {0, 2, 3}
+    assert set(measured) == {0, 1, 2, 3}
     assert (measured[3].channels == 0).nonzero().flatten().tolist() == [7]
     assert (measured[0].heads == 0).nonzero().flatten().tolist() == [1]
+    assert (measured[0].state == 0).nonzero().tolist() == [[0, 3]]
+    assert (measured[1].heads == 0).nonzero().flatten().tolist() == [1]
     assert (measured[2].experts == 0).nonzero().flatten().tolist() == [5]
+
+
+def test_initial_weights_are_shared_by_variants_that_choose_fewer_experts(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    parent, description, _ = opened("nemotron3_super_tiny", 'model.pattern="E"')
+    few = Choices(experts=(), top_k=(1,), expert_ffn=(0.5,), ffn_multiple=8, combine=("E",), linear=False, no_op=False)
+    by_block = variants(description.architecture, few)
+    library = Library(tmp_path / "library", initial=True)
+
+    assert build(parent, description, by_block, library, calibration=[]) == 3
+
+    assert sorted(file.name for file in library.folder.rglob("*.safetensors")) == [
+        "ffn64.safetensors",
+        "topk.safetensors",
+    ]
+    narrow, both = (library.read(next(v for v in by_block[0] if v.name == name)) for name in ("ffn64", "topk1_ffn64"))
+    assert narrow.keys() == both.keys() and all(torch.equal(narrow[name], both[name]) for name in narrow)
+    layer = library.layer(parent, next(v for v in by_block[0] if v.name == "topk1"))
+    assert layer.config.moe_router_topk == 1 and layer.config.moe_latent_size == 96
+    wrong = by_block[0][-1]
+    with pytest.raises(ValueError, match=r"ffn64\.safetensors holds weights of .*ffn=64.*, not of .*ffn=32"):
+        library.read(Variant(0, wrong.name, replaced(wrong.block, ffn=32)))
+
+
+def replaced(block: Block, **values: int) -> Block:
+    return Block(block.kind, tuple({**dict(block.values), **values}.items()))
 
 
 def test_scores_match_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
