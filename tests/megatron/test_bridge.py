@@ -454,7 +454,9 @@ def test_a_provider_changed_beyond_its_class_is_refused(
     provider = AutoBridge.from_hf_pretrained(tmp_path, trust_remote_code=True).to_megatron_provider(load_weights=False)
     provider.sections = to_config(described("NemotronHForCausalLM")[1])
 
-    with pytest.raises(ValueError, match=rf"{found.architecture} cannot express this model: .*; export it with nemo-ext"):
+    with pytest.raises(
+        ValueError, match=rf"{found.architecture} cannot express this model: .*; export it with nemo-ext"
+    ):
         get_model_bridge(found.architecture).megatron_to_hf_config(provider)
 
 
