@@ -23,7 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
 from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
@@ -461,6 +461,9 @@ def mistake(error: Exception, job: str) -> str:
             f"{group[1]}: {command} has no such config group; if you meant a key, move the folder {group[1]} out of "
             "--config-dir, as it makes Hydra expect a config group"
         )
+    if isinstance(error.__cause__, ConfigIndexError):
+        section, _, item = str(error.__cause__.full_key).rstrip("]").rpartition("[")
+        return f"{error}: {section} has no item {item}; set the list as a whole, {section}=[...]"
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 

@@ -57,6 +57,11 @@ def test_a_named_item_of_a_list_is_refused(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_a_missing_item_of_a_list_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sources\.0\.name=a: sources has no item 0; set the list as a whole"):
+        compose("sft_data", ["output=o", "sources.0.name=a"])
+
+
 def test_quoted_patterns_are_unchanged() -> None:
     assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
 
