@@ -121,6 +121,8 @@ def parse(text: str) -> Pattern:
         else:
             cuts.append(len(blocks))
     depths = reader.depths()
+    if (count := len(blocks) + sum(map(len, depths))) > MAX_BLOCKS:
+        raise PatternError(f"the pattern has {count} blocks, more than {MAX_BLOCKS}: remove some", text, 0)
     return Pattern(tuple(blocks), tuple(cuts), depths[0] if depths else (), len(depths))
 
 

@@ -27,8 +27,8 @@ class EvaluateSettings:
         judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`), for benchmarks that require one.
         seed: seed for answers and generated problems.
         draws: number of bootstrap resamples.
-        retry: whether to repeat requests that the endpoint rejected (HTTP 4xx) in earlier runs.
-        inspect: whether to write logs for `inspect view` too.
+        retry: True to repeat requests that the endpoint rejected (HTTP 4xx) in earlier runs.
+        inspect: True to also write logs for `inspect view`.
         client: retries, timeouts and rate limits of requests to the endpoint.
     """
 

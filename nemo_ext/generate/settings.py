@@ -47,9 +47,9 @@ class BatchSettings:
     Attributes:
         part_rows: number of input rows per output file.
         max_dead: share of failed answers above which the job fails.
-        retry_dead: whether to retry requests that failed in earlier starts.
+        retry_dead: True to retry requests that failed in earlier starts.
         lease: seconds without a heartbeat after which a worker's rows are given to other workers.
-        dry_run: whether to show requests without sending any.
+        dry_run: True to show requests without sending any.
         client: retries, timeouts and rate limits of requests to the endpoint.
     """
 
@@ -74,7 +74,7 @@ class GenerateSettings(BatchSettings):
         messages: column with chat messages or one user message; default without `template`: `messages`, else `prompt`.
         template: Jinja template for the user message, filled in from the row's columns, or the path of a .jinja file.
         system: system message.
-        complete: whether to send the prompt to /v1/completions, without a chat template.
+        complete: True to send the prompt to /v1/completions, without a chat template.
         tools: column with the declared tools.
         sampling: see `Sampling`.
         format: file format of the output.

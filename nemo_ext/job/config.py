@@ -23,7 +23,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
 from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
@@ -97,12 +97,28 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     overrides = [*search, *hydra_words(words, config_name)]
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # set if a running job composes another
     try:
-        with hydra.initialize_config_module(package, version_base="1.3"):
+        with hydra.initialize_config_module(package, version_base="1.3"), _lists_are_whole(overrides):
             return resolved(hydra.compose(config_name, overrides=overrides), search)
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
     finally:
         GlobalHydra.instance().hydra = running
+
+
+@contextmanager
+def _lists_are_whole(overrides: Sequence[str]) -> Iterator[None]:
+    """Raise ValueError, naming the override, when OmegaConf cannot set a named key inside a list."""
+    try:
+        yield
+    except TypeError as error:
+        if (index := re.fullmatch(r"Index '(.*)' \(str\) is not an int", str(error))) is None:
+            raise
+        keys = (word.partition("=")[0].lstrip("+~") for word in overrides)
+        key = next((key for key in keys if index[1] in key.split(".")[1:]), index[1])
+        section = key.partition(f".{index[1]}")[0]
+        raise ValueError(
+            f"{key}: {section} is a list, whose items have no names: set it as a whole, {section}=[...]"
+        ) from error
 
 
 def _package_of(config_name: str) -> str:
@@ -445,6 +461,9 @@ def mistake(error: Exception, job: str) -> str:
             f"{group[1]}: {command} has no such config group; if you meant a key, move the folder {group[1]} out of "
             "--config-dir, as it makes Hydra expect a config group"
         )
+    if isinstance(error.__cause__, ConfigIndexError):
+        section, _, item = str(error.__cause__.full_key).rstrip("]").rpartition("[")
+        return f"{error}: {section} has no item {item}; set the list as a whole, {section}=[...]"
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 
@@ -538,7 +557,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
 
     main = hydra.main(config_path=f"pkg://{package}", config_name=config_name, version_base="1.3")(guarded)
     try:
-        with full_errors() as print_errors, kept_interrupts():
+        with full_errors() as print_errors, kept_interrupts(), _lists_are_whole(sys.argv[1:]):
             main()
         sys.stdout.flush()
     except (HydraException, ValueError, yaml.YAMLError) as error:

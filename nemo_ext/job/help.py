@@ -40,11 +40,17 @@ def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequen
 
 def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
     """Yield an entry for each key in the command's config files that is not in `explained`, its introduction's keys."""
-    for key, default, comment in keys_of(command.configs, command.config or command.name):
+    # A job's own file may set a key of an included file to another default.
+    rows = {
+        key: (default, comment) for key, default, comment in keys_of(command.configs, command.config or command.name)
+    }
+    for key, (default, comment) in rows.items():
         shown = next((name for name, meant in command.grammar.aliases.items() if meant == key), key)
         if any(shown == name or (name.endswith(".") and key.startswith(name)) for name in explained):
             continue
-        described = description(command.grammar.settings, key).rstrip(".").replace("None", "null")
+        described = (
+            description(command.grammar.settings, key).rstrip(".").replace("None", "null").replace("True to ", "true: ")
+        )
         about = f"{described} ({comment})" if described and _SOURCE.search(comment) else comment or described
         words = choices(command.grammar.settings, key)
         listed = f"[{', '.join(words)}]" if any(word not in about for word in words) else ""

@@ -26,7 +26,7 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.pipeline import balance, parameter_counts
 from nemo_ext.checkpoint.description import Description, from_config, to_config
-from nemo_ext.checkpoint.formats import FORMATS, Entry, Format, named, read
+from nemo_ext.checkpoint.formats import FORMATS, CannotExpress, Entry, Format, named, read
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.rules import QKV, Vocabulary
 from nemo_ext.megatron import versions
@@ -468,10 +468,17 @@ if MISSING is None:
             """Return the config.json contents for the model of a provider that one of these bridges built.
 
             Raises:
-                ValueError: this format cannot express the provider's model (`CannotExpress`).
+                ValueError: this format cannot express the provider's model.
             """
             dtype = "bfloat16" if provider.bf16 else "float16" if provider.fp16 else "float32"
-            return cls.FORMAT.write(from_config(provider.sections)) | {"torch_dtype": dtype}
+            try:
+                written = cls.FORMAT.write(from_config(provider.sections))
+            except CannotExpress as reason:
+                raise ValueError(
+                    f"{cls.FORMAT.architecture} cannot express this model: {reason}; export it with nemo-ext convert, "
+                    "which chooses the class"
+                ) from reason
+            return written | {"torch_dtype": dtype}
 
         def mapping_registry(self) -> MegatronMappingRegistry:
             """Return the mappings of all of the model's parameters, with full names instead of wildcards."""

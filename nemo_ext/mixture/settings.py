@@ -60,7 +60,7 @@ class Mixture:
         """
         known = list(streams)
         for key, limits in (("at_least", self.at_least), ("at_most", self.at_most)):
-            for name in limits.keys() - set(known):
+            for name in (name for name in limits if name not in known):
                 raise ValueError(f"mixture.{key}: the mixture has no stream {name!r}: {nearest(name, known)}")
 
     def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
@@ -69,7 +69,7 @@ class Mixture:
         Raises:
             ValueError: a weight names an unknown benchmark, or all weights are 0.
         """
-        for name in self.weights.keys() - set(benchmarks):
+        for name in (name for name in self.weights if name not in benchmarks):
             raise ValueError(
                 f"mixture.weights: {name!r} is not a benchmark in bits per byte: {nearest(name, benchmarks)}"
             )

@@ -70,12 +70,15 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
         settings: arguments for its module's `environment` function, such as time limits.
 
     Raises:
-        ValueError: the environment or a setting is unknown, or a required setting is missing.
+        ValueError: the environment or a setting is unknown, or a setting is missing or invalid.
     """
     known = settings_of(name)
     required = tuple(key for key, needed in known.items() if needed)
     check_keys(settings or {}, tuple(known), required=required, where=f"settings of environment {name}")
-    environment: Environment = _module(name).environment(**(settings or {}))
+    try:
+        environment: Environment = _module(name).environment(**(settings or {}))
+    except ValueError as error:
+        raise ValueError(f"environment {name}: {error}") from error
     return environment
 
 

@@ -23,7 +23,7 @@ class ServingSettings:
         name: name of the model at the endpoint; null for the name of its directory.
         host: address at which the endpoint listens.
         key_variable: environment variable that holds the key; None to generate a key.
-        open: whether to require no key; only for loopback addresses.
+        open: True to require no key; only for loopback addresses.
         device: auto, cpu, cuda or cuda:N.
         dtype: type of the weights; None for float32 on the CPU and the checkpoint's type elsewhere.
         max_length: maximum number of tokens in prompt and answer; None for the model's.
@@ -111,7 +111,7 @@ class AskingSettings:
         key_variable: environment variable that holds the endpoint's key; null for the key in the run directory.
         serving: settings for serving `model` (see `nemo-ext serve --help`).
         files_from: for a Megatron run directory, directory with tokenizer, chat template and generation config.
-        trust_remote_code: whether Python files in the model's directory may be run.
+        trust_remote_code: True to allow Python files in the model's directory to run.
     """
 
     endpoint: Place | None = None

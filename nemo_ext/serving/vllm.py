@@ -32,6 +32,8 @@ _REASONING = {"qwen3_coder": "nemotron_v3", "olmo3": "olmo3"}
 _OTHER_REASONING = "qwen3"
 _FIRST_NODE = "SLURM_LAUNCH_NODE_IPADDR"
 """Environment variable of srun's tasks that holds the address of the node on which srun was called."""
+_FIRST_PORT, _PORTS = 10_000, 20_000
+"""First port and number of ports of multi-node replicas, below Linux's ephemeral range, which begins at 32768."""
 _SECONDS_TO_STOP = 60.0
 
 
@@ -74,7 +76,14 @@ def command(
     if settings.nodes > 1:
         if (first := os.environ.get(_FIRST_NODE)) is None:
             raise ValueError(f"serving.nodes={settings.nodes} requires Slurm; use `nemo-ext submit job=serve`")
-        arguments |= {"nnodes": settings.nodes, "node_rank": rank, "master_addr": first, "headless": rank > 0 or None}
+        arguments |= {
+            "nnodes": settings.nodes,
+            "node_rank": rank,
+            "master_addr": first,
+            # vLLM's default is one port for all servers; jobs that share a node differ in their numbers.
+            "master_port": _FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % _PORTS,
+            "headless": rank > 0 or None,
+        }
     arguments |= settings.vllm
     switches = [f"--{key.replace('_', '-')}" for key, value in arguments.items() if value is True]
     values = {key: value for key, value in arguments.items() if value is not None and not isinstance(value, bool)}

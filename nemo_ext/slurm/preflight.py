@@ -146,17 +146,15 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
     """Yield errors for tokenizers that cannot be read or have more ids than the model's vocabulary."""
     for data in data_sections(config):
         tokenizer = data.get("tokenizer")
-        if not isinstance(tokenizer, Mapping):
-            if tokenizer is not None or data.get("blend") or data.get("streams"):
-                yield Finding("error", f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
+        if tokenizer is None and not (data.get("blend") or data.get("streams")):
             continue
-        place = Path(str(tokenizer.get("path") or ".")).expanduser()
+        place = Path(str(tokenizer.get("path") or ".") if isinstance(tokenizer, Mapping) else ".").expanduser()
         if not place.exists() and will_exist(place, coming):
             continue
         try:
             check_vocabulary(load_tokenizer(tokenizer).vocab_size, config)
         except ValueError as error:
-            yield Finding("error", f"data.tokenizer: {error}")
+            yield Finding("error", str(error))
 
 
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
@@ -217,7 +215,7 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool)
             continue
         missing = [place for place in needed if not will_exist(place, coming)]
         if missing:
-            more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            more = f" and {len(missing) - 1} other{'s' * (len(missing) > 2)}" if len(missing) > 1 else ""
             yield Finding("error", f"data: {missing[0]}{more} not found; {how}")
 
 

@@ -109,8 +109,8 @@ class Verifying:
     async def _verify(self, journal: Any, known: dict[str, dict[str, Any]]) -> None:
         """Get the missing verdicts, and add them to the journal and to `known`."""
         canaries, running = canaries_of(self.step, self.work), set[asyncio.Task[dict[str, Any]]]()
-        total = len(self.context.rows)
-        with open(journal, "ab") as file, progress_of(f"{self.context.name}:", total, unit="verdicts") as advance:
+        total, planted = len(self.context.rows), set[str]()
+        with open(journal, "ab") as file, progress_of(f"{self.context.name}:", total, unit="rows") as advance:
 
             async def wait_until(most: int) -> None:
                 nonlocal running
@@ -120,17 +120,20 @@ class Verifying:
                     for verdict in (task.result() for task in done if task.exception() is None):
                         file.write(json_line(verdict))
                         known[verdict[ID]] = verdict
-                        advance(1)
+                        advance(verdict[ID] not in planted)
                     file.flush()
                     if failed:
                         raise failed[0]
 
-            advance(len(known))
             try:
-                for row, applies, _ in with_canaries(self.context, canaries, self.step.when):
+                for row, applies, is_canary in with_canaries(self.context, canaries, self.step.when):
+                    if is_canary:
+                        planted.add(row[ID])
                     if applies and row[ID] not in known:
                         await wait_until(_AT_ONCE - 1)
                         running.add(asyncio.create_task(self._entry(row)))
+                    else:
+                        advance(not is_canary)
                 await wait_until(0)
             finally:
                 for task in running:

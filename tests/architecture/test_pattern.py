@@ -130,6 +130,7 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
         ("Mx 0", 3, "a repeat count must be at least 1; omit the block for a no-op"),
         ("*{kv=99999999999999999999999}", 5, "'kv' is more than 2147483647: write a smaller number"),
         ("(M*)x9999", 5, "this repeat makes more than 2048 blocks"),
+        ("Mx2000/Ex30/Ex30", 0, "the pattern has 2060 blocks, more than 2048"),
         ("M|x2", 2, "a pipeline cut cannot be repeated"),
         ("M{}", 2, "expected a value name of 'M': one of heads, head_dim, state, groups, linear"),
         ("-{ffn=8,}", 8, "expected a value name of '-'"),

@@ -45,6 +45,23 @@ def test_limits_given_whole_replace_the_recipes() -> None:
     assert shares == {"memory_bytes": 0.6, "attention_blocks": 0.75, "parameters": 0.5}
 
 
+def test_a_named_item_of_a_list_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["output=o", "sources.mine.path=a.jsonl"]
+    message = "sources.mine.path: sources is a list, whose items have no names: set it as a whole, sources=[...]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compose("sft_data", words)
+
+    monkeypatch.setattr(sys, "argv", ["sft_data", *words])
+    with pytest.raises(SystemExit, match="2"):
+        run_job("sft_data", lambda config: None)
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_missing_item_of_a_list_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sources\.0\.name=a: sources has no item 0; set the list as a whole"):
+        compose("sft_data", ["output=o", "sources.0.name=a"])
+
+
 def test_quoted_patterns_are_unchanged() -> None:
     assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
 

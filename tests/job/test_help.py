@@ -1,5 +1,6 @@
 """`nemo-ext JOB --help`."""
 
+import re
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
@@ -40,3 +41,8 @@ def test_every_key_of_the_jobs_config_is_named(job: str, command: Command) -> No
     assert [
         key for key in keys if key.rpartition(".")[2] not in text and f"{key.partition('.')[0]}.*" not in text
     ] == []
+    further = re.findall(
+        r"^  ([a-z_][\w.]*)=", text.partition("Further settings")[2].partition("Config files")[0], re.M
+    )
+    assert len(further) == len({*further})
+    assert re.findall(r"^  [a-z_]\S*=\S*$(?!\n {20})", text, re.M) == [], "settings without a description"

@@ -448,6 +448,24 @@ def test_the_provider_returns_the_config_of_the_model(
 
 
 @needs_bridge
+def test_a_provider_changed_beyond_its_class_is_refused(
+    megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
+) -> None:
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+
+    found, _ = described("LlamaForCausalLM")
+    write_config(tmp_path, hf_config("LlamaForCausalLM"))
+    provider = AutoBridge.from_hf_pretrained(tmp_path, trust_remote_code=True).to_megatron_provider(load_weights=False)
+    provider.sections = to_config(described("NemotronHForCausalLM")[1])
+
+    with pytest.raises(
+        ValueError, match=rf"{found.architecture} cannot express this model: .*; export it with nemo-ext"
+    ):
+        get_model_bridge(found.architecture).megatron_to_hf_config(provider)
+
+
+@needs_bridge
 def test_a_saved_provider_is_restored(
     megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ def test_an_environment_verifies_or_converses(name: str) -> None:
         ("maths", {}, "unknown environment 'maths': did you mean 'math'"),
         ("bank", {"max_turn": 3}, "settings of environment bank: unknown key 'max_turn': did you mean 'max_turns'"),
         ("judge", {}, "settings of environment judge: the key 'judge' is missing"),
+        ("contains", {"max_characters": 0}, "^environment contains: max_characters"),
+        ("tool_calls", {"style": "xml"}, "^environment tool_calls: style must be one of"),
     ],
 )
 def test_an_unknown_name_or_setting_is_reported(name: str, settings: dict[str, Any], said: str) -> None:

@@ -79,12 +79,15 @@ def test_all_settings(folder: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_several_nodes(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
+    monkeypatch.setenv("SLURM_JOB_ID", "20041")
 
     given = words(folder(), rank=rank, gpus=4, nodes=2)
 
     assert given == (
         "vllm serve FOLDER --host 127.0.0.1 --port 8001 --served-model-name mine --tensor-parallel-size 4 "
-        f"--pipeline-parallel-size 2 --nnodes 2 --node-rank {rank} --master-addr 10.0.0.1" + " --headless" * rank
+        f"--pipeline-parallel-size 2 --nnodes 2 --node-rank {rank} --master-addr 10.0.0.1 --master-port 10041"
+        + " --headless"
+        * rank
     )
 
 
@@ -119,6 +122,7 @@ def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monke
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
+    monkeypatch.setenv("SLURM_JOB_ID", "20041")
     parser = make_arg_parser(FlexibleArgumentParser())
     place = folder()
     for template in ("nemotron3_nano", "olmo3", "domyn"):

@@ -268,7 +268,7 @@ def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "data/domyn_cpt/tokenizer: no such folder",
     ):
         assert any(said in text for text in found), said
-    assert any("data/domyn_small/sft/train.idx and 1 others not found; `nemo-ext sft_data`" in text for text in packs)
+    assert any("data/domyn_small/sft/train.idx and 1 other not found; `nemo-ext sft_data`" in text for text in packs)
     assert any("hf download domyn/small" in text for text in hub)
 
 

@@ -1,8 +1,10 @@
 """Jobs other than training, and their arrays."""
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from nemo_ext.slurm.batch import own_words
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.sweep import points
 from nemo_ext.slurm.task import Task
+from tests.job.test_registry import FILES
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = (
@@ -244,3 +247,49 @@ def test_puzzle_on_two_nodes_equals_two_ranks(
     for file in files:
         ours, theirs = load_file(there / file), load_file(here / file)
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours), file
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_job_of_another_package_runs_resumes_and_fails(
+    slurm: Any, nemo_ext: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    site, points = tmp_path / "site", tomllib.loads(FILES["pyproject.toml"])["project"]["entry-points"]
+    groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in each.items()) for group, each in points.items())
+    installed = {
+        "mine-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n",
+        "mine-1.0.dist-info/entry_points.txt": "\n".join(groups),
+        # It waits in its first start until the job is interrupted.
+        "mine/counting.py": FILES["mine/counting.py"].replace(
+            "    text =",
+            "    import time\n"
+            "    if Path(config['input']).name == 'slow.txt' and not Path('started').exists():\n"
+            "        Path('started').touch()\n"
+            "        time.sleep(600)\n"
+            "    text =",
+        ),
+    }
+    for name, text in {**FILES, **installed}.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    monkeypatch.setitem(slurm.environment, "PYTHONPATH", f"{REPOSITORY}{os.pathsep}{site}")
+    for name, text in (("slow.txt", "one two three"), ("empty.txt", "")):
+        (tmp_path / name).write_text(text)
+
+    def submitted(name: str) -> str:
+        words = ("job=count_words", f"input={name}.txt", f"output={name}", f"slurm.folder=record_{name}")
+        nemo_ext("submit", *words, "cluster=testbed")
+        return (tmp_path / f"record_{name}" / "slurm" / "job").read_text().strip()
+
+    good, bad = submitted("slow"), submitted("empty")
+    slurm.wait((tmp_path / "started").exists, what=lambda: slurm.outputs(tmp_path))
+    assert "running" in nemo_ext("status", "record_slow")
+    slurm.call("scancel", "--batch", "--signal=USR2", good)
+
+    assert slurm.end_of(good, tmp_path) == "COMPLETED", slurm.outputs(tmp_path)
+    assert (tmp_path / "slow" / "count").read_text() == "3"
+    assert [start.reason for start in attempts.read(tmp_path / "record_slow")] == ["time limit (SIGUSR2)", "done"]
+    assert "finished" in nemo_ext("status", "record_slow")
+    assert slurm.end_of(bad, tmp_path) == "FAILED"
+    assert len(attempts.read(tmp_path / "record_empty")) == 1, "a mistake is not queued again"
+    assert "error: input=empty.txt: is empty: name a text" in slurm.outputs(tmp_path)

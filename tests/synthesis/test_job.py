@@ -1,5 +1,6 @@
 """The job `nemo-ext synthesize`: resuming, sharing work, counts and invalid settings."""
 
+import asyncio
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from nemo_ext.job.run_directory import OWN
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.rows import FirstRows
-from nemo_ext.synthesis.settings import Verify, WorkSettings
+from nemo_ext.synthesis.settings import Canaries, Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
@@ -466,6 +468,39 @@ def test_verdicts_that_arrive_with_a_failure_are_kept(tmp_path: Path, monkeypatc
 
     journal = (tmp_path / OWN / "verdicts.jsonl").read_text().splitlines()
     assert {json.loads(line)["id"] for line in journal} == {"a", "c"}
+
+
+def test_the_progress_of_verdicts_ends_at_the_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Canaries are verified too, but are not rows; a second start counts the first one's verdicts."""
+
+    async def verdict(self: Verifying, row: Mapping[str, Any]) -> Verdict:
+        return Verdict.correct()
+
+    seen: list[int] = []
+
+    @contextmanager
+    def progress(label: str, total: int, **settings: Any) -> Iterator[Callable[[int], None]]:
+        seen.extend((total, 0))
+
+        def advance(count: int) -> None:
+            seen[-1] += count
+
+        yield advance
+
+    monkeypatch.setattr(Verifying, "_verdict", verdict)
+    monkeypatch.setattr("nemo_ext.synthesis.verifying.progress_of", progress)
+    (tmp_path / OWN).mkdir()
+    rows = [{"id": name, "first": name, "used": name != "b"} for name in "abcdef"]
+    context = Context(name="check", folder=tmp_path, rows=FirstRows(rows), seed=1)
+    canaries = Canaries(columns={"first": "other.first"}, fooled="false", share=1.0)
+    verifying = Verifying(step=Verify(canaries=canaries, when="used"), context=context, judge=None, work=WorkSettings())
+
+    for _ in range(2):
+        asyncio.run(verifying._verify(tmp_path / "journal", known := {}))
+        seen.append(len(known))
+        asyncio.run(verifying._verify(tmp_path / "journal", known))
+
+    assert seen == [6, 6, 10, 6, 6] * 2
 
 
 def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own: Own, records: Any) -> None:

@@ -342,7 +342,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         scaling = {"full_attention": present(keys.get("rope_scaling", {}))}
         by_type = {
             kind: read_parameters(base | present(parameters.get(kind) or {}) | scaling.get(kind, {}), keys)
-            for kind in set(types)
+            for kind in dict.fromkeys(types)
         }
         windowed, full = by_type.get("sliding_attention"), by_type.get("full_attention")
         if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):

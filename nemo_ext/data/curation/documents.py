@@ -82,10 +82,6 @@ def read_lines(path: Path) -> Iterator[Document]:
         raise ValueError(f"{path} cannot be read ({error}): remove its folder and run again") from error
 
 
-MOST_FILES = 200
-"""Maximum number of output files per unit."""
-
-
 class Writer:
     """Writer of compressed JSONL files, which get their final names when the exit stack closes without an error.
 
@@ -99,11 +95,6 @@ class Writer:
     def write(self, path: Path, line: bytes) -> None:
         """Append a JSON line to a file, which is opened if necessary."""
         if (file := self._open.get(path)) is None:
-            if len(self._open) == MOST_FILES:
-                raise ValueError(
-                    f"curate.divide requires more than {MOST_FILES} folders for one unit of work: choose keys with "
-                    "fewer values"
-                )
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = self._stack.enter_context(complete_file(path))
             compressed = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False)

@@ -43,6 +43,8 @@ _UNITS = "units.json"
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
 """Maximum number of characters in a folder name."""
+MOST_FOLDERS = 200
+"""Maximum number of folders below `documents` per unit; each has an open file."""
 _ZEROS = 1 << 20
 
 
@@ -141,7 +143,9 @@ def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
 def tokenizer_of(curate: Curate) -> Tokenizer | None:
     """Return the tokenizer for counting tokens; None if they are not counted. Raises ValueError if unreadable."""
     config = curate.tokenizer
-    return None if config is None else load_tokenizer(named_tokenizer(config) if isinstance(config, str) else config)
+    if config is None:
+        return None
+    return load_tokenizer(named_tokenizer(config) if isinstance(config, str) else config, "curate.tokenizer")
 
 
 @lru_cache(maxsize=1)
@@ -242,6 +246,11 @@ def run_unit(work: Work, unit: Unit) -> None:
                     continue
                 place = _place(plan, unit, document)
                 counts.written.setdefault(place, Amount()).add(size.measure(document))
+                if len(counts.written) > MOST_FOLDERS:
+                    raise ValueError(
+                        f"curate.divide requires more than {MOST_FOLDERS} folders for one unit of work: choose keys "
+                        "with fewer values"
+                    )
                 out.write(plan.settings.folder / DOCUMENTS / place / f"{unit.number:06d}{SUFFIX}", line_of(document))
     for through in counts.stages.values():
         through.finish()

@@ -108,9 +108,10 @@ def _make(
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
     separate: dict[int, Path] = {}
-    remove_order(output)  # even if this run fails, an earlier run's domain files no longer match the curriculum
     if settings.split_domains:
         separate = domain_files(output, prompts.domains, candidates.domain[plan.order])
+    else:
+        remove_order(output)  # an earlier run's domain files do not match the new curriculum
     change = marker(settings.thinking, settings.keys.prompt) if settings.thinking.off_share else None
     write_ordered(prompts, rows, output / CURRICULUM, change=change, modes=modes, domain_files=separate)
     _save(plan, selection, output, used)

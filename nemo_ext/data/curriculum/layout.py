@@ -55,7 +55,7 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
     """Return the file path of each domain that has drawn prompts, keyed by domain number, and create their folder.
 
-    An earlier curriculum's files must have been removed with `remove_order`.
+    An earlier curriculum's files are removed, unless an error is raised.
 
     Args:
         output: directory of the curriculum.
@@ -79,9 +79,11 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
         raise ValueError(
             "split_domains=true requires a domain with a prompt in every step, by which dataloaders count: raise batch"
         )
-    (output / DOMAINS).mkdir(parents=True, exist_ok=True)
-    if foreign := sorted((output / DOMAINS).glob("[!.]*.jsonl")):
+    ours = _written(output)
+    if foreign := sorted(path for path in (output / DOMAINS).glob("[!.]*.jsonl") if path.stem not in ours):
         raise ValueError(f"{foreign[0]} was not written by this job: move it, or choose another output")
+    remove_order(output)
+    (output / DOMAINS).mkdir(parents=True, exist_ok=True)
     # Written before the files, in case the job is killed.
     note(output / DOMAINS / WRITTEN, {"names": [path.stem for path in files.values()]})
     return files
@@ -89,16 +91,21 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
 def remove_order(output: Path) -> None:
     """Remove an earlier curriculum's order file, and the domain files that were written, even by a killed job."""
-    order, written = output / DOMAINS / ORDER, output / DOMAINS / WRITTEN
-    names = set((noted(written) or {"names": ()})["names"])
-    if order.is_file():
-        names |= set(stored_arrays(order, "names")[0].tolist())
-        order.unlink()
+    names = _written(output)
+    (output / DOMAINS / ORDER).unlink(missing_ok=True)
     for name in names:
         file = output / DOMAINS / f"{name}.jsonl"
         if file.parent == output / DOMAINS:  # the names in the file are not trusted
             file.unlink(missing_ok=True)
-    written.unlink(missing_ok=True)
+    (output / DOMAINS / WRITTEN).unlink(missing_ok=True)
+
+
+def _written(output: Path) -> set[str]:
+    """Return the names of the domain files that earlier curricula wrote, without their suffix."""
+    names = set((noted(output / DOMAINS / WRITTEN) or {"names": ()})["names"])
+    if (order := output / DOMAINS / ORDER).is_file():
+        names |= set(stored_arrays(order, "names")[0].tolist())
+    return names
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:

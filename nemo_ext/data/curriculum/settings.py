@@ -39,7 +39,7 @@ class RolloutKeys:
         id: key of the prompt's id, or `prompt` to identify prompts by their text.
         prompt: key of the prompt, used if `id` is `prompt`.
         reward: key of the reward: a number, true or false, or a list with one of them.
-        tokens: key of the number of generated tokens; null if records lack it.
+        tokens: key of the number of generated tokens; null if records have none.
     """
 
     id: Text = "id"

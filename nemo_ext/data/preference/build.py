@@ -301,4 +301,6 @@ def loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Temp
     config = json.loads(tokenizer)
     if config is not None and template is not None and config["kind"] == "huggingface":
         config = {"parse_special_tokens": True, **config}  # the template's markup consists of special tokens
-    return (None if config is None else load_tokenizer(config)), (None if template is None else Template.load(template))
+    return (None if config is None else load_tokenizer(config, "tokenizer")), (
+        None if template is None else Template.load(template)
+    )

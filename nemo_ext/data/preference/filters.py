@@ -31,11 +31,11 @@ class Filters:
     """Conditions for keeping a pair; null disables a limit.
 
     Attributes:
-        max_length_difference: the answers' lengths must differ by fewer tokens than this (Domyn-Small: 100).
+        max_length_difference: the answers' lengths must differ by fewer tokens than this; null for no limit.
         length_difference_tasks: tasks that this limit applies to; `multi_turn` for pairs with several turns; empty for
             all pairs.
-        max_prompt_tokens: maximum number of tokens in the prompt (Domyn-Small: 640).
-        max_tokens: maximum number of tokens in the prompt and the longer answer (Domyn-Small: 3456).
+        max_prompt_tokens: maximum number of tokens in the prompt; null for no limit.
+        max_tokens: maximum number of tokens in the prompt and the longer answer; null for no limit.
         different_answers: True to drop pairs whose answers and calls differ only in white space.
         empty_answers: True to drop pairs in which an answer has neither text nor calls.
         declared_calls: True to drop pairs whose chosen answer calls a tool that the prompt does not declare.

@@ -85,8 +85,11 @@ def to_genrm(record: Mapping[str, Any], keys: RecordKeys) -> GenrmSample | None:
         )
     scores = []
     for names in _SCORES:
-        value = next((record[name] for name in names if record.get(name) is not None), None)
-        scores.append(_whole(value, names[0]))
+        name = next((name for name in names if record.get(name) is not None), names[0])
+        score = _whole(record.get(name), name)
+        if score is not None and not LEAST_HELPFUL <= score <= MOST_HELPFUL:
+            raise FormatError(f"{name} must be from {LEAST_HELPFUL} to {MOST_HELPFUL}, not {score}")
+        scores.append(score)
     ranking = _whole(record.get("ranking"), "ranking")
     if ranking is None:
         preference = _whole(record.get("overall_preference"), "overall_preference")

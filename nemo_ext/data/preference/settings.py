@@ -146,7 +146,7 @@ def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
             checked(SourceSettings, sources[-1], where=where, strict=True)
     parsed = checked(Settings, {**values, "filters": defaults, "sources": sources}, strict=True)
     if files and parsed.tokenizer is not None:
-        load_tokenizer(parsed.tokenizer)
+        load_tokenizer(parsed.tokenizer, "tokenizer")
     if files and parsed.template is not None:
         Template.load(parsed.template)
     return parsed

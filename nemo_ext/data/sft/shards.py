@@ -108,7 +108,7 @@ class Shard:
 @lru_cache(maxsize=4)
 def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
     """Return the encoder for a template and a tokenizer (its config as JSON), cached per process."""
-    return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
+    return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer), "tokenizer"))
 
 
 def make_shard(work: Work, piece: Piece) -> None:

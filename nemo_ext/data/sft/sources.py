@@ -99,15 +99,22 @@ class ConversationSource:
         Raises:
             ValueError: a file is missing or cannot be read, or none of its first records is a conversation.
         """
-        inputs = self.files.inputs()
+        files = self.files
+        try:
+            return self._checked(files)
+        except ValueError as error:
+            raise ValueError(f"source {self.name}: {error}") from error
+
+    def _checked(self, files: RecordSource) -> list[tuple[str, Path]]:
+        inputs = files.inputs()
         for _, path in inputs:
-            alone = replace(self.files, path=(str(path),))
+            alone = replace(files, path=(str(path),))
             alone.check_files()
             report = ConversationReport()
             for part in islice(alone.parts(max_documents=_CHECKED_RECORDS, max_size=_CHECKED_BYTES), 1):
                 if next(self.read(part, report), None) is None and report.records:
                     raise ValueError(
-                        f"source {self.name}: none of the first {report.records} records of {path} is a conversation "
+                        f"none of the first {report.records} records of {path} is a conversation "
                         f"({report.summary(examples=1)}); set path to files of conversations, or correct format or keys"
                     )
         return inputs

@@ -119,14 +119,25 @@ def named_tokenizer(name: str) -> dict[str, object]:
     return {"kind": "byte"} if name == "byte" else {"kind": "huggingface", "path": name}
 
 
-def load_tokenizer(config: object) -> Tokenizer:
+def load_tokenizer(config: object, where: str = "data.tokenizer") -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
+
+    Args:
+        config: the tokenizer's config.
+        where: key that holds it, for messages.
 
     Raises:
         ValueError: A kind or key is unknown, a value has the wrong type, or a file cannot be used.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"data.tokenizer must be a mapping such as {{kind: byte}}, not {config!r}")
+        raise ValueError(f"{where} must be a mapping such as {{kind: byte}}, not {config!r}")
+    try:
+        return _tokenizer(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _tokenizer(config: Mapping[Any, Any]) -> Tokenizer:
     kind = config.get("kind")
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(f"unknown tokenizer kind {kind!r}: {nearest(str(kind), _KEYS)}")

@@ -64,7 +64,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
             "evaluate.tokenizer=null: evaluations require a tokenizer, and the data config names none; set "
             "evaluate.tokenizer to a Hugging Face folder, or to byte"
         )
-    tokenizer = load_tokenizer(named)
+    tokenizer = load_tokenizer(named, "data.tokenizer" if name is None else "evaluate.tokenizer")
     try:
         check_vocabulary(tokenizer.vocab_size, config)
     except ValueError as error:

@@ -27,6 +27,9 @@ from nemo_ext.puzzle.stages.library import Library
 from nemo_ext.puzzle.stages.shards import Shard
 from nemo_ext.puzzle.variants import KEEP, Variant
 
+_FIRST_SCALE, _GROWTH_INTERVAL = 65536.0, 2000
+"""First loss scale in FP16, and steps without an overflow after which it doubles, as in torch.amp.GradScaler."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -117,25 +120,38 @@ def results(by_block: Sequence[Sequence[Variant]], trained: Library) -> list[Res
 
 
 class _InTraining:
-    """A variant in training: its weights, and this rank's shard of FP32 master weights and AdamW moments."""
+    """A variant in training: its weights, and this rank's shard of FP32 master weights and AdamW moments.
+
+    With FP16 weights, the error is scaled before the backward pass, as otherwise its gradients underflow. The scale is
+    doubled after `_GROWTH_INTERVAL` steps without an overflow, and halved after one, whose step is skipped.
+    """
 
     def __init__(self, layer: Any, training: Training) -> None:
         self.layer, self.clip = layer, training.clip
         self.weights: list[Tensor] = list(layer.parameters())
+        self.scaled = any(each.dtype == torch.float16 for each in self.weights)
+        self.scale, self.clean_steps = (_FIRST_SCALE if self.scaled else 1.0), 0
         self.masters = [data_parallel.part_of(each.detach()).float().requires_grad_() for each in self.weights]
         self.optimizer = torch.optim.AdamW(self.masters, lr=training.lr, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay(training.steps))
 
     def step(self, error: Tensor) -> None:
         """Take an optimizer step with the gradients of this rank's error, averaged over ranks. Collective."""
-        gradients = [*torch.autograd.grad(error, self.weights, allow_unused=True, materialize_grads=True)]
+        gradients = [*torch.autograd.grad(error * self.scale, self.weights, allow_unused=True, materialize_grads=True)]
         for master in reversed(self.masters):
-            master.grad = data_parallel.mean_part(gradients.pop())
+            master.grad = data_parallel.mean_part(gradients.pop()).div_(self.scale)
         local_norm = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
         norm = data_parallel.summed(local_norm.square()).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm)
-        self.optimizer.step()
-        self.schedule.step()
+        if not self.scaled or norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm)
+            self.optimizer.step()
+            self.schedule.step()
+        if self.scaled:
+            self.clean_steps = self.clean_steps + 1 if norm.isfinite() else 0
+            if self.clean_steps == 0:
+                self.scale = max(1.0, self.scale / 2)
+            elif self.clean_steps % _GROWTH_INTERVAL == 0:
+                self.scale *= 2
         self.optimizer.zero_grad()
         self._spread()
 
@@ -149,6 +165,7 @@ class _InTraining:
             "masters": [each.detach() for each in self.masters],
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "scale": (self.scale, self.clean_steps),
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -169,6 +186,7 @@ class _InTraining:
         moments = {at: {key: own([each[at][key] for each in every], at) for key in every[0][at]} for at in every[0]}
         self.optimizer.load_state_dict({**states[0]["optimizer"], "state": moments})
         self.schedule.load_state_dict(states[0]["schedule"])
+        self.scale, self.clean_steps = states[0].get("scale", (self.scale, self.clean_steps))
         self._spread()
 
 

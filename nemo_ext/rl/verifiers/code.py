@@ -224,7 +224,7 @@ def environment(
         ValueError: a setting is invalid.
         SandboxError: `strict` is set and namespaces are not available.
     """
-    checked_whole("environment code: max_tests", max_tests, least=1)
+    checked_whole("max_tests", max_tests, least=1)
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
         concurrency=concurrency,

@@ -103,7 +103,7 @@ def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
     Raises:
         ValueError: a setting is out of range.
     """
-    checked_whole("environment contains: max_characters", max_characters, least=1)
+    checked_whole("max_characters", max_characters, least=1)
     return Environment(name="contains", check=check, verify=functools.partial(verify, max_characters=max_characters))
 
 

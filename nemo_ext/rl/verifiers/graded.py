@@ -93,10 +93,10 @@ def environment(
         ValueError: a setting is invalid; the message names it.
     """
     if not isinstance(rubric, str):
-        raise ValueError(f"environment graded: rubric must be a string, not {rubric!r}")
-    if checked_whole("environment graded: best", best, least=1) > 1000:
-        raise ValueError(f"environment graded: best must be at most 1000, not {best}")
-    checked_whole("environment graded: max_answer_characters", max_answer_characters, least=1)
+        raise ValueError(f"rubric must be a string, not {rubric!r}")
+    if checked_whole("best", best, least=1) > 1000:
+        raise ValueError(f"best must be at most 1000, not {best}")
+    checked_whole("max_answer_characters", max_answer_characters, least=1)
     grader = make_judge(judge)
     return Environment(
         name="graded",

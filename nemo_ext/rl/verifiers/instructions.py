@@ -141,7 +141,7 @@ def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False
     Raises:
         ValueError: a setting is invalid, or the published checkers or their data are not installed.
     """
-    checked_whole("environment instructions: max_characters", max_characters, least=1)
+    checked_whole("max_characters", max_characters, least=1)
     return Environment(
         name="instructions",
         check=check,

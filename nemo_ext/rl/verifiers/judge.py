@@ -66,7 +66,7 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
     Raises:
         ValueError: a setting is invalid; the message names it.
     """
-    checked_whole("environment judge: max_answer_characters", max_answer_characters, least=1)
+    checked_whole("max_answer_characters", max_answer_characters, least=1)
     grader = make_judge(judge)
     return Environment(
         name="judge",

@@ -192,8 +192,8 @@ def environment(
         ValueError: a setting is out of range, or math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("environment math requires math-verify: run pip install math-verify")
-    checked_whole("environment math: max_length", max_length, least=1)
+        raise ValueError("math-verify is not installed: run pip install math-verify")
+    checked_whole("max_length", max_length, least=1)
     pool = WorkerPool(f"{__name__}:difference", time_limit=time_limit, workers=workers, memory=memory)
     verifying = functools.partial(verify, pool=pool, max_length=max_length)
     if math_verify:

@@ -162,10 +162,10 @@ def environment(
     Raises:
         ValueError: a setting is invalid; the message names it.
     """
-    checked_whole("environment refusal: opening", opening, least=1)
-    checked_whole("environment refusal: max_characters", max_characters, least=1)
+    checked_whole("opening", opening, least=1)
+    checked_whole("max_characters", max_characters, least=1)
     if isinstance(phrases, str) or not all(isinstance(each, str) and each.strip() for each in phrases):
-        raise ValueError(f"environment refusal: phrases must be a list of non-empty strings, not {phrases!r}")
+        raise ValueError(f"phrases must be a list of non-empty strings, not {phrases!r}")
     if judge is None:
         return Environment(
             name="refusal",

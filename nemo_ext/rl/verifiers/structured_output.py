@@ -137,8 +137,8 @@ def environment(
     Raises:
         ValueError: a setting is out of range.
     """
-    checked_whole("environment structured_output: max_length", max_length, least=1)
-    checked_whole("environment structured_output: max_depth", max_depth, least=1)
+    checked_whole("max_length", max_length, least=1)
+    checked_whole("max_depth", max_depth, least=1)
     pool = WorkerPool(f"{__name__}:problem", time_limit=time_limit, workers=workers, memory=memory)
     return Environment(
         name="structured_output",

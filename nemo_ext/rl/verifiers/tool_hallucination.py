@@ -52,9 +52,7 @@ class Verifier:
     ) -> None:
         check_style(style)
         if not isinstance(search_reasoning, bool):
-            raise ValueError(
-                f"environment tool_hallucination: search_reasoning must be true or false, not {search_reasoning!r}"
-            )
+            raise ValueError(f"search_reasoning must be true or false, not {search_reasoning!r}")
         self._style = style
         self._rules = HallucinationRules(search_reasoning=search_reasoning)
         self._settings = dict(environments or {})

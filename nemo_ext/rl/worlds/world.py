@@ -373,7 +373,7 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
         ValueError: a setting is invalid.
     """
     check_style(style)
-    checked_whole(f"environment {world.name}: max_turns", max_turns, least=1)
+    checked_whole("max_turns", max_turns, least=1)
     _WORLDS[world.name] = world
     return Environment(
         name=world.name,

@@ -99,6 +99,20 @@ def test_invalid_settings_are_reported(
         curate(write([{"text": "a text", "long": "x" * 200}]), stages, *words)
 
 
+def test_only_the_folders_of_kept_documents_are_limited(
+    write: Write, curate: Curate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_ext.data.curation.passes.MOST_FOLDERS", 2)
+    words = ("curate.divide=[lang]", "curate.keep_dropped=all")
+
+    def records(*languages: str) -> list[dict[str, str]]:
+        return [{"text": "short", "lang": "de"}, *({"text": "a long text", "lang": lang} for lang in languages)]
+
+    curate(write(records("de", "it")), {"length": "{least: 8}"}, *words)
+    with pytest.raises(ValueError, match=r"curate\.divide requires more than 2 folders"):
+        curate(write(records("de", "it", "fr")), {"length": "{least: 8}"}, *words, name="more")
+
+
 def test_a_second_run_does_nothing_and_other_settings_are_refused(
     tmp_path: Path, write: Write, curate: Curate, capsys: pytest.CaptureFixture[str]
 ) -> None:

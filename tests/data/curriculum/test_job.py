@@ -198,6 +198,7 @@ def test_only_domain_files_of_the_job_are_removed(problems: Path) -> None:
     ):
         curriculum(problems, "split_domains=true")
     assert (made / "domains/mine.jsonl").read_text() == "mine"
+    assert (made / "domains/math.jsonl").exists() and read_order(made), "the earlier curriculum is unchanged"
 
 
 def test_empty_files_are_ignored(problems: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_judge_sees_no_reasoning() -> None:
         ({"ranking": 0}, "ranking must be from 1 to 6, not 0"),
         ({"ranking": 7}, "from 1 to 6, not 7"),
         ({"ranking": 2.5}, "ranking: expected a whole number, not 2.5"),
-        ({"ranking": 1, "score_1": 6}, "helpfulness must be from 1 to 5, not 6"),
+        ({"ranking": 1, "score_1": 6}, "score_1 must be from 1 to 5, not 6"),
         ({"overall_preference": 4}, "overall_preference must be from -3 to 3, not 4"),
         ({}, "expected ranking or overall_preference, but the record's keys are"),
         ({"ranking": 1, "response2": None}, "expected an answer under response_2 or response2"),

@@ -138,9 +138,9 @@ def test_an_unusable_source_is_refused_before_the_work(tmp_path: Path) -> None:
         match=r"source s: none of the first 3 records .*alpaca.jsonl:1: expected a list in messages or conversations",
     ):
         check(path=str(alpaca))
-    with pytest.raises(ValueError, match=r"bad\.parquet is not a readable Parquet file"):
+    with pytest.raises(ValueError, match=r"^source s: .*bad\.parquet is not a readable Parquet file"):
         check(path=str(tmp_path / "bad.parquet"))
-    with pytest.raises(ValueError, match=r"file .*nowhere\.jsonl does not exist"):
+    with pytest.raises(ValueError, match=r"^source s: .*file .*nowhere\.jsonl does not exist"):
         check(path=str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ValueError, match=r"mixes \.parquet with other files"):
         check(path=[str(alpaca), str(tmp_path / "bad.parquet")])

@@ -176,7 +176,7 @@ def test_identity_depends_on_the_content_not_on_the_path(bpe_file: Path, tmp_pat
     ("config", "message"),
     [
         ({"kind": "bite"}, "unknown tokenizer kind 'bite': did you mean 'byte'"),
-        ({}, "unknown tokenizer kind None"),
+        ({}, "^data.tokenizer: unknown tokenizer kind None"),
         ({"kind": "byte", "path": "x"}, "unknown key 'path' of a 'byte' tokenizer"),
         ({"kind": "huggingface", "pth": "x"}, "unknown key 'pth' .*did you mean 'path'"),
         ({"kind": "huggingface"}, "must be the path of its tokenizer.json, not None"),

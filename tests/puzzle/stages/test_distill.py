@@ -18,7 +18,7 @@ from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoi
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.session import load_weights
 from nemo_ext.puzzle.stages.block_inputs import BlockInputs
-from nemo_ext.puzzle.stages.distill import Training, distill, trainable
+from nemo_ext.puzzle.stages.distill import Training, _InTraining, distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.realise import child, realise
 
@@ -44,6 +44,26 @@ def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path
             assert result.last < 0.9 * result.first, result
     after = parent.model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent is unchanged
+
+
+def test_small_gradients_in_fp16_do_not_underflow() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8, bias=False).half()
+    hidden = torch.randn(1 << 15, 8).half()
+    target = layer(hidden).detach() + 0.002
+
+    def error() -> torch.Tensor:
+        return (layer(hidden) - target).float().square().mean()
+
+    (lost,) = torch.autograd.grad(error(), layer.parameters())
+    variant = _InTraining(layer, Training(steps=10, lr=1e-2))
+    (before,) = (each.clone() for each in variant.masters)
+    scale = variant.scale
+    variant.step(error() * torch.inf)
+    assert torch.equal(variant.masters[0], before) and variant.scale == scale / 2, "an overflow skips the step"
+    variant.step(error())
+
+    assert not lost.any() and variant.masters[0].ne(before).all()
 
 
 @pytest.mark.parametrize(

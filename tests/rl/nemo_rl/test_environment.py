@@ -157,5 +157,8 @@ def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, mo
     registry = importlib.import_module("nemo_rl.environments.utils").ENV_REGISTRY
     monkeypatch.setitem(registry, "nemo_ext_math", {"actor_class_fqn": "elsewhere.Math"})
 
-    with pytest.raises(ValueError, match=r"'nemo_ext_math', which is elsewhere\.Math"):
+    with pytest.raises(
+        ValueError,
+        match=r"'nemo_ext_math' is already registered in NeMo-RL for elsewhere\.Math; register",
+    ):
         module.register()

@@ -371,7 +371,7 @@ def test_groups_are_replaced_and_no_prompt_is_lost(started: Callable[..., Any], 
 
 def test_tasks_that_are_never_solved_end_the_run(started: Callable[..., Any]) -> None:
     with pytest.raises(
-        ValueError, match=r"step 1 .* 12 of 12 generated groups .* sampling.max_batches=6 allows no more"
+        ValueError, match=r"step 1 .* 12 of 12 generated groups .* rl\.sampling\.max_batches=6 allows no more"
     ):
         started(range(40), 40)
 

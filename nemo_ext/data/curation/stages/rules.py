@@ -73,7 +73,7 @@ class _Rules(Stage):
             for name in rules:
                 if name not in known:
                     raise ValueError(f"{where}: unknown key {name!r}: {nearest(name, known)}")
-        for language in {self.language, *self.by_language}:
+        for language in dict.fromkeys((self.language, *self.by_language)):
             try:
                 self._block(language).filter(Document(text=_SAMPLE, id="sample"))
             except (TypeError, AttributeError) as error:

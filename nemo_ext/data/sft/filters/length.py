@@ -73,4 +73,4 @@ class Length(Filter):
 
 @lru_cache(maxsize=2)
 def _tokenizer(config: str) -> Tokenizer:
-    return load_tokenizer(json.loads(config))
+    return load_tokenizer(json.loads(config), "filters.length.tokenizer")
