@@ -79,6 +79,9 @@ class PolicyLoss:
     dual_clip: Annotated[FiniteFloat, Field(gt=1)] | None = None
     kl: Kl = field(default_factory=Kl)
     importance_correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
+    # maximum mean over a response's tokens of exp(|difference of its log-probabilities in generation and training|);
+    # responses above it are excluded from the loss; null for no limit
+    mismatch: Annotated[FiniteFloat, Field(ge=1)] | None = None
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
@@ -257,15 +260,24 @@ class Distillation:
     """
 
     # teachers by environment or domain: Hugging Face folders, or with TRL URLs and run directories of `nemo-ext serve`;
-    # `default` is the teacher of all others
-    teachers: Annotated[Mapping[str, Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    # `default` is the teacher of all others; null for none
+    teachers: Mapping[str, Annotated[str, Field(min_length=1)] | None]
     by: Literal["environment", "domain"] = "environment"  # which name of a task selects its teacher
     clip: Positive | None = None  # bound of an advantage's absolute value, in nats; null for none
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            raise ValueError("distillation.teachers has no teacher; set default to a Hugging Face folder")
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The teachers' folders or endpoints by name."""
+        return {name: place for name, place in self.teachers.items() if place is not None}
 
     def teacher(self, environment: str, domain: str) -> str | None:
         """Return the name of the teacher of tasks with an environment and a domain; None if there is none."""
         name = environment if self.by == "environment" else domain
-        return name if name in self.teachers else DEFAULT if DEFAULT in self.teachers else None
+        return name if name in self.places else DEFAULT if DEFAULT in self.places else None
 
 
 DEFAULT = "default"

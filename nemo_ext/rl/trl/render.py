@@ -121,7 +121,10 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     if algorithm.distillation is not None:
         draft.adapter["distillation"] = dataclasses.asdict(algorithm.distillation)
     if algorithm.generations_per_prompt < 2:
-        draft.cannot("generations_per_prompt", "TRL requires at least 2 responses per prompt; set it to 2")
+        raise ValueError(
+            "rl.generations_per_prompt=1: TRL requires at least 2 responses per prompt; set it to 2, and halve "
+            "rl.prompts_per_step"
+        )
     draft.settings |= {
         "scale_rewards": scaled(algorithm),
         "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],

@@ -35,7 +35,7 @@ class Teachers:
     def __init__(self, settings: Distillation, tokenizer: Any, may_run_code: Callable[[str], bool]) -> None:
         self.settings = settings
         self._models: dict[str, Any] = {}
-        for name, place in settings.teachers.items():
+        for name, place in settings.places.items():
             if place in self._models:
                 continue
             folder = Path(place).expanduser()
@@ -82,7 +82,7 @@ class Teachers:
             ValueError: an endpoint does not return log-probabilities.
         """
         result = torch.zeros(len(ids), width, device=ids.device)
-        places = [self.settings.teachers[name] for name in names]
+        places = [self.settings.places[name] for name in names]
         for place, model in self._models.items():
             rows = [row for row, its in enumerate(places) if its == place]
             if not rows:

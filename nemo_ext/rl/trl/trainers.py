@@ -254,7 +254,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         scored = teachers.logprobs(names, ids, mask, width, measure)
         generated = batch["completion_mask"] * batch.get("tool_mask", 1)
         sums = divergences(names, scored, policy, generated)
-        for name in teachers.settings.teachers:
+        for name in teachers.settings.places:
             counted = torch.tensor([sums.get(name, (0.0, 0))], dtype=torch.float64, device=ids.device)
             total, tokens = self.accelerator.gather(counted).sum(dim=0).tolist()
             if tokens:
