@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.endpoint.client import Answer, Client, Request
-from nemo_ext.endpoint.failures import REFUSED
+from nemo_ext.endpoint.client import Client
+from nemo_ext.endpoint.echo import Echo
 from nemo_ext.job.settings import Count
 
 _LENGTH = 2048
@@ -58,11 +58,10 @@ class Likelihoods:
     """
 
     def __init__(self, client: Client, tokenizer: Path | None = None, max_length: Count | None = None) -> None:
-        self.client = client
+        self.client, self._echo = client, Echo(client)
         self.tokens = None if tokenizer is None else Tokens(tokenizer)
         self._length, self._looked = max_length, max_length is not None
         self._looking = asyncio.Lock()
-        self._least = 0
 
     async def continuations(self, context: str, choices: Sequence[str]) -> list[Scored]:
         """Measure the log-likelihood of each choice as a continuation of the context.
@@ -83,7 +82,7 @@ class Likelihoods:
             )
         known = 0
         if before:
-            counted = await self._ask({"prompt": before, "max_tokens": 1, "temperature": 0})
+            counted = await self._echo.ask({"prompt": before, "max_tokens": 1, "temperature": 0})
             if counted.problem or not counted.prompt_tokens:
                 problem = counted.problem or "the endpoint does not count the tokens of a prompt"
                 return [Scored(problem=problem)] * len(choices)
@@ -154,7 +153,7 @@ class Likelihoods:
             known: number of tokens that are not measured if `last` is None; with 0, the whole prompt is measured, which
                 requires that the endpoint prepends a token.
         """
-        answer = await self._echoed(prompt)
+        answer = await self._echo.measured(prompt)
         if answer.problem:
             return Scored(problem=answer.problem)
         try:
@@ -183,24 +182,6 @@ class Likelihoods:
             )
         except (LookupError, TypeError, ValueError, AttributeError):
             return Scored(problem="the endpoint does not return log-probabilities of the prompt (echo, logprobs)")
-
-    async def _echoed(self, prompt: str | list[int]) -> Answer:
-        """Request the log-probabilities of a prompt; some endpoints require at least one generated token."""
-        body = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
-        least = self._least
-        answer = await self._ask({**body, "max_tokens": least})
-        if answer.status in (400, 422) and not least:
-            again = await self._ask({**body, "max_tokens": 1})
-            if not again.problem:
-                self._least = 1
-            return again
-        return answer
-
-    async def _ask(self, body: dict[str, Any]) -> Answer:
-        answer = await self.client.ask(Request(body=body, path="completions"))
-        if answer.status in REFUSED:
-            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
-        return answer
 
 
 class Tokens:

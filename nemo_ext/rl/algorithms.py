@@ -79,6 +79,9 @@ class PolicyLoss:
     dual_clip: Annotated[FiniteFloat, Field(gt=1)] | None = None
     kl: Kl = field(default_factory=Kl)
     importance_correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
+    # maximum mean over a response's tokens of exp(|difference of its log-probabilities in generation and training|);
+    # responses above it are excluded from the loss; null for no limit
+    mismatch: Annotated[FiniteFloat, Field(ge=1)] | None = None
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
@@ -249,6 +252,39 @@ class GroupReward:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Distillation:
+    """On-policy distillation: a token's advantage is how much more likely the teacher finds it than the policy does.
+
+    The advantage is the teacher's log-probability of a sampled token minus the policy's, in nats, without gradient
+    (MiMo-V2-Flash, arXiv 2601.02780, equation 8); it replaces the advantage from rewards, which are only reported.
+    """
+
+    # teachers by environment or domain: Hugging Face folders, or with TRL URLs and run directories of `nemo-ext serve`;
+    # `default` is the teacher of all others; null for none
+    teachers: Mapping[str, Annotated[str, Field(min_length=1)] | None]
+    by: Literal["environment", "domain"] = "environment"  # which name of a task selects its teacher
+    clip: Positive | None = None  # bound of an advantage's absolute value, in nats; null for none
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            raise ValueError("distillation.teachers has no teacher; set default to a Hugging Face folder")
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The teachers' folders or endpoints by name."""
+        return {name: place for name, place in self.teachers.items() if place is not None}
+
+    def teacher(self, environment: str, domain: str) -> str | None:
+        """Return the name of the teacher of tasks with an environment and a domain; None if there is none."""
+        name = environment if self.by == "environment" else domain
+        return name if name in self.places else DEFAULT if DEFAULT in self.places else None
+
+
+DEFAULT = "default"
+"""Name of the teacher of tasks that have no other."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
     """Settings of `nemo-ext curriculum`, which orders the prompts."""
 
@@ -305,9 +341,10 @@ class PolicyGradient(_Training):
 
     algorithm: Literal["grpo", "rloo"]  # selects the trainer of an engine that has one for each
     prompts_per_step: PositiveInt  # number of prompts per generation step
-    generations_per_prompt: Annotated[int, Field(ge=2)]  # number of responses per prompt
+    generations_per_prompt: PositiveInt  # number of responses per prompt
     passes: PositiveInt = 1  # passes over a step's responses
-    advantage: Advantage
+    advantage: Advantage | None = None  # from rewards; null with `distillation`
+    distillation: Distillation | None = None  # learn from teachers instead of rewards
     loss: PolicyLoss
     sampling: Sampling = field(default_factory=Sampling)
     overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
@@ -326,8 +363,32 @@ class PolicyGradient(_Training):
             )
         if self.lengths.response is None or self.lengths.context is None:
             raise ValueError("lengths.response must be set, and either lengths.prompt or lengths.total")
+        if (self.advantage is None) == (self.distillation is None):
+            raise ValueError("set exactly one of advantage (learn from rewards) and distillation (learn from teachers)")
+        if self.distillation is None and self.generations_per_prompt < 2:
+            raise ValueError(
+                "generations_per_prompt=1: an advantage compares the responses to a prompt; set it to at least 2"
+            )
+        if self.distillation is not None:
+            self._check_distillation()
         check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
+
+    def _check_distillation(self) -> None:
+        if self.algorithm != "grpo":
+            raise ValueError(f"distillation requires algorithm=grpo, not {self.algorithm}; set it")
+        if self.sampling.drop_zero_variance:
+            raise ValueError(
+                "distillation: equal rewards do not make a group worthless; set sampling={drop_zero_variance: false, "
+                "max_batches: null}"
+            )
+        if self.sampling.temperature != 1:
+            raise ValueError(
+                f"distillation compares probabilities at temperature 1, not {self.sampling.temperature:g}; set "
+                "sampling.temperature=1"
+            )
+        if self.group is not None:
+            raise ValueError("group (rewards over groups) does not affect distillation; remove one of them")
 
     @property
     def responses_per_step(self) -> int:

@@ -63,6 +63,7 @@ JUDGES = {
 @pytest.mark.parametrize("preset", presets())
 def test_a_preset_composes_unchanged_in_hydra(preset: str) -> None:
     given = [f"{JUDGES[preset]}.{key}=there" for key in ("endpoint", "model")] if preset in JUDGES else []
+    given += ["distillation.teachers.default=there"] if preset in ("opd", "mopd") else []
     composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
 
     assert algorithm_of(composed) == load(preset, OmegaConf.to_container(OmegaConf.from_dotlist(given)))  # type: ignore[arg-type]
@@ -85,7 +86,7 @@ def test_domyn_small() -> None:
     assert math.environments["math"].reward == {"name": "domyn_math", "max_tokens": 8192}
     assert (several.responses_per_step, several.warmup, several.loss.dual_clip) == (512, 30, 10)
     assert (several.loss.kl.coefficient, several.loss.kl.estimator) == (0.01, "k3")
-    assert several.advantage.baseline == "leave_one_out"
+    assert several.advantage is not None and several.advantage.baseline == "leave_one_out"
     assert several.asynchronous is not None
     assert several.asynchronous.max_age == 1
     assert len(several.environments) == 5
@@ -101,7 +102,7 @@ def test_olmo_3() -> None:
     for algorithm in (think, zero):
         assert (algorithm.loss.clip_low, algorithm.loss.clip_high) == (0.2, 0.272)
         assert algorithm.loss.importance_correction.cap == 2
-        assert algorithm.advantage.normalise == "none"
+        assert algorithm.advantage is not None and algorithm.advantage.normalise == "none"
         assert algorithm.sampling.drop_zero_variance
     assert (pairs.loss.beta, pairs.loss.length_normalised, pairs.optimizer.learning_rate) == (5, True, 8e-8)
 
@@ -156,7 +157,7 @@ def test_changes_are_merged() -> None:
         ),
         ({"loss": {"level": "token", "ratio": "sequence", "clip_low": 0.2, "clip_high": 0.2}}, "GSPO"),
         ({"batch": 24}, "batch=24 must divide .* = 32"),
-        ({"generations_per_prompt": 1}, "generations_per_prompt=1"),
+        ({"generations_per_prompt": 1, "batch": 4}, "generations_per_prompt=1"),
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
         ({"lengths": {"prompt": 8}}, "lengths.response must be set, and either"),
@@ -259,6 +260,40 @@ def test_algorithms_are_frozen() -> None:
         load("olmo_rl").batch = 1  # type: ignore[misc]
 
 
+DISTILLED: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "advantage"} | {
+    "distillation": {"teachers": {"math": "m", "default": "d"}}
+}
+
+
+def test_the_teacher_of_a_task() -> None:
+    algorithm = algorithm_of(DISTILLED | {"generations_per_prompt": 1, "batch": 4})
+
+    assert isinstance(algorithm, PolicyGradient) and algorithm.distillation is not None
+    assert algorithm.distillation.teacher("math", "sums") == "math"
+    assert algorithm.distillation.teacher("code", "sums") == "default"
+    alone = algorithm_of(DISTILLED | {"distillation": {"teachers": {"sums": "m", "default": None}, "by": "domain"}})
+    assert isinstance(alone, PolicyGradient) and alone.distillation is not None
+    assert alone.distillation.teacher("math", "sums") == "sums"
+    assert alone.distillation.teacher("sums", "math") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": SMALL["advantage"]}, "exactly one of advantage"),
+        ({"distillation": None}, "exactly one of advantage"),
+        ({"distillation": {"teachers": {"default": None}}}, "no teacher"),
+        ({"algorithm": "rloo"}, "requires algorithm=grpo"),
+        ({"sampling": {"temperature": 0.7}}, "at temperature 1, not 0.7"),
+        ({"sampling": {"drop_zero_variance": True, "max_batches": 2}}, "equal rewards"),
+        ({"group": {"length_control": {"answer": 0.5}}}, "does not affect distillation"),
+    ],
+)
+def test_distillation_rejects_settings_of_rewards(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithm_of(DISTILLED | changes)
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "rl" / "presets.md"
 
 
@@ -277,7 +312,9 @@ def row(preset: str) -> str:
         loss = algorithm.loss
         clip = "no clip" if loss.clip_low is None else f"clip {loss.clip_low:g}, {loss.clip_high:g}"
         kl = f", KL {loss.kl.coefficient:g}" if loss.kl.coefficient else ""
-        what = f"{algorithm.advantage.baseline}, {algorithm.advantage.normalise}; {loss.level}, {clip}{kl}"
+        advantage = algorithm.advantage
+        signal = "teachers" if advantage is None else f"{advantage.baseline}, {advantage.normalise}"
+        what = f"{signal}; {loss.level}, {clip}{kl}"
         length = str(algorithm.lengths.response)
     else:
         size, length = str(algorithm.batch), str(algorithm.lengths.total)

@@ -161,6 +161,13 @@ class Checkout:
         collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
         return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
 
+    @cached_property
+    def distils(self) -> bool:
+        """True if the asynchronous collector has teachers score groups of any tasks, given their agents' names."""
+        collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
+        text = collector.read_text(encoding="utf-8") if collector.is_file() else ""
+        return "_compute_teacher_logprobs" in text and "def _enqueue_rollout_group" in text
+
     def _names_in(self, file: str, function: str) -> frozenset[str]:
         """Return all identifiers and string constants in a function; empty if it is not in the file."""
         module = ast.parse((self.root / file).read_text(encoding="utf-8"))

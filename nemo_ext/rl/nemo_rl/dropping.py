@@ -222,14 +222,14 @@ class _Watched:
         return self._batch.slice(begin, end)
 
 
-class _Replacement:
+class Replacement:
     """Replacement for one of NeMo-RL's actor classes that adds arguments and remembers the actor it starts."""
 
     def __init__(self, kind: Any, **settings: Any) -> None:
         self._kind, self._settings = importlib.import_module("ray").remote(kind), settings
         self.actor: Any = None
 
-    def options(self, **options: Any) -> "_Replacement":
+    def options(self, **options: Any) -> "Replacement":
         """Set Ray's options for the actor."""
         self._kind = self._kind.options(**options)
         return self
@@ -251,14 +251,14 @@ def dropping(*, prompts: int, batches: int) -> Iterator[Callable[[int], Mapping[
     Yields:
         Function to call when a step is logged, which returns the step's metrics; steps are counted from 1.
     """
-    module, buffer = compat.asynchronous(), _Replacement(Buffer, prompts=prompts, batches=batches)
+    module, buffer = compat.asynchronous(), Replacement(Buffer, prompts=prompts, batches=batches)
 
     def metrics(step: int) -> Mapping[str, float]:
         values: Mapping[str, float] = importlib.import_module("ray").get(buffer.actor.metrics.remote(step - 1))
         return values
 
     with (
-        patch.object(module, "AsyncTrajectoryCollector", _Replacement(Collector)),
+        patch.object(module, "AsyncTrajectoryCollector", Replacement(Collector)),
         patch.object(module, "ReplayBuffer", buffer),
     ):
         yield metrics

@@ -45,6 +45,7 @@ class Groups:
         biased: True if the variance has the denominator n, the number of responses, instead of n - 1.
         reward: group reward function; if None, the environments' rewards are used.
         tasks: NeMo-RL's names of the tasks that `reward` applies to; None if it applies to all.
+        least: minimum number of responses per prompt.
     """
 
     generations: int
@@ -52,10 +53,11 @@ class Groups:
     biased: bool = False
     reward: GroupReward | None = None
     tasks: frozenset[str] | None = None
+    least: int = 2
 
     def __post_init__(self) -> None:
-        if self.generations < 2:
-            raise ValueError(f"grpo.num_generations_per_prompt must be at least 2, not {self.generations}")
+        if self.generations < self.least:
+            raise ValueError(f"grpo.num_generations_per_prompt must be at least {self.least}, not {self.generations}")
 
     def baseline_and_std(
         self,
@@ -129,7 +131,9 @@ class Groups:
         return rewards
 
 
-def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None) -> Groups:
+def groups_of(
+    *, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None, least: int = 2
+) -> Groups:
     """Create a run's `Groups` from its settings.
 
     Args:
@@ -138,6 +142,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
             deviation if `grpo.normalize_rewards` is set.
         group: settings of the group reward function (see `nemo_ext.rl.groups.group_reward`), and optionally
             `environments`, the names of the environments that it applies to; by default all.
+        least: minimum number of responses per prompt.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.
@@ -151,6 +156,7 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
         biased=settings.normalise == "std",
         reward=group_reward({key: value for key, value in (group or {}).items() if key != "environments"}),
         tasks=None if names is None else frozenset(compat.PREFIX + name for name in names),
+        least=least,
     )
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import Draft, put, section_of
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
-from nemo_ext.rl.nemo_rl.layout import description_of, plan, put_layout, stated
+from nemo_ext.rl.nemo_rl.layout import PATHS, description_of, plan, put_layout, stated
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.settings import NemoRl
+
+TEACHER = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
+"""Path of the sizes of each teacher in NeMo-RL's config."""
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -141,6 +145,15 @@ def _lay_out(
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
+    teachers = _teacher_nodes(algorithm, user_values)
+    if teachers:
+        nodes = fixed.nodes or 1
+        if nodes <= teachers:
+            raise ValueError(
+                f"nemo_rl.set.{PATHS['nodes']}={nodes}: rl.distillation.teachers take {teachers} nodes, and training "
+                "and generation need others; add nodes"
+            )
+        fixed = replace(fixed, nodes=nodes - teachers)
     layout = plan(
         algorithm,
         model,
@@ -151,6 +164,23 @@ def _lay_out(
     )
     put_layout(draft, layout, model, algorithm, settings.backend)
     notice(layout.describe())
+    if teachers and layout.generation is not None:
+        # A teacher is assumed to be about as large as the policy.
+        sizes = {
+            "gpus_per_node": layout.gpus_per_node,
+            "tensor_model_parallel_size": min(layout.generation.tensor_parallel, layout.gpus_per_node),
+        }
+        draft.put_all("distillation", TEACHER, sizes)
+        draft.put("distillation", PATHS["nodes"], layout.nodes + teachers)
+        notice(f"{teachers} more nodes of {layout.gpus_per_node} GPUs for the teachers")
+
+
+def _teacher_nodes(algorithm: Algorithm, user_values: Mapping[str, Any]) -> int:
+    """Return the number of nodes that the teachers of on-policy distillation take; 0 without teachers."""
+    if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None:
+        return 0
+    each = int(user_values.get(f"{TEACHER}.num_nodes", 1))
+    return each * len(set(algorithm.distillation.places.values()))
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:

@@ -7,7 +7,7 @@ version's features are determined from its sources (`nemo_ext.rl.nemo_rl.checkou
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
+from nemo_ext.rl.algorithms import DEFAULT, Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
 from nemo_ext.rl.nemo_rl.draft import Draft
 from nemo_ext.rl.nemo_rl.precision import render_precision
@@ -57,6 +57,7 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
             "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses are trained on"
         )
     _advantage(draft, algorithm)
+    _distillation(draft, algorithm, checkout)
     _policy_loss(draft, algorithm)
     _sampling(draft, algorithm, checkout.refills)
     lengths = algorithm.lengths
@@ -81,6 +82,8 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
 def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
     # The adapter replaces NeMo-RL's baseline and deviation (`group_rewards`).
     advantage = algorithm.advantage
+    if advantage is None:
+        return
     draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
     values = {
         "normalize_rewards": advantage.normalise != "none",
@@ -91,6 +94,40 @@ def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
     draft.put_all("advantage", estimator, {key: values[key] for key in values if draft.has(f"{estimator}.{key}")})
     if draft.has("grpo.adv_estimator.name"):
         draft.put("advantage", "grpo.adv_estimator.name", "grpo")
+
+
+def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -> None:
+    distillation, section = algorithm.distillation, "on_policy_distillation"
+    if distillation is None:
+        return
+    if not checkout.distils:
+        raise ValueError(
+            "rl.distillation: this version of NeMo-RL has no teachers for tasks outside NeMo Gym; use its main branch "
+            "of 2026-08-22 or later, or engine=trl"
+        )
+    if algorithm.asynchronous is None:
+        raise ValueError(
+            "rl.distillation: NeMo-RL has teachers only in its asynchronous loop; set rl.asynchronous={max_age: 1}"
+        )
+    for name, place in distillation.places.items():
+        if "://" in place:
+            raise ValueError(
+                f"rl.distillation.teachers.{name}={place}: NeMo-RL loads teachers itself; name a Hugging Face folder"
+            )
+    has_default = DEFAULT in distillation.places
+    values = {
+        "enabled": True,
+        "teacher_model_by_agent_name": distillation.places,
+        "default_teacher_alias": DEFAULT if has_default else None,
+        "strict_agent_name_match": not has_default,
+    }
+    draft.put("distillation", "grpo.adv_estimator.name", "opd")
+    draft.put_all("distillation", section, values)
+    draft.put("distillation", f"{section}.non_colocated_teachers.enabled", True)
+    if distillation.clip is not None:
+        draft.put("distillation.clip", "grpo.advantage_clip_low", -distillation.clip)
+        draft.put("distillation.clip", "grpo.advantage_clip_high", distillation.clip)
+    draft.adapter["distillation"] = {"by": distillation.by}
 
 
 def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
@@ -107,6 +144,8 @@ def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     draft.put("loss.kl.coefficient", "loss_fn.reference_policy_kl_penalty", loss.kl.coefficient)
     draft.put("loss.kl.estimator", "loss_fn.reference_policy_kl_type", loss.kl.estimator)
     _importance_correction(draft, algorithm)
+    if loss.mismatch is not None:
+        draft.put("loss.mismatch", "grpo.seq_logprob_error_threshold", loss.mismatch)
 
 
 def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:

@@ -37,7 +37,7 @@ from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
-_GROUP = ("tasks", "environments", "tool_style", "advantage", "group", "loss")
+_GROUP = ("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss")
 _PAIRS = ("pairs", "rpo")
 
 
@@ -63,7 +63,8 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
-            and `group`, see `group_rewards.groups_of`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means
+            and `group`, see `group_rewards.groups_of`; `distillation`, whose `by` (environment, domain) selects
+            a task's teacher in `on_policy_distillation`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means
             (see `sequence_sum`).
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if the pairs are
@@ -98,8 +99,12 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         )
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
+    distils = config.get("distillation")
     groups = groups_of(
-        generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")
+        generations=grpo["num_generations_per_prompt"],
+        advantage=config.get("advantage"),
+        group=config.get("group"),
+        least=2 if distils is None else 1,
     )
     level = _level(config.get("loss") or {}, master)
     dynamic = bool(grpo.get("use_dynamic_sampling"))
@@ -176,6 +181,10 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
                 batches = grpo["dynamic_sampling_max_gen_batches"]
                 counts = dropping.dropping(prompts=grpo["num_prompts_per_step"], batches=batches)
                 watched.of_step[dropping.PREFIX] = stack.enter_context(counts)
+            if distils is not None:
+                # Imported late, because its class derives from NeMo-RL's.
+                distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
+                stack.enter_context(distillation.routed(distils["by"]))
             clocks = stack.enter_context(compat.clocks(module))
             compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)

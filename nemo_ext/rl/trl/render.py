@@ -82,7 +82,7 @@ def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
 
 def scaled(algorithm: PolicyGradient) -> str:
     """Return the value of TRL's `scale_rewards` that is closest to the algorithm's advantage."""
-    return "none" if algorithm.advantage.normalise == "none" else "group"
+    return "none" if algorithm.advantage is None or algorithm.advantage.normalise == "none" else "group"
 
 
 def _generation(draft: Rendered, algorithm: PolicyGradient) -> None:
@@ -114,8 +114,17 @@ def _generation(draft: Rendered, algorithm: PolicyGradient) -> None:
 
 def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
-    # The adapter replaces TRL's advantages, which support neither leave-one-out nor the standard deviation over n.
-    draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
+    # The adapter replaces TRL's advantages, which support neither leave-one-out, the standard deviation over n, nor
+    # teachers.
+    if advantage is not None:
+        draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
+    if algorithm.distillation is not None:
+        draft.adapter["distillation"] = dataclasses.asdict(algorithm.distillation)
+    if algorithm.generations_per_prompt < 2:
+        raise ValueError(
+            "rl.generations_per_prompt=1: TRL requires at least 2 responses per prompt; set it to 2, and halve "
+            "rl.prompts_per_step"
+        )
     draft.settings |= {
         "scale_rewards": scaled(algorithm),
         "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
@@ -144,6 +153,7 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
 
 def _rloo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
+    assert advantage is not None  # distillation requires algorithm=grpo
     if advantage.baseline != "leave_one_out":
         draft.cannot("advantage.baseline", "RLOOTrainer has only leave_one_out, which is used")
     if advantage.normalise != "none":

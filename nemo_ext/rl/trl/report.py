@@ -19,7 +19,7 @@ _PANELS = {
     "KL to the initial model, nats per token": ("kl", "eval_kl"),
     "loss": ("loss", "eval_loss"),
 }
-_LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
+_LABEL = re.compile("/correct$|^adaptive/(weight|signal)/|^teacher_kl/")
 
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
@@ -69,6 +69,9 @@ def _label(name: str) -> str:
 def _plot(report: Report, logs: Sequence[Mapping[str, Any]], changes: Sequence[int]) -> None:
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")}, key=_label)
     shown = {**_PANELS, "solved, by environment": tuple(domains)}
+    shown["KL to the teachers, nats per token"] = tuple(
+        sorted({name for log in logs for name in log if name.startswith("teacher_kl/")})
+    )
     for kind in ("weight", "signal"):
         shown[f"{kind} of datasets"] = tuple(
             sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})

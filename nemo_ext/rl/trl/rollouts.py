@@ -97,6 +97,10 @@ class Rollouts:
             self.same.add(task.id)
         return text
 
+    def task(self, text: str) -> Task:
+        """Return the task whose prompt is `text`."""
+        return self._begun[text].task
+
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the prompts' token ids, without adding special tokens."""
         return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.foreign_code import may_run_code
@@ -35,6 +35,9 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from nemo_ext.rl.trl.teachers import Teachers
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
@@ -159,13 +162,13 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     if isinstance(algorithm, PolicyGradient):
         notice("reading the tasks")
         rollouts, train, validation, curricula = _tasks(config, algorithm, settings, tokenizer, done)
-        drawn = _drawn(checkpoint, algorithm)
+        drawn, teachers = _drawn(checkpoint, algorithm), _teachers(config, algorithm, tokenizer, train)
 
         def make(model: Path, settings: Mapping[str, Any], *, validated: bool = True) -> Any:
             notice(f"loading the model {model}")
             used = validation if validated else None
             return trainers.policy_gradient(
-                algorithm, str(model), settings, tokenizer, rollouts, train, used, drawn=drawn
+                algorithm, str(model), settings, tokenizer, rollouts, train, used, drawn=drawn, teachers=teachers
             )
 
         if curricula is not None:
@@ -383,6 +386,18 @@ def _tasks(
     if curricula is not None and measured is not None:
         curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
+
+
+def _teachers(
+    config: Mapping[str, Any], algorithm: PolicyGradient, tokenizer: Any, train: PlannedTasks
+) -> "Teachers | None":
+    """Load the teachers of on-policy distillation, if there are any, after checking that each task has one."""
+    if algorithm.distillation is None:
+        return None
+    module = import_module("nemo_ext.rl.trl.teachers")
+    teachers: Teachers = module.Teachers(algorithm.distillation, tokenizer, lambda name: may_run_code(name, config))
+    check_references((train,), teachers.name)
+    return teachers
 
 
 def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:

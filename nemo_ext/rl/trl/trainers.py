@@ -36,6 +36,7 @@ from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
+from nemo_ext.rl.trl.teachers import Teachers, divergences
 
 
 class _Phased:
@@ -165,12 +166,15 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         rounds: maximum number of generation rounds per step, including the first; after these, groups without variance
             are kept. None to keep all groups.
         start: initial model, for measuring the KL divergence in validations; None to skip this.
+        teachers: teachers whose log-probabilities replace advantages from rewards; None to learn from rewards.
     """
 
     advantage: Advantage | None = None
     rounds: int | None = None
     start: Any = None
+    teachers: Teachers | None = None
     _earned: torch.Tensor
+    _scored: list[str]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training and not self.beta:
@@ -209,8 +213,9 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             tokens += int(generated.sum())
         return total / max(1, tokens)
 
-    def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        self._earned = super()._calculate_rewards(*arguments, **named)
+    def _calculate_rewards(self, inputs: Any, prompts: list[str], *arguments: Any, **named: Any) -> torch.Tensor:
+        self._earned = super()._calculate_rewards(inputs, prompts, *arguments, **named)
+        self._scored = prompts
         return self._earned
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -223,7 +228,40 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             first = self.accelerator.process_index * len(replaced)
             local = advantages.reshape(-1)[first : first + len(replaced)]
             batch["advantages"] = torch.as_tensor(local).to(replaced)
+        if self.model.training and self.teachers is not None:
+            batch["advantages"] = self._distilled(batch, self.teachers)
         return batch
+
+    def _distilled(self, batch: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
+        """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher.
+
+        Args:
+            batch: TRL's batch of prompts and responses.
+            teachers: the run's teachers.
+        """
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        width, rows = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size
+
+        @torch.no_grad()
+        def measure(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+            logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=rows)[0]
+            return logps
+
+        names = [teachers.name(self.rollouts.task(text)) for text in self._scored]
+        policy = batch.get("old_per_token_logps")
+        policy = measure(self.model, ids, mask, width) if policy is None else policy
+        scored = teachers.logprobs(names, ids, mask, width, measure)
+        generated = batch["completion_mask"] * batch.get("tool_mask", 1)
+        sums = divergences(names, scored, policy, generated)
+        for name in teachers.settings.places:
+            counted = torch.tensor([sums.get(name, (0.0, 0))], dtype=torch.float64, device=ids.device)
+            total, tokens = self.accelerator.gather(counted).sum(dim=0).tolist()
+            if tokens:
+                self._metrics["train"][f"teacher_kl/{name}"].append(total / tokens)
+        advantages = (scored - policy) * generated
+        clip = teachers.settings.clip
+        return advantages if clip is None else advantages.clamp(-clip, clip)
 
     def _generate(self, prompts: list[str]) -> Any:
         if not self.model.training or self.rounds is None:
@@ -384,6 +422,7 @@ def policy_gradient(
     validation: PlannedTasks | None,
     *,
     drawn: Mapping[str, Any] | None = None,
+    teachers: Teachers | None = None,
 ) -> GRPOTrainer | RLOOTrainer:
     """Create a GRPO or RLOO trainer on tasks.
 
@@ -397,6 +436,7 @@ def policy_gradient(
         validation: validation tasks; None if there are none.
         drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
+        teachers: teachers of on-policy distillation; None for advantages from rewards.
 
     Raises:
         ValueError: TRL does not have a setting, or RLOO is used with a multi-turn environment.
@@ -429,7 +469,7 @@ def policy_gradient(
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
-        trainer.rounds = algorithm.sampling.max_batches
+        trainer.rounds, trainer.teachers = algorithm.sampling.max_batches, teachers
         if algorithm.validation.kl and validation is not None and not trainer.beta:
             trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:

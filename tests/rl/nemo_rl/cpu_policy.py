@@ -178,6 +178,27 @@ class CpuPolicy(ColocatablePolicyInterface):
     offload_before_refit = offload_after_refit = prepare_refit_info = print_node_ip_and_gpu_id = _nothing
 
 
+class CpuTeacher:
+    """Stand-in for `TeacherWorkerGroup`: a policy of its own weights that only measures."""
+
+    use_sequence_packing = True
+    sharding_annotations = SimpleNamespace(get_axis_size=lambda name: 1)
+
+    def __init__(self, policy: dict[str, Any], tokenizer: Any, folder: str) -> None:
+        self.policy = CpuPolicy(None, {**policy, "model_name": folder}, tokenizer, init_reference_model=False)
+
+    def get_logprobs(self, data: Any) -> Any:
+        return BatchedDataDict(reference_logprobs=self.policy.get_logprobs(data)["logprobs"])
+
+    shutdown = _nothing
+
+
+def teachers(master: Any, policy: Any, tokenizer: Any, **others: Any) -> tuple[dict[str, CpuTeacher], dict[str, str]]:
+    """Replacement for NeMo-RL's `create_teacher_worker_groups`."""
+    folders = master.on_policy_distillation.teacher_model_by_agent_name
+    return {name: CpuTeacher(policy, tokenizer, place) for name, place in folders.items()}, {n: n for n in folders}
+
+
 class CpuGeneration(GenerationInterface):
     """Stand-in for vLLM that samples from a model in a Ray actor."""
 

@@ -49,9 +49,11 @@ PLACES = {
     "genrm_training": NANO,
     "llama_nemotron_grpo": Place("llama_nemotron_ultra_253b", 72, 8, 80),
     "llama_nemotron_rlhf": Place("llama_nemotron_ultra_253b", 72, 8, 80),
+    "mopd": Place("nemotron3_nano_30b", 33, 8, 80),
     "nemotron3_rlhf": NANO,
     "nemotron3_rlvr": NANO,
     "olmo_rl": Place("olmo3_7b", 8, 8, 80),
+    "opd": Place("olmo3_7b", 5, 8, 80),
     "rl_zero": Place("olmo3_7b", 4, 8, 80),
     "rloo_if": Place("llama_nemotron_super_49b", 8, 8, 80),
     "rpo_offline": Place("llama_nemotron_nano_8b", 2, 8, 80),
@@ -96,6 +98,7 @@ def words(preset: str, backend: str, below: Path) -> list[str]:
         *([f"nemo_rl.layout={preset}"] if stated else []),
         *sizes,
         *(f"{path}.{key}=x" for path in JUDGES.get(preset, ()) for key in ("endpoint", "model")),
+        *(["rl.distillation.teachers.default=x", "rl.asynchronous={max_age: 1}"] if preset in ("opd", "mopd") else []),
         *(["precision=fp8_blockwise"] if place.model == "llama_nemotron_ultra_253b" else []),
     ]
 

@@ -291,6 +291,42 @@ def test_the_reward_rises(runs: Runs, small_model: Path, task_file: Path) -> Non
     assert reward[-20:].mean() > reward[:10].mean() + 0.05
 
 
+@pytest.mark.slow
+def test_two_teachers_on_the_policys_own_answers(
+    runs: Runs, small_model: Path, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teachers of the two environments are the policy with noise; NeMo-RL routes, scores and trains."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    opd = pytest.importorskip("nemo_rl.algorithms.opd")
+    places = {}
+    for seed, name in enumerate(MAKERS):
+        teacher = AutoModelForCausalLM.from_pretrained(small_model)
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in teacher.parameters():
+                weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=random)
+        places[name] = tmp_path / name
+        teacher.save_pretrained(places[name])
+        AutoTokenizer.from_pretrained(small_model).save_pretrained(places[name])
+    monkeypatch.setattr(opd, "reserve_teacher_clusters", lambda *arguments, **keywords: {})
+    monkeypatch.setattr(opd, "create_teacher_worker_groups", runs.policy.teachers)
+    teachers = ", ".join(f"{name}: {place}" for name, place in places.items())
+    words = [word for word in grpo(task_file, prompts=4) if not word.startswith(("preset=", "rl.sampling"))]
+
+    logged = runs.nemo_rl(
+        "run",
+        small_model,
+        *("preset=opd", f"rl.distillation.teachers={{{teachers}}}", *words, *ASYNCHRONOUS[:1]),
+        *("nemo_rl.set.cluster={num_nodes: 4, gpus_per_node: 1}", "rl.optimizer.learning_rate=3e-4"),
+        steps=20,
+    )
+
+    gap = of(logged, "on_policy_distillation/teacher_student_logprob_gap_mean")
+    assert len(gap) == 20
+    assert -gap[:4].mean() > 0 and -gap[-8:].mean() < -0.6 * gap[:4].mean()
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Interval that contains one more value with 95 %, by Student's t."""
     half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) * (1 + 1 / len(values)) ** 0.5

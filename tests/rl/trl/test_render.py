@@ -38,9 +38,19 @@ def loss(**changes: Any) -> dict[str, Any]:
     return {"level": "token", "clip_low": 0.1, "clip_high": 0.3} | changes
 
 
+def loaded(preset: str) -> Algorithm:
+    """A preset in a form that TRL can train."""
+    return load(preset, {"generations_per_prompt": 2, "prompts_per_step": 512} if preset == "mopd" else None)
+
+
+def test_a_single_response_per_prompt_is_rejected() -> None:
+    with pytest.raises(ValueError, match="at least 2 responses per prompt"):
+        render(load("mopd"))
+
+
 @pytest.mark.parametrize("preset", presets())
 def test_trl_accepts_every_preset(preset: str, tmp_path: Path) -> None:
-    algorithm = load(preset)
+    algorithm = loaded(preset)
 
     config = make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), **CPU)
 
@@ -214,5 +224,5 @@ def test_the_page_says_what_trl_cannot_do() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M)
     told = {(preset, key, reason) for key, names, reason in rows for preset in names.split(", ")}
 
-    rendered = {preset: render(load(preset)).inexpressible for preset in presets()}
+    rendered = {preset: render(loaded(preset)).inexpressible for preset in presets()}
     assert told == {(preset, key, reason) for preset, one in rendered.items() for key, reason in one.items()}

@@ -1,0 +1,72 @@
+"""Log-probabilities of a prompt's tokens at an endpoint, through `/v1/completions` with `echo`."""
+
+from typing import Any
+
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.endpoint.failures import REFUSED
+
+
+class Echo:
+    """Measurement of prompts at an endpoint.
+
+    Args:
+        client: client of the endpoint, already entered with `async with`.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._least = 0
+
+    async def measured(self, prompt: str | list[int]) -> Answer:
+        """Request the log-probabilities of a prompt; some endpoints require at least one generated token.
+
+        Args:
+            prompt: string or token ids.
+
+        Returns:
+            Answer whose body has `logprobs` in its first choice, or which states a problem.
+
+        Raises:
+            ValueError: the endpoint rejects the API key.
+        """
+        body = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
+        least = self._least
+        answer = await self.ask({**body, "max_tokens": least})
+        if answer.status in (400, 422) and not least:
+            again = await self.ask({**body, "max_tokens": 1})
+            if not again.problem:
+                self._least = 1
+            return again
+        return answer
+
+    async def of_tokens(self, tokens: list[int], last: int) -> list[float]:
+        """Return the log-probabilities in nats of the last tokens of a prompt, `[last]`, each given those before it.
+
+        Args:
+            tokens: token ids of the prompt.
+            last: number of tokens to return, fewer than the prompt has.
+
+        Raises:
+            ValueError: the endpoint rejects the API key or does not return one number per token.
+        """
+        answer = await self.measured(tokens)
+        if answer.problem:
+            raise ValueError(f"endpoint {self.client.address.url} did not measure a sequence: {answer.problem}")
+        try:
+            values = answer.body["choices"][0]["logprobs"]["token_logprobs"][len(tokens) - last : len(tokens)]
+            numbers = [float(value) for value in values]
+        except (LookupError, TypeError, ValueError):
+            numbers = []
+        if len(numbers) != last:
+            raise ValueError(
+                f"endpoint {self.client.address.url} does not return log-probabilities of a prompt's tokens (echo, "
+                "logprobs); serve the model with `nemo-ext serve` or vLLM"
+            )
+        return numbers
+
+    async def ask(self, body: dict[str, Any]) -> Answer:
+        """Send a request to `/completions`; raise ValueError if the endpoint rejects the API key."""
+        answer = await self.client.ask(Request(body=body, path="completions"))
+        if answer.status in REFUSED:
+            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
+        return answer

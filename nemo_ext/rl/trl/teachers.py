@@ -1,0 +1,143 @@
+"""Teachers of on-policy distillation: log-probabilities of the tokens that the policy sampled."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer import add_fused_lm_head
+
+from nemo_ext.endpoint.client import Client
+from nemo_ext.endpoint.echo import Echo
+from nemo_ext.job.progress import notice
+from nemo_ext.rl.algorithms import Distillation
+from nemo_ext.rl.task import Task
+
+Measure = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Function of a model, token ids and attention mask `[rows, tokens]`, and a number of tokens: their log-probabilities
+`[rows, number]`, which are the last ones of each row."""
+
+
+class Teachers:
+    """A run's teachers, each loaded once.
+
+    Args:
+        settings: the algorithm's section `distillation`.
+        tokenizer: tokenizer of the policy.
+        may_run_code: function that returns whether Python files in a model's folder may run.
+
+    Raises:
+        ValueError: a folder has no model, or a teacher's vocabulary differs from the policy's.
+    """
+
+    def __init__(self, settings: Distillation, tokenizer: Any, may_run_code: Callable[[str], bool]) -> None:
+        self.settings = settings
+        self._models: dict[str, Any] = {}
+        for name, place in settings.places.items():
+            if place in self._models:
+                continue
+            folder = Path(place).expanduser()
+            if (folder / "config.json").is_file():
+                notice(f"loading the teacher {folder}")
+                trusted = may_run_code(str(folder))
+                _check_vocabulary(name, folder, tokenizer, trusted)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
+                add_fused_lm_head(model, temperature=1.0)  # through which TRL computes log-probabilities
+                self._models[place] = model.requires_grad_(False).eval()
+            elif "://" in place or folder.is_dir():
+                asyncio.run(_ask(place, (), ()))  # raises an error before training if it is not up
+                self._models[place] = place
+            else:
+                raise ValueError(
+                    f"rl.distillation.teachers.{name}={place} must be a Hugging Face folder, a run directory of "
+                    "`nemo-ext serve`, or a URL that begins with http://"
+                )
+
+    def name(self, task: Task) -> str:
+        """Return the name of a task's teacher; raise ValueError if it has none."""
+        name = self.settings.teacher(task.environment, task.domain)
+        if name is None:
+            by = self.settings.by
+            raise ValueError(
+                f"rl.distillation.teachers has no teacher for {by} {getattr(task, by)!r}; add one by this name, or "
+                "default"
+            )
+        return name
+
+    def logprobs(
+        self, names: Sequence[str], ids: torch.Tensor, mask: torch.Tensor, width: int, measure: Measure
+    ) -> torch.Tensor:
+        """Return the teachers' log-probabilities in nats of each row's last tokens, `[rows, width]`; 0 where masked.
+
+        Args:
+            names: name of each row's teacher.
+            ids: token ids of prompts, padded on the left, and responses, padded on the right, `[rows, tokens]`.
+            mask: 1 for tokens, 0 for padding, `[rows, tokens]`.
+            width: number of tokens that responses have with padding.
+            measure: function that computes log-probabilities with a loaded model.
+
+        Raises:
+            ValueError: an endpoint does not return log-probabilities.
+        """
+        result = torch.zeros(len(ids), width, device=ids.device)
+        places = [self.settings.places[name] for name in names]
+        for place, model in self._models.items():
+            rows = [row for row, its in enumerate(places) if its == place]
+            if not rows:
+                continue
+            if isinstance(model, str):
+                values = asyncio.run(
+                    _ask(
+                        model,
+                        [ids[row][mask[row].bool()].tolist() for row in rows],
+                        [int(mask[row, -width:].sum()) for row in rows],
+                    )
+                )
+                for row, numbers in zip(rows, values, strict=True):
+                    result[row, : len(numbers)] = torch.tensor(numbers, device=ids.device)
+            else:
+                model.to(ids.device)
+                result[rows] = measure(model, ids[rows], mask[rows], width).to(result)
+        return result * mask[:, -width:]
+
+
+def divergences(
+    names: Sequence[str], teachers: torch.Tensor, policy: torch.Tensor, generated: torch.Tensor
+) -> Mapping[str, tuple[float, int]]:
+    """Return by teacher the sum of the tokens' estimates of the KL divergence, in nats, and the number of tokens.
+
+    The estimate of KL(policy || teacher) is k3 (http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        names: name of each row's teacher.
+        teachers: log-probabilities by the teachers, `[rows, tokens]`.
+        policy: log-probabilities by the policy, `[rows, tokens]`.
+        generated: 1 for tokens that the policy generated, `[rows, tokens]`.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    difference = (teachers - policy).double() * generated
+    by_row = (difference.exp() - difference - 1).sum(dim=1).tolist()
+    for name, divergence, count in zip(names, by_row, generated.sum(dim=1).tolist(), strict=True):
+        total, tokens = sums.get(name, (0.0, 0))
+        sums[name] = total + divergence, tokens + int(count)
+    return sums
+
+
+async def _ask(place: str, sequences: Sequence[list[int]], lasts: Sequence[int]) -> list[list[float]]:
+    async with Client(place) as client:
+        await client.check()
+        echo = Echo(client)
+        return await asyncio.gather(*(echo.of_tokens(ids, last) for ids, last in zip(sequences, lasts, strict=True)))
+
+
+def _check_vocabulary(name: str, folder: Path, tokenizer: Any, trusted: bool) -> None:
+    ours = tokenizer.get_vocab()
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).get_vocab()
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if different:
+        raise ValueError(
+            f"rl.distillation.teachers.{name}={folder}: its vocabulary differs from the policy's in "
+            f"{len(different):,} tokens, such as {different[0]!r}; on-policy distillation requires the same tokens"
+        )

@@ -1,0 +1,143 @@
+"""Teachers of on-policy distillation, with random models."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext.job.config import compose
+from nemo_ext.rl.algorithms import Distillation
+from nemo_ext.rl.job import run
+
+pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+
+SIZES = (
+    *("rl.prompts_per_step=4", "rl.generations_per_prompt=4", "rl.batch=16", "micro_batch=16"),
+    *("rl.lengths={prompt: 64, response: 12}", "on_inexpressible=warn", "save_every=4", "memory_profile=null"),
+    *("rl.validation={every: null}", "rl.optimizer.learning_rate=3e-3", "environments={instructions: {}}"),
+)
+
+
+def noisy(model: Path, folder: Path, seed: int, *, noise: float = 0.5) -> Path:
+    """A teacher that differs from the policy by noise."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder)
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            if weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=random)
+    teacher.save_pretrained(folder)
+    return folder
+
+
+def task_file(folder: Path, *domains: str, count: int = 8) -> Path:
+    rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": 2, "relation": "at least"}}
+    reference = {"instructions": [rule], "mode": "all"}
+    records = [
+        {"id": f"{domain}{n}", "domain": domain, "environment": "instructions", "prompt": f"{domain} {n}"}
+        for n in range(count)
+        for domain in domains
+    ]
+    path = folder / "tasks.jsonl"
+    path.write_text("".join(json.dumps({**record, "reference": reference}) + "\n" for record in records))
+    return path
+
+
+def logs(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_the_policy_approaches_each_teacher_on_its_domain_and_resumes(model: Path, tmp_path: Path) -> None:
+    one, two = (noisy(model, tmp_path / name, seed) for seed, name in enumerate(("one", "two")))
+    words = (
+        *("preset=opd", f"model={model}", f"tasks.train.path={task_file(tmp_path, 'left', 'right')}", *SIZES),
+        f"rl.distillation={{by: domain, teachers: {{left: {one}, right: {two}, default: null}}}}",
+    )
+
+    run(compose("rl", [*words, "rl.schedule.steps=24", f"run_dir={tmp_path / 'whole'}"]))
+    run(compose("rl", [*words, "rl.schedule.steps=4", f"run_dir={tmp_path / 'parts'}"]))
+    run(compose("rl", [*words, "rl.schedule.steps=24", f"run_dir={tmp_path / 'parts'}"]))
+
+    for name in ("teacher_kl/left", "teacher_kl/right"):
+        values = [log[name] for log in logs(tmp_path / "whole") if name in log]
+        assert len(values) == 24 and sum(values[-6:]) < 0.6 * sum(values[:6])
+        assert [log[name] for log in logs(tmp_path / "parts") if name in log] == values
+    assert "teacher_kl/left" in (tmp_path / "whole" / "report.md").read_text()
+
+
+def test_an_endpoint_measures_as_a_folder_does(model: Path, tmp_path: Path, endpoint: Any, reply: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from nemo_ext.rl.trl.teachers import Teachers
+
+    teacher = AutoModelForCausalLM.from_pretrained(noisy(model, tmp_path / "t", 0)).eval()
+
+    def logprobs(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return teacher(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    def answered(payload: dict[str, Any]) -> Any:
+        values = [None, *logprobs(torch.tensor([payload["prompt"]]))[0].tolist()]
+        choice = {"text": "", "finish_reason": "length", "logprobs": {"token_logprobs": values}}
+        return reply(body=json.dumps({"choices": [choice]}).encode())
+
+    endpoint.reply, endpoint.models = answered, ["teacher"]
+    settings = Distillation(teachers={"code": endpoint.url, "default": str(tmp_path / "t")})
+    teachers = Teachers(settings, tokenizer_of(model), lambda name: False)
+    # Prompts are padded on the left, responses on the right.
+    ids = torch.tensor([[4, 4, 9, 10, 11, 4], [7, 8, 9, 12, 13, 14]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    expected = torch.zeros(2, 3)
+    expected[0, :2] = logprobs(ids[:1, 2:5])[0]
+    expected[1] = logprobs(ids[1:])[0, -3:]
+
+    def measure(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        with torch.no_grad():
+            outputs = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True)
+        return outputs.log_probs[:, -width:]
+
+    for names in (("code", "default"), ("default", "code")):
+        torch.testing.assert_close(teachers.logprobs(names, ids, mask, 3, measure), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_divergences_are_sums_by_teacher() -> None:
+    from nemo_ext.rl.trl.teachers import divergences
+
+    policy, teachers = torch.tensor([[-1.0, -2.0], [-1.0, -3.0]]), torch.tensor([[-1.5, -9.0], [-1.0, -3.0]])
+
+    sums = divergences(("a", "b"), teachers, policy, torch.tensor([[1, 0], [1, 1]]))
+
+    assert sums["a"] == (pytest.approx(torch.tensor(-0.5).exp().item() + 0.5 - 1), 1)
+    assert sums["b"] == (0, 2)
+
+
+def test_a_teacher_that_cannot_be_used_is_rejected_before_training(model: Path, tmp_path: Path) -> None:
+    from nemo_ext.rl.trl.teachers import Teachers
+
+    tokenizer = tokenizer_of(model)
+    shutil.copytree(model, tmp_path / "other")
+    larger = tokenizer_of(model)
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"teachers\.default=.*other: its vocabulary differs .* in 1 tokens.*<new>"):
+        Teachers(Distillation(teachers={"default": str(tmp_path / "other")}), tokenizer, lambda name: False)
+    with pytest.raises(ValueError, match=r"teachers\.default=/nowhere must be a Hugging Face folder"):
+        Teachers(Distillation(teachers={"default": "/nowhere"}), tokenizer, lambda name: False)
+    words = ("preset=opd", f"model={model}", f"tasks.train.path={task_file(tmp_path, 'left')}", *SIZES)
+    words += (f"rl.distillation.teachers={{math: {model}, default: null}}", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=r"tasks\.jsonl:1: task left0: .* no teacher for environment 'instructions'"):
+        run(compose("rl", [*words, "rl.schedule.steps=2"]))
