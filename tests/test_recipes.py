@@ -44,7 +44,11 @@ RECIPES = sorted(
 )
 REHEARSED = json.loads(Path(__file__).with_name("rehearsal").joinpath("recipes.json").read_text())
 """What rehearsals of the recipes found: tests/rehearsal/recipes.py."""
-WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b")
+WITH_PHASES = (
+    *("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b"),
+    *("nemotron3_super/pretrain", "nemotron3_super/long_context", "nemotron3_ultra/pretrain"),
+    "nemotron35_lightning/pretrain",
+)
 ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
 
@@ -76,8 +80,8 @@ PUBLISHED = {
 """Parameters of the full-size models."""
 
 TWINS = {
-    **dict.fromkeys(("nemotron3_ultra", "nemotron3_puzzle"), "nemotron3_super"),
-    **dict.fromkeys(("nemotron35_lightning", "nemotronh", "nemotron_nano"), "nemotron3_nano"),
+    **dict.fromkeys(("nemotron3_ultra", "nemotron3_puzzle", "nemotron35_lightning"), "nemotron3_super"),
+    **dict.fromkeys(("nemotronh", "nemotron_nano"), "nemotron3_nano"),
 }
 """Families without a tiny model of their own, and the family whose tiny model has their blocks."""
 
@@ -93,7 +97,8 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 def twin(recipe: str) -> str:
     """The tiny model of a recipe's family: the recipe's folder says which."""
-    return f"{recipe.split('/')[0]}_tiny"
+    family = recipe.split("/")[0]
+    return f"{TWINS.get(family, family)}_tiny"
 
 
 def teacher_of(recipe: str) -> str | None:
