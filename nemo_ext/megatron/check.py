@@ -356,6 +356,14 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
             "precision_plan cannot be combined with multi-token prediction (/ in model.pattern) yet, as its rules name "
             "blocks of the main model only: use precision=bf16, or remove the depths"
         )
+    full = config["megatron"].get("recompute_granularity") == "full"
+    if full and config["megatron"].get("recompute_method") == "uniform":
+        together = config["megatron"].get("recompute_num_layers") or 1
+        if together != 1:
+            raise ValueError(
+                f"megatron.recompute_num_layers={together}: Megatron-Core recomputes depths of multi-token prediction (/ in "
+                "model.pattern) only with 1"
+            )
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
     try:
         check_pattern(options, [block.kind for block in pattern.mtp], 0)

@@ -20,6 +20,7 @@ PATTERN = "ME{ffn=64}*-/*{heads=4,kv=2}E{experts=4,ffn=96}M/*{heads=4,kv=2}E{exp
 """Two depths, whose blocks 1 and 2 have other values than the main blocks 1 and 2."""
 PIPELINE = ("megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2")
 CONTEXT = ("megatron.context_parallel_size=2", "launcher.nproc_per_node=2", "model.backend=transformer_engine")
+FULL = ("megatron.recompute_granularity=full", "megatron.recompute_method=uniform")
 LATENT = ("+megatron.moe_latent_size=48",)
 WORDS = ["run_dir=unused", "data=mock", f"model.pattern={PATTERN}"]
 
@@ -137,6 +138,7 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
         (("model.pattern=ME*-", *LATENT, "megatron.moe_shared_expert_overlap=true"), "moe_shared_expert_overlap"),
         (("model.pattern=ME*-", *LATENT, "megatron.disable_bias_linear=false"), "disable_bias_linear=true"),
         (("model.pattern=ME*-/*E", "distillation.teacher=/nowhere"), "distillation.teacher and multi-token prediction"),
+        (("model.pattern=ME*-/*E", *FULL, "megatron.recompute_num_layers=2"), "recompute_num_layers=2: .* only with 1"),
         (("model.pattern=ME*-/*E{topk=9}",), "multi-token prediction: block 2 .* topk=9 is more than the 8 experts"),
         (
             ("model.pattern=ME*-/*E", "megatron.mtp_num_layers=3"),
