@@ -425,7 +425,7 @@ def test_nemotron_3_nano_long_context_arithmetic() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "published_steps", "warmup", "decay", "switch"),
-    [  # train_iters, lr_warmup_iters and lr_wsd_decay_iters of super3/stage0_pretrain/config/phase1.yaml and ultra3's default.yaml
+    [  # train_iters, lr_warmup_iters and lr_wsd_decay_iters of super3's phase1.yaml and ultra3's default.yaml
         ("nemotron3_super/pretrain", 993_404, 7949, 198_682, 794_723),
         ("nemotron3_ultra/pretrain", 794_728, 7947, 198_682, 794_728 - 198_682),
     ],

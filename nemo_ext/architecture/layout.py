@@ -11,6 +11,8 @@ RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
 )
 """Megatron's names for the modules that `selective` recomputation can recompute."""
+RECOMPUTED_BY_ENGINE = frozenset({"gdn_norm_out", "layernorm", "mla_up_proj", "moe_act"})
+"""Modules that Megatron recomputes only with Transformer Engine installed (core/tensor_parallel/random.py)."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 

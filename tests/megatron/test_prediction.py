@@ -151,3 +151,11 @@ def test_settings_that_do_not_fit_are_refused(words: tuple[str, ...], message: s
 
     with pytest.raises(ValueError, match=message):
         check(compose("train", ["run_dir=unused", "data=mock", *words]))
+
+
+def test_modules_that_only_transformer_engine_recomputes_are_refused_on_the_local_back_end() -> None:
+    from nemo_ext.megatron.check import check_machine
+
+    words = ("megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe,moe_act]")
+    with pytest.raises(ValueError, match="recompute_modules: moe_act requires model.backend=transformer_engine"):
+        check_machine(compose("train", ["run_dir=unused", "data=mock", "model.backend=local", *words]))
