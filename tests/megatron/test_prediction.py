@@ -157,5 +157,5 @@ def test_modules_that_only_transformer_engine_recomputes_are_refused_on_the_loca
     from nemo_ext.megatron.check import check_machine
 
     words = ("megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe,moe_act]")
-    with pytest.raises(ValueError, match="recompute_modules: moe_act requires model.backend=transformer_engine"):
+    with pytest.raises(ValueError, match="recompute_modules: moe_act requires"):
         check_machine(compose("train", ["run_dir=unused", "data=mock", "model.backend=local", *words]))
