@@ -44,7 +44,11 @@ RECIPES = sorted(
 )
 REHEARSED = json.loads(Path(__file__).with_name("rehearsal").joinpath("recipes.json").read_text())
 """What rehearsals of the recipes found: tests/rehearsal/recipes.py."""
-WITH_PHASES = ("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b")
+WITH_PHASES = (
+    *("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b"),
+    *("nemotron3_super/pretrain", "nemotron3_super/long_context", "nemotron3_ultra/pretrain"),
+    "nemotron35_lightning/pretrain",
+)
 ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
 
@@ -76,8 +80,8 @@ PUBLISHED = {
 """Parameters of the full-size models."""
 
 TWINS = {
-    **dict.fromkeys(("nemotron3_ultra", "nemotron3_puzzle"), "nemotron3_super"),
-    **dict.fromkeys(("nemotron35_lightning", "nemotronh", "nemotron_nano"), "nemotron3_nano"),
+    **dict.fromkeys(("nemotron3_ultra", "nemotron3_puzzle", "nemotron35_lightning"), "nemotron3_super"),
+    **dict.fromkeys(("nemotronh", "nemotron_nano"), "nemotron3_nano"),
 }
 """Families without a tiny model of their own, and the family whose tiny model has their blocks."""
 
@@ -93,7 +97,8 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 def twin(recipe: str) -> str:
     """The tiny model of a recipe's family: the recipe's folder says which."""
-    return f"{recipe.split('/')[0]}_tiny"
+    family = recipe.split("/")[0]
+    return f"{TWINS.get(family, family)}_tiny"
 
 
 def teacher_of(recipe: str) -> str | None:
@@ -418,6 +423,58 @@ def test_nemotron_3_nano_long_context_arithmetic() -> None:
     assert run["lr"] == run["min_lr"] == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("recipe", "published_steps", "warmup", "decay", "switch"),
+    [  # train_iters, lr_warmup_iters and lr_wsd_decay_iters of super3's phase1.yaml and ultra3's default.yaml
+        ("nemotron3_super/pretrain", 993_404, 7949, 198_682, 794_723),
+        ("nemotron3_ultra/pretrain", 794_728, 7947, 198_682, 794_728 - 198_682),
+    ],
+)
+def test_super_and_ultra_take_the_published_steps(
+    recipe: str, published_steps: int, warmup: int, decay: int, switch: int
+) -> None:
+    run = steps(recipe)
+    diverse, high_quality = phases(recipe)
+
+    assert run["train_iters"] == pytest.approx(published_steps, abs=10)
+    assert run["lr_warmup_iters"] == pytest.approx(warmup, abs=3)
+    assert run["lr_wsd_decay_iters"] == pytest.approx(decay, abs=1)
+    assert diverse.steps == pytest.approx(switch, abs=10)
+    assert high_quality.data is not None
+    assert run["mtp_use_repeated_layer"] is True
+
+
+def test_supers_long_context_takes_the_published_steps() -> None:
+    long, mixed = phases("nemotron3_super/long_context")
+
+    # train_iters of super3/stage0_pretrain/config/long_context_1m.yaml and long_context_mixed.yaml
+    assert long.steps == pytest.approx(2027, abs=1)
+    assert mixed.steps == pytest.approx(1014, abs=1)
+    assert mixed.data is not None and mixed.data["mixed_lengths"]["short"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("recipe", "depths", "weight"), [("super", 2, 0.3), ("ultra", 2, 0.1), ("35_lightning", 2, 0.3)]
+)
+def test_hybrids_train_depths_with_one_set_of_weights(recipe: str, depths: int, weight: float) -> None:
+    for path in (CONFIGS / "recipe").glob(f"nemotron3*{recipe}/[!q]*.yaml"):
+        config = composed(f"recipe={path.parent.name}/{path.stem}")
+        architecture = Architecture.from_config(config)
+
+        assert (architecture.pattern.depths, architecture.mtp_repeated) == (depths, True)
+        assert config["megatron"]["mtp_loss_scaling_factor"] == weight
+
+
+def test_super_has_the_published_shares_and_80_percent_of_the_second_phase_later() -> None:
+    first, second = shares("nemotron3_super_phase1"), shares("nemotron3_super_phase2", "phase2")
+    later = shares("nemotron3_super_long_context", "phase2")
+
+    assert len(first) == 16
+    assert second.keys() == first.keys() - {"crawl_medium", "crawl_plus_plus"}
+    assert sum(first.values()) == pytest.approx(1) and sum(second.values()) == pytest.approx(1)
+    assert later == pytest.approx({name: 0.8 * share for name, share in second.items()})
+
+
 def test_domyns_foundation_grows_its_sequences() -> None:
     found = phases("domyn_small/foundation")
 
@@ -437,6 +494,8 @@ def test_every_segment_passes_megatrons_checks(recipe: str) -> None:
     ("recipe", "steps_", "warmup"),
     [
         ("nemotron3_nano/sft", 13_000, 800),  # paper, section 3.1.6
+        ("nemotron3_ultra/sft", 3200, 150),  # ultra3/stage1_sft/config/default.yaml
+        ("nemotron35_lightning/sft", 100, 10),  # nemotron_3_5_lightning.py of Megatron-Bridge
         ("domyn_small/sft", 3311, 1000),  # section 4.1: 1.13 epochs of 12.29 B tokens at 4.19 M a step
         ("domyn_small/annealing", 3000, 1000),
     ],

@@ -21,8 +21,9 @@ def activation_bytes(
     Full recomputation keeps only each group's input, plus one group's activations while it is recomputed. The last
     stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
     fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
-    prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection. If the weights
-    are frozen (with `mtp_only`, on the first rank), nothing is kept, and the peak is the largest single block.
+    prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection, or with full
+    recomputation its two inputs, from which one depth at a time is recomputed. If the weights are frozen (with
+    `mtp_only`, on the first rank), nothing is kept, and the peak is the largest single block.
 
     Args:
         architecture: The model.
@@ -68,7 +69,12 @@ def activation_bytes(
         if architecture.pattern.mtp and not layout.frozen:
             depth = architecture.depth
             blocks = [block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in numbers_of(depth)]
-            head += architecture.pattern.depths * (head + sum(blocks) + 6 * residual)
+            within = sum(blocks) + 6 * residual
+            if layout.recompute == "full":
+                head += architecture.pattern.depths * (head + 2 * residual)
+                working = max(working, within + architecture.pattern.depths * 2 * residual)
+            else:
+                head += architecture.pattern.depths * (head + within)
     return round(total + max(head, working))
 
 

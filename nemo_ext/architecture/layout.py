@@ -11,6 +11,8 @@ RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
 )
 """Megatron's names for the modules that `selective` recomputation can recompute."""
+RECOMPUTED_BY_ENGINE = frozenset({"gdn_norm_out", "layernorm", "mla_up_proj", "moe_act"})
+"""Modules that Megatron recomputes only with Transformer Engine installed (core/tensor_parallel/random.py)."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 
@@ -218,12 +220,32 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
         if block.kind == "E":
             checks.append(("experts", block.size("experts"), experts, "expert_parallel"))
             checks.append(("ffn", block.size("ffn"), layout.expert_tensor, "expert_tensor_parallel"))
+        where = f"block {number} ({written[number - 1]})"
         for name, size, divisor, axis in checks:
             if size % divisor:
-                where = f"block {number} ({written[number - 1]})"
                 raise ValueError(f"{where}: {name}={size} must be a multiple of {axis}={divisor}")
+        if block.kind == "M":
+            _check_mamba_parts(block.size("heads"), block.size("groups"), layout, where)
     if architecture.pattern.mtp:
         try:
             check_layout(architecture.depth, layout)
         except ValueError as error:
             raise ValueError(f"multi-token prediction: {error}") from None
+
+
+def _check_mamba_parts(heads: int, groups: int, layout: Layout, where: str) -> None:
+    """Reject Mamba-2 sizes that context-parallel ranks cannot divide (Megatron-Core's ssm/mamba_context_parallel.py).
+
+    Raises:
+        ValueError: The message begins with `where`.
+    """
+    tensor, context = layout.tensor_parallel, layout.context_parallel
+    if (heads // tensor) % context:
+        raise ValueError(
+            f"{where}: heads={heads} must be a multiple of tensor_parallel x context_parallel = {tensor} x {context}"
+        )
+    if (groups // tensor) % context and context % (groups // tensor):
+        raise ValueError(
+            f"{where}: context_parallel={context} must divide groups / tensor_parallel = {groups} / {tensor}, or be a "
+            "multiple of it"
+        )

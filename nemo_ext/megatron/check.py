@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.layout import RECOMPUTED_BY_ENGINE, Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
@@ -315,6 +315,11 @@ def check_machine(config: Mapping[str, Any]) -> None:
     fp8.check_gpu(config)
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
         raise ValueError("megatron.context_parallel_size above 1 requires model.backend=transformer_engine")
+    modules = megatron.get("recompute_modules") if megatron.get("recompute_granularity") == "selective" else None
+    if chosen == "local" and (by_engine := sorted(RECOMPUTED_BY_ENGINE & set(modules or ()))):
+        raise ValueError(
+            f"megatron.recompute_modules: {', '.join(by_engine)} requires model.backend=transformer_engine; remove it"
+        )
     if chosen == "transformer_engine":
         check_packs(config)
     for name in ("train_iters", "lr"):
@@ -352,6 +357,14 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
                 "model.pattern, such as ME*-/*E/*E"
             )
         return
+    full = config["megatron"].get("recompute_granularity") == "full"
+    if full and config["megatron"].get("recompute_method") == "uniform":
+        together = config["megatron"].get("recompute_num_layers") or 1
+        if together != 1:
+            raise ValueError(
+                f"megatron.recompute_num_layers={together}: Megatron-Core recomputes depths of multi-token prediction "
+                "(/ in model.pattern) only with 1"
+            )
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
     try:
         check_pattern(options, [block.kind for block in pattern.mtp], 0)

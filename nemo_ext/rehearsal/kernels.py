@@ -49,6 +49,7 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
         for target, name, replacement in (
             *(compute if kernels else ()),
             (token_dispatcher, "permute", _permute),
+            (token_dispatcher, "sort_chunks_by_idxs", _sort_chunks),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _splits(imbalance)),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),
             (token_dispatcher.MoEAllGatherTokenDispatcher, "dispatch_postprocess", _share(imbalance)),
@@ -211,6 +212,11 @@ def _permute(
     places = torch.empty(num_out_tokens or tokens.shape[0], dtype=torch.long)
     chosen = None if probs is None else probs.reshape(-1).index_select(0, places)
     return tokens.index_select(0, places), chosen, places, None, None
+
+
+def _sort_chunks(tokens: Tensor, *_: Any, probs: Tensor | None = None, **__: Any) -> tuple[Tensor, Tensor | None]:
+    """Stand in for `sort_chunks_by_idxs`: one copy in each direction, without a view for every expert of every rank."""
+    return tokens * 1, None if probs is None else probs * 1
 
 
 def _splits(imbalance: float) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from nemo_ext.architecture.layout import RECOMPUTED_BY_ENGINE
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
 from nemo_ext.data.phases import plan_of
@@ -127,6 +128,12 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
         aside.append("moe_grouped_gemm, with biases")
         megatron["moe_grouped_gemm"] = None
+    if megatron.get("recompute_granularity") == "selective":
+        modules = megatron.get("recompute_modules") or ()
+        if by_engine := RECOMPUTED_BY_ENGINE & set(modules):
+            aside.append(f"recompute_modules: {', '.join(sorted(by_engine))}")
+            megatron["recompute_modules"] = [name for name in modules if name not in by_engine] or None
+            megatron["recompute_granularity"] = "selective" if megatron["recompute_modules"] else None
     megatron |= dict.fromkeys((*FP8_FLAGS, "moe_permute_fusion"))
     megatron |= {
         "pretrained_checkpoint": None,

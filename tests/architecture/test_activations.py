@@ -92,6 +92,16 @@ def test_full_recomputation_keeps_block_inputs_and_one_block(architecture_of: Ar
     assert first_of_two == 2 * 2 * block_input + block_activation_bytes(model, 1, PLAIN)
 
 
+def test_full_recomputation_keeps_the_inputs_and_logits_of_prediction_depths(architecture_of: ArchitectureOf) -> None:
+    plain = architecture_of("tiny_hybrid", model={"pattern": "M-*-"})
+    model = plain.with_pattern("M-*-/*-/*-")
+    block_input, head = 64 * 2 * 32, 64 * (2 * 2 * 32 + (2 + 4) * 256)
+    depth = sum(block_activation_bytes(plain, n, PLAIN) for n in (3, 4)) + 6 * block_input
+
+    assert activation_bytes(model, PLAIN) == activation_bytes(plain, PLAIN) + 2 * (head + depth)
+    assert activation_bytes(model, Layout(recompute="full")) == 4 * block_input + 3 * head + 2 * 2 * block_input
+
+
 def test_micro_batches_in_flight(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "-|-|-|-"})
     one = block_activation_bytes(model, 1, PLAIN)

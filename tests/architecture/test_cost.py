@@ -87,9 +87,10 @@ def test_hybrids_to_the_last_parameter(name: str, backbone: int, depth: int | No
     assert cost.active_params(architecture, with_embedding=True) + sum(biases) == active
     assert prediction + (biases[0] if depth else 0) == (depth or 0)
     if depth:
-        twice = architecture.with_pattern(f"{architecture.pattern}/*E")
-        assert cost.total_params(twice) == cost.total_params(architecture) + prediction
-        assert cost.total_params(replace(twice, mtp_repeated=True)) == cost.total_params(architecture)
+        once = replace(architecture, pattern=replace(architecture.pattern, depths=1))
+        twice = replace(architecture, pattern=replace(architecture.pattern, depths=2))
+        assert cost.total_params(replace(twice, mtp_repeated=False)) == cost.total_params(once) + prediction
+        assert cost.total_params(replace(twice, mtp_repeated=True)) == cost.total_params(once)
 
 
 def test_prediction_depths_are_on_the_last_stage_and_cost_training_alone() -> None:

@@ -114,6 +114,8 @@ def test_stages_that_do_not_fit(text: str, layout: Layout, message: str) -> None
     [
         ("M*{heads=6,kv=2}", Layout(tensor_parallel=4), r"block 2 \(\*\{heads=6,kv=2\}\): heads=6 must be a multiple"),
         ("M{groups=2}", Layout(tensor_parallel=4), "groups=2 must be a multiple of tensor_parallel=4"),
+        ("M{heads=8,groups=2}", Layout(tensor_parallel=2, context_parallel=8), "heads=8 must be .* 2 x 8"),
+        ("M{heads=12,groups=6}", Layout(context_parallel=4), "context_parallel=4 must divide .* = 6 / 1"),
         ("-{ffn=50}", Layout(tensor_parallel=4), "ffn=50 must be a multiple of tensor_parallel=4"),
         ("E{experts=6}", Layout(data_parallel=4, expert_parallel=4), "experts=6 must be a multiple of expert_parallel"),
         ("*{heads=12,kv=3}", Layout(tensor_parallel=2), "kv=3 must be a multiple of tensor_parallel=2"),

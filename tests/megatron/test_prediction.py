@@ -24,6 +24,7 @@ PATTERN = "ME{ffn=64}*-/*{heads=4,kv=2}E{experts=4,ffn=96}M/*{heads=4,kv=2}E{exp
 """Two depths, whose blocks 1 and 2 have other values than the main blocks 1 and 2."""
 PIPELINE = ("megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2")
 CONTEXT = ("megatron.context_parallel_size=2", "launcher.nproc_per_node=2", "model.backend=transformer_engine")
+FULL = ("megatron.recompute_granularity=full", "megatron.recompute_method=uniform")
 LATENT = ("+megatron.moe_latent_size=48",)
 WORDS = ["run_dir=unused", "data=mock", f"model.pattern={PATTERN}"]
 
@@ -195,6 +196,7 @@ def test_a_run_with_a_frozen_main_model_resumes(single: Path, tmp_path: Path, tr
         (("model.pattern=ME*-/*E", "train.mtp_only=true"), "set megatron.pretrained_checkpoint to a trained one"),
         (("model.pattern=ME*-/*E", *FROZEN, "stability.z_loss=1e-5"), "stability.z_loss=1e-05 cannot be combined"),
         (("model.pattern=ME*-/*E", *FROZEN, "distillation.teacher=/nowhere"), "distillation.teacher=/nowhere cannot"),
+        (("model.pattern=ME*-/*E", *FULL, "megatron.recompute_num_layers=2"), "recompute_num_layers=2: .* only with 1"),
         (("model.pattern=ME*-/*E{topk=9}",), "multi-token prediction: block 2 .* topk=9 is more than the 8 experts"),
         (
             ("model.pattern=ME*-/*E", "megatron.mtp_num_layers=3"),
@@ -207,3 +209,11 @@ def test_settings_that_do_not_fit_are_refused(words: tuple[str, ...], message: s
 
     with pytest.raises(ValueError, match=message):
         check(compose("train", ["run_dir=unused", "data=mock", *words]))
+
+
+def test_modules_that_only_transformer_engine_recomputes_are_refused_on_the_local_back_end() -> None:
+    from nemo_ext.megatron.check import check_machine
+
+    words = ("megatron.recompute_granularity=selective", "megatron.recompute_modules=[moe,moe_act]")
+    with pytest.raises(ValueError, match="recompute_modules: moe_act requires"):
+        check_machine(compose("train", ["run_dir=unused", "data=mock", "model.backend=local", *words]))

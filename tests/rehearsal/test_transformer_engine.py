@@ -171,6 +171,15 @@ def test_flags_of_fp8_are_rehearsed_as_a_plan() -> None:
     assert aside == ["fp8_param_gather"]
 
 
+def test_modules_that_only_transformer_engine_recomputes_are_set_aside() -> None:
+    selective = [*DENSE, "megatron.recompute_granularity=selective"]
+    changed, aside = rehearsed(compose("rehearse", [*selective, "megatron.recompute_modules=[moe_act,mlp,layernorm]"]))
+    alone, _ = rehearsed(compose("rehearse", [*selective, "megatron.recompute_modules=[moe_act]"]))
+    assert changed["megatron"]["recompute_modules"] == ["mlp"]
+    assert aside == ["recompute_modules: layernorm, moe_act"]
+    assert alone["megatron"]["recompute_granularity"] is None
+
+
 def ranks(folder: Path, *words: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = rehearse(compose("rehearse", list(words)), "all", folder)["ranks"]
     return found
