@@ -14,6 +14,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
 from nemo_ext.serving.settings import ServingSettings
+from nemo_ext.serving.vllm import check_drafts
 
 _EXPORT = "export"
 _A_DAY = 86400.0
@@ -41,13 +42,15 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
     """Check a model's config and tokenizer files before a server starts.
 
     Raises:
-        ValueError: the directory's code requires consent, its format requires a different engine, or it has no
-            tokenizer.
+        ValueError: the directory's code requires consent, its format requires a different engine, it has no
+            tokenizer, or vLLM cannot draft tokens with it.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return  # it may be created before the job starts; otherwise `folder_of` reports it
     if not is_hugging_face(folder):
+        if settings.draft is not None and (beside := _config_of(folder)) is not None:
+            check_drafts(beside, model)
         files = config["files_from"]
         if files is None and _tokenizer_of_run(folder) is not None:
             return
@@ -63,17 +66,20 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
             f"model={model} is quantised by ModelOpt, which transformers does not read; set serving.engine=vllm"
         )
     may_run_code(str(folder), config)
+    if settings.draft is not None:
+        check_drafts(read_json(folder / CONFIG), model)
     if not any((folder / name).exists() for name in _TOKENIZER):
         raise ValueError(f"model={model} has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`")
 
 
-def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
+def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str | None = None) -> Path:
     """Return a model's Hugging Face directory; a Megatron checkpoint is exported once, to the run directory.
 
     Args:
         model: Hugging Face directory or Megatron run directory.
         run_dir: run directory of the job that serves the model.
         files_from: directory with tokenizer, chat template and generation config for the export; None for the run's.
+        draft: mtp to export multi-token prediction too, as the engine drafts tokens with it.
 
     Raises:
         ValueError: the model does not exist, or cannot be exported.
@@ -89,9 +95,10 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     files = _files_of_run(source, run_dir) if files_from is None else Path(files_from).expanduser()
-    settings = hf.Settings(files_from=files, mtp="drop")  # as no engine here predicts several tokens
+    settings = hf.Settings(files_from=files, mtp="drop" if draft is None else "keep")
+    name = checkpoint_folder(source, None).name + ("" if draft is None else f"_{draft}")
     with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
-        plan = hf.plan(source, run_dir / _EXPORT / checkpoint_folder(source, None).name, settings)
+        plan = hf.plan(source, run_dir / _EXPORT / name, settings)
         if not hf.is_made(plan, settings):
             notice(f"exporting {source} to {plan.to}")
             hf.convert(plan, settings)
@@ -109,8 +116,15 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
     beside = extras_beside(run, checkpoint)
     if beside is not None and any((beside / name).exists() for name in _TOKENIZER):
         return {"kind": "huggingface", "path": str(beside)}
-    config = config_beside(run, checkpoint) or {}
+    config = _config_of(run) or {}
     return next((found for data in data_sections(config) if (found := data.get("tokenizer"))), None)
+
+
+def _config_of(run: Path) -> dict[str, Any] | None:
+    """Return the config next to a run's newest checkpoint; None if there is none."""
+    from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+
+    return config_beside(run, checkpoint_folder(run, None))
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:
