@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
@@ -89,6 +90,10 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
         raise ValueError(
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
+    if draft is None and _has_prediction(source):
+        notice(
+            f"model={model}: its multi-token prediction is not used; with vLLM, serving.draft=mtp drafts tokens by it"
+        )
     if is_hugging_face(source):
         return source
     from nemo_ext.checkpoint import hf
@@ -118,6 +123,14 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
         return {"kind": "huggingface", "path": str(beside)}
     config = _config_of(run) or {}
     return next((found for data in data_sections(config) if (found := data.get("tokenizer"))), None)
+
+
+def _has_prediction(folder: Path) -> bool:
+    """True if the config of a Hugging Face directory or Megatron run has multi-token prediction."""
+    if is_hugging_face(folder):
+        return bool(read_json(folder / CONFIG).get("num_nextn_predict_layers"))
+    config = _config_of(folder)
+    return config is not None and bool(parse(str(config["model"]["pattern"])).mtp)
 
 
 def _config_of(run: Path) -> dict[str, Any] | None:

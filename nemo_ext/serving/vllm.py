@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,21 @@ def check_drafts(model: Mapping[str, Any], name: str) -> None:
             "serving.draft=mtp: the installed vLLM has no model nemotron_h_mtp; install a newer vLLM, or set "
             "serving.draft=null"
         )
+    if _keeps_rejected() and any(block.kind == "M" for block in pattern.blocks):
+        raise ValueError(
+            "serving.draft=mtp: the installed vLLM for CPUs returns wrong tokens, as its Mamba-2 convolution keeps "
+            "rejected drafts; set serving.draft=null"
+        )
+
+
+def _keeps_rejected() -> bool:
+    """True if the installed vLLM is for CPUs and ignores the number of accepted drafts in Mamba-2 (as 0.32 does)."""
+    try:
+        on_cpu = metadata.version("vllm").endswith("cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    file = Path(module_folder("vllm.model_executor.layers.mamba.ops.cpu")) / "causal_conv1d.py"
+    return on_cpu and file.is_file() and "num_accepted_tokens" not in file.read_text()
 
 
 def _precision(folder: Path) -> dict[str, Any]:

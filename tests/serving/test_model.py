@@ -60,6 +60,14 @@ def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder:
     assert settings_of(f"served={served_folder}", "serving.name=other")[0].name == "other"
 
 
+def test_prediction_without_drafts_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+
+    for draft, remarks in ((None, 1), ("mtp", 0)):
+        assert folder_of(str(tmp_path), tmp_path / "serve", None, draft=draft) == tmp_path
+        assert capsys.readouterr().err.count("its multi-token prediction is not used") == remarks
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

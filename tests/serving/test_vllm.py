@@ -121,6 +121,7 @@ def of_super(*words: str) -> dict[str, Any]:
 
 def test_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     place = folder(config=of_super())
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
     drafts = '--speculative-config {"method": "mtp", "num_speculative_tokens": '
 
     assert words(place, draft="mtp").endswith(drafts + "1}")
@@ -130,6 +131,24 @@ def test_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(vllm, "module_folder", lambda name: "somewhere" if name == "vllm" else "")
     with pytest.raises(ValueError, match="has no model nemotron_h_mtp; install a newer vLLM"):
         words(place, draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("version", "code"), [("0.32.0+cpu", ""), ("0.32.0", ""), ("0.40.0+cpu", "num_accepted_tokens")]
+)
+def test_vllm_for_cpus(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, code: str
+) -> None:
+    (tmp_path / "causal_conv1d.py").write_text(code)
+    monkeypatch.setattr(vllm.metadata, "version", lambda _: version)
+    monkeypatch.setattr(vllm, "module_folder", lambda _: str(tmp_path))
+    place = folder(config=of_super())
+
+    if version == "0.32.0+cpu":
+        with pytest.raises(ValueError, match="vLLM for CPUs returns wrong tokens"):
+            words(place, draft="mtp")
+    else:
+        assert "--speculative-config" in words(place, draft="mtp")
 
 
 OWN_DEPTHS = "megatron.mtp_use_repeated_layer=false"
@@ -185,6 +204,7 @@ def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monke
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
     parser = make_arg_parser(FlexibleArgumentParser())
     place = folder()
     for template in ("nemotron3_nano", "olmo3", "domyn"):
