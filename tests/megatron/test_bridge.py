@@ -35,6 +35,12 @@ MODELS = {
         "megatron.kv_channels=40",
     ),
     "NemotronHForCausalLM": ("model=nemotron3_nano_tiny", *SIGMOID),
+    "NemotronHForCausalLM with MTP": (
+        "model=nemotron3_super_tiny",
+        "model.pattern=MEM*E/M*E/M*E",
+        "megatron.mtp_use_repeated_layer=false",
+        "megatron.norm_epsilon=1e-5",
+    ),
     "LlamaForCausalLM": ("model=llama_nemotron_tiny", "model.pattern=(*-)x2"),
     "DeciLMForCausalLM": (
         "model=llama_nemotron_tiny",
