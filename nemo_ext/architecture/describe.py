@@ -231,7 +231,7 @@ def _block_table(figures: Description) -> "Table":
     share = figures["head_forward_flops_per_token"] / whole
     table.add_row("", "norm and output layer", "", "1", number(head), number(head), f"{share:.1%}")
     if mtp := figures["mtp_params"]:
-        table.add_row("", "multi-token prediction, only in training", "", "", "", number(mtp), "")
+        table.add_row("", "multi-token prediction", "", "", "", number(mtp), "")
     return table
 
 

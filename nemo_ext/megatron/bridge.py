@@ -77,7 +77,7 @@ SPELLINGS = (
 KINDS = (
     ("in_proj", r"mixer\.in_proj\.weight$"),
     ("conv1d", r"mixer\.conv1d[._](weight|bias)$"),
-    ("column", r"(linear_qkv|linear_fc1)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
+    ("column", r"(linear_qkv|linear_fc1|eh_proj)\.(weight|bias)\d*$|mixer\.(A_log|D|dt_bias|norm\.weight)$"),
     ("row", r"(linear_proj|linear_fc2|out_proj)\.(weight|bias)\d*$"),
 )
 """Tensor-parallel layouts, each with the pattern of its parameters' names; others are replicated on every rank."""
@@ -119,12 +119,8 @@ def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
     """Yield a model's parameters and saved buffers once, in model order, each paired with its Hugging Face tensors.
 
     Raises:
-        ValueError: the format cannot express a block, or the model has multi-token prediction.
+        ValueError: the format cannot express a block.
     """
-    if description.prediction:
-        raise ValueError(
-            "multi-token prediction is not supported through Megatron-Bridge: use nemo-ext convert, which converts it"
-        )
     for entry in hf_format.entries(description):
         piece = entry.pieces[0]
         if ".experts.experts." not in piece.key:
@@ -181,6 +177,7 @@ def provider_fields(description: Description) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "is_hybrid_model": True,
         "hybrid_layer_pattern": compile_pattern(description.architecture.pattern).hybrid_layer_pattern,
+        "mtp_num_layers": description.architecture.pattern.depths or None,
         "vocab_size": description.vocab_size,
         "gated_linear_unit": description.architecture.gated,
         "activation_func": {"silu": torch.nn.functional.silu, "relu2": squared_relu, "gelu": torch.nn.functional.gelu}[

@@ -24,9 +24,10 @@ def follow(job: str, words: Sequence[str]) -> int:
     place = Path(str(config["run_dir"] if "run_dir" in config else config["output"]))
     if not find(job).server:
         place /= OWN
-    folder = folder_of(str(config["served"]), place.expanduser(), config["files_from"])
+    settings = ServingSettings.from_config(config)
+    folder = folder_of(str(config["served"]), place.expanduser(), config["files_from"], draft=settings.draft)
     rank = int(os.environ["SLURM_PROCID"]) + 1
-    with vllm.running(vllm.command(folder, ServingSettings.from_config(config), config, rank=rank), None) as process:
+    with vllm.running(vllm.command(folder, settings, config, rank=rank), None) as process:
         return process.wait()
 
 

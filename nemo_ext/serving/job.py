@@ -36,7 +36,7 @@ def run(config: Mapping[str, Any]) -> None:
                 _serve(config, settings, run_dir, port)
                 return
             bind(settings.host, port).close()  # checks the address before anything starts
-            folder = folder_of(str(config["served"]), run_dir, config["files_from"])
+            folder = folder_of(str(config["served"]), run_dir, config["files_from"], draft=settings.draft)
             numbers = range(settings.replicas) if settings.replica is None else [settings.replica]
             asyncio.run(run_group({**config, "served": str(folder)}, settings, run_dir, numbers, port))
     except (ReplicaFailed, vllm.Ended) as error:
@@ -47,7 +47,7 @@ def run(config: Mapping[str, Any]) -> None:
 def _serve(config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, port: int) -> None:
     key, bound = settings.key(), bind(settings.host, port)
     (run_dir / FILE).unlink(missing_ok=True)
-    folder = folder_of(str(config["served"]), run_dir, config["files_from"])
+    folder = folder_of(str(config["served"]), run_dir, config["files_from"], draft=settings.draft)
     port = bound.getsockname()[1]
     address = Address(
         url=url_of(settings.host, port),

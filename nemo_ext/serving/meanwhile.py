@@ -32,10 +32,11 @@ def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, 
         yield str(config["endpoint"]), served, None
         return
     run_dir = folder / "servers" / uuid.uuid4().hex[:12]
-    own: dict[str, Any] = {"name": ServingSettings.from_config(config).name, "replica": None}
+    settings = ServingSettings.from_config(config)
+    own: dict[str, Any] = {"name": settings.name, "replica": None}
     if config["serving"]["replica"] is not None:  # on Slurm each worker has one replica
         own |= {"replicas": 1, "least": None}
-    server, model = Replica(run_dir), folder_of(str(served), folder, config["files_from"])
+    server, model = Replica(run_dir), folder_of(str(served), folder, config["files_from"], draft=settings.draft)
     notice(f"serving {served} on this machine during the job (log: {server.log})")
     server.start(
         {

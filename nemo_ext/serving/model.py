@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
@@ -14,6 +15,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
 from nemo_ext.serving.settings import ServingSettings
+from nemo_ext.serving.vllm import check_drafts
 
 _EXPORT = "export"
 _A_DAY = 86400.0
@@ -41,13 +43,15 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
     """Check a model's config and tokenizer files before a server starts.
 
     Raises:
-        ValueError: the directory's code requires consent, its format requires a different engine, or it has no
-            tokenizer.
+        ValueError: the directory's code requires consent, its format requires a different engine, it has no
+            tokenizer, or vLLM cannot draft tokens with it.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return  # it may be created before the job starts; otherwise `folder_of` reports it
     if not is_hugging_face(folder):
+        if settings.draft is not None and (beside := _config_of(folder)) is not None:
+            check_drafts(beside, model)
         files = config["files_from"]
         if files is None and _tokenizer_of_run(folder) is not None:
             return
@@ -63,17 +67,20 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
             f"model={model} is quantised by ModelOpt, which transformers does not read; set serving.engine=vllm"
         )
     may_run_code(str(folder), config)
+    if settings.draft is not None:
+        check_drafts(read_json(folder / CONFIG), model)
     if not any((folder / name).exists() for name in _TOKENIZER):
         raise ValueError(f"model={model} has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`")
 
 
-def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
+def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str | None = None) -> Path:
     """Return a model's Hugging Face directory; a Megatron checkpoint is exported once, to the run directory.
 
     Args:
         model: Hugging Face directory or Megatron run directory.
         run_dir: run directory of the job that serves the model.
         files_from: directory with tokenizer, chat template and generation config for the export; None for the run's.
+        draft: mtp to export multi-token prediction too, as the engine drafts tokens with it.
 
     Raises:
         ValueError: the model does not exist, or cannot be exported.
@@ -83,15 +90,20 @@ def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
         raise ValueError(
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
+    if draft is None and _has_prediction(source):
+        notice(
+            f"model={model}: its multi-token prediction is not used; with vLLM, serving.draft=mtp drafts tokens by it"
+        )
     if is_hugging_face(source):
         return source
     from nemo_ext.checkpoint import hf
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     files = _files_of_run(source, run_dir) if files_from is None else Path(files_from).expanduser()
-    settings = hf.Settings(files_from=files, mtp="drop")  # as no engine here predicts several tokens
+    settings = hf.Settings(files_from=files, mtp="drop" if draft is None else "keep")
+    name = checkpoint_folder(source, None).name + ("" if draft is None else f"_{draft}")
     with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
-        plan = hf.plan(source, run_dir / _EXPORT / checkpoint_folder(source, None).name, settings)
+        plan = hf.plan(source, run_dir / _EXPORT / name, settings)
         if not hf.is_made(plan, settings):
             notice(f"exporting {source} to {plan.to}")
             hf.convert(plan, settings)
@@ -109,8 +121,23 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
     beside = extras_beside(run, checkpoint)
     if beside is not None and any((beside / name).exists() for name in _TOKENIZER):
         return {"kind": "huggingface", "path": str(beside)}
-    config = config_beside(run, checkpoint) or {}
+    config = _config_of(run) or {}
     return next((found for data in data_sections(config) if (found := data.get("tokenizer"))), None)
+
+
+def _has_prediction(folder: Path) -> bool:
+    """True if the config of a Hugging Face directory or Megatron run has multi-token prediction."""
+    if is_hugging_face(folder):
+        return bool(read_json(folder / CONFIG).get("num_nextn_predict_layers"))
+    config = _config_of(folder)
+    return config is not None and bool(parse(str(config["model"]["pattern"])).mtp)
+
+
+def _config_of(run: Path) -> dict[str, Any] | None:
+    """Return the config next to a run's newest checkpoint; None if there is none."""
+    from nemo_ext.checkpoint.torch_dist import checkpoint_folder
+
+    return config_beside(run, checkpoint_folder(run, None))
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:

@@ -33,6 +33,9 @@ class ServingSettings:
         replica: number of the replica that this process runs, in a Slurm array; None for all of them.
         gpus: number of GPUs per node that a replica uses.
         nodes: number of nodes per replica, for vllm.
+        draft: mtp to draft tokens with the model's multi-token prediction (speculative decoding), for vllm; None for
+            no drafts.
+        draft_tokens: number of tokens per draft; None for 1.
         vllm: further arguments of `vllm serve`, such as {gpu_memory_utilization: 0.85}.
     """
 
@@ -50,6 +53,8 @@ class ServingSettings:
     replica: NonNegativeInt | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
+    draft: Literal["mtp"] | None = None
+    draft_tokens: PositiveInt | None = None
     vllm: Extra = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,9 +73,13 @@ class ServingSettings:
                 f"vllm must not contain {', '.join(sorted(own))}; set serving.host, port, serving.name, "
                 "serving.max_length, serving.gpus or serving.key_variable instead"
             )
-        if self.engine != "vllm" and (self.vllm or self.nodes > 1):
-            key = "vllm" if self.vllm else f"nodes={self.nodes}"
-            raise ValueError(f"{key} requires engine=vllm, but engine is {self.engine}")
+        if self.draft is None and self.draft_tokens is not None:
+            raise ValueError(f"draft_tokens={self.draft_tokens} requires draft=mtp: set it, or remove draft_tokens")
+        if self.draft is not None and "speculative_config" in self.vllm:
+            raise ValueError(f"draft={self.draft} and vllm.speculative_config cannot be combined: remove one of them")
+        used = {"vllm": self.vllm, f"nodes={self.nodes}": self.nodes > 1, f"draft={self.draft}": self.draft}
+        if self.engine != "vllm" and (keys := [key for key, value in used.items() if value]):
+            raise ValueError(f"{keys[0]} requires engine=vllm, but engine is {self.engine}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":

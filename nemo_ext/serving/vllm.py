@@ -14,12 +14,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.template import Template
+from nemo_ext.checkpoint import formats
 from nemo_ext.checkpoint.beside import read_json
+from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.foreign_code import may_run_code
+from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.engines import folder_of as module_folder
 from nemo_ext.job.parent import end, end_with_parent
 from nemo_ext.quantization.generation import cli_words
 from nemo_ext.serving.settings import ServingSettings
@@ -35,6 +40,9 @@ _FIRST_NODE = "SLURM_LAUNCH_NODE_IPADDR"
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """First port and number of ports of multi-node replicas, below Linux's ephemeral range, which begins at 32768."""
 _SECONDS_TO_STOP = 60.0
+_DRAFTS = ("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM")
+_DRAFT_MODEL = "vllm.model_executor.models.nemotron_h_mtp"
+"""vLLM's model that drafts tokens for the classes in `_DRAFTS`."""
 
 
 class Ended(Exception):
@@ -59,7 +67,8 @@ def command(
         rank: number of this node in a multi-node replica; the first node runs the server.
 
     Raises:
-        ValueError: the directory's code requires consent, or several nodes are used without Slurm.
+        ValueError: the directory's code requires consent, vLLM cannot draft tokens with the model, or several nodes
+            are used without Slurm.
     """
     arguments: dict[str, Any] = {
         "host": settings.host,
@@ -73,6 +82,10 @@ def command(
         **_precision(folder),
         **_parsers(folder),
     }
+    if settings.draft is not None:
+        check_drafts(read_json(folder / CONFIG), str(folder))
+        drafts = {"method": settings.draft, "num_speculative_tokens": settings.draft_tokens or 1}
+        arguments["speculative_config"] = drafts
     if settings.nodes > 1:
         if (first := os.environ.get(_FIRST_NODE)) is None:
             raise ValueError(f"serving.nodes={settings.nodes} requires Slurm; use `nemo-ext submit job=serve`")
@@ -89,6 +102,55 @@ def command(
     values = {key: value for key, value in arguments.items() if value is not None and not isinstance(value, bool)}
     off = [f"--no-{key.replace('_', '-')}" for key, value in arguments.items() if value is False]
     return ["vllm", "serve", str(folder), *cli_words(values), *switches, *off]
+
+
+def check_drafts(model: Mapping[str, Any], name: str) -> None:
+    """Check that vLLM can draft tokens with a model's multi-token prediction (MTP).
+
+    Args:
+        model: the model's config.json, or the config with sections `model` and `megatron` of a Megatron run.
+        name: the model as the user wrote it, for messages.
+
+    Raises:
+        ValueError: the model has no MTP, or vLLM does not support its class or its depths.
+    """
+    if "architectures" in model:
+        found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
+    else:
+        description = from_config(model)
+        found = formats.choose(description)[0]
+    pattern = description.architecture.pattern
+    reason = None
+    if not pattern.mtp:
+        reason = "has no multi-token prediction"
+    elif found.architecture not in _DRAFTS:
+        reason = f"is in the format {found.architecture}, for which vLLM has no drafts"
+    elif pattern.depths > 1:
+        reason = f"has {pattern.depths} prediction depths with their own weights, and vLLM drafts with one depth"
+    elif other := sorted({block.kind for block in pattern.mtp} - set("*E")):
+        reason = f"has blocks {' '.join(other)} in its prediction depth, and vLLM drafts only with * and E"
+    if reason is not None:
+        raise ValueError(f"serving.draft=mtp: model={name} {reason}; set serving.draft=null")
+    if module_folder("vllm") and not module_folder(_DRAFT_MODEL):
+        raise ValueError(
+            "serving.draft=mtp: the installed vLLM has no model nemotron_h_mtp; install a newer vLLM, or set "
+            "serving.draft=null"
+        )
+    if _keeps_rejected() and any(block.kind == "M" for block in pattern.blocks):
+        raise ValueError(
+            "serving.draft=mtp: the installed vLLM for CPUs returns wrong tokens, as its Mamba-2 convolution keeps "
+            "rejected drafts; set serving.draft=null"
+        )
+
+
+def _keeps_rejected() -> bool:
+    """True if the installed vLLM is for CPUs and ignores the number of accepted drafts in Mamba-2 (as 0.32 does)."""
+    try:
+        on_cpu = metadata.version("vllm").endswith("cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    file = Path(module_folder("vllm.model_executor.layers.mamba.ops.cpu")) / "causal_conv1d.py"
+    return on_cpu and file.is_file() and "num_accepted_tokens" not in file.read_text()
 
 
 def _precision(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.checkpoint import hf
+from nemo_ext.checkpoint import merge as merging
 from nemo_ext.checkpoint.description import differences, from_config, to_config
 from nemo_ext.checkpoint.formats import choose, ignored, read
 from nemo_ext.checkpoint.storage import CheckpointError
@@ -117,6 +118,33 @@ def test_there_and_back_and_without(tmp_path: Path, train_ranks: Command, conver
     for name in ("hf", "without"):
         compared = compare(tmp_path / name, tmp_path / "run", [ids])
         assert compared.largest < 1e-4 < 0.1 < compared.deviation, name
+
+
+def test_prediction_is_averaged_in_both_formats(tmp_path: Path) -> None:
+    found, config = choose(from_config(compose("describe", ["model=nemotron3_super_tiny"])))
+    made = []
+    for seed, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        torch.manual_seed(seed)
+        entries = found.entries(read(config)[1])
+        tensors = {
+            name: torch.randn(shape) for each in entries for name, shape in zip(each.names, each.shapes, strict=True)
+        }
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        made.append(tensors)
+        plan = hf.plan(tmp_path / name, tmp_path / f"{name}_megatron", hf.Settings())
+        hf.convert(plan, hf.Settings(), progress=False)
+    for ending in ("", "_megatron"):
+        sources = [tmp_path / f"first{ending}", tmp_path / f"second{ending}"]
+        merging.merge(merging.plan(sources, tmp_path / f"mean{ending}", merging.Settings()), progress=False)
+    hf.convert(hf.plan(tmp_path / "mean_megatron", tmp_path / "back", hf.Settings()), hf.Settings(), progress=False)
+
+    mean, back = (load_file(tmp_path / name / "model.safetensors") for name in ("mean", "back"))
+    assert sum(name.startswith("mtp.") for name in mean) == 32
+    for name, tensor in mean.items():
+        expected = ((made[0][name].double() + made[1][name].double()) / 2).float()
+        assert torch.equal(tensor, expected) and torch.equal(back[name], expected), name
 
 
 def test_missing_tensors_name_the_way_out(tmp_path: Path, train_ranks: Command, convert: Command) -> None:

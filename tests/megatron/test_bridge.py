@@ -40,6 +40,12 @@ MODELS = {
         "model.pattern=ME{ffn=96,topk=1}*{kv=1}-{ffn=96}E{experts=6}M*E",
         *SIGMOID,
     ),
+    "NemotronHForCausalLM with MTP": (
+        "model=nemotron3_super_tiny",
+        "model.pattern=MEM*E/M*E/M*E",
+        "megatron.mtp_use_repeated_layer=false",
+        "megatron.norm_epsilon=1e-5",
+    ),
     "LlamaForCausalLM": ("model=llama_nemotron_tiny", "model.pattern=(*-)x2"),
     "DeciLMForCausalLM": (
         "model=llama_nemotron_tiny",

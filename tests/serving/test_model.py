@@ -60,6 +60,14 @@ def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder:
     assert settings_of(f"served={served_folder}", "serving.name=other")[0].name == "other"
 
 
+def test_prediction_without_drafts_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+
+    for draft, remarks in ((None, 1), ("mtp", 0)):
+        assert folder_of(str(tmp_path), tmp_path / "serve", None, draft=draft) == tmp_path
+        assert capsys.readouterr().err.count("its multi-token prediction is not used") == remarks
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -68,6 +76,8 @@ def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder:
         (("serving.open=true", "serving.host=0.0.0.0"), "so a key is required"),
         (("serving.engine=vlm",), "serving.engine=.vlm."),
         (("serving.nodes=2",), "requires engine=vllm"),
+        (("serving.draft=mtp",), "draft=mtp requires engine=vllm"),
+        (("serving.draft=mtp", "serving.engine=vllm"), "model=.*tiny has no multi-token prediction"),
         (("serving.max_batch=0",), "serving.max_batch=0"),
         (("serving.replica=-1",), "serving.replica=-1"),
     ],
@@ -103,6 +113,8 @@ def test_a_run_is_served_with_the_tokenizer_of_its_data(
 ) -> None:
     from transformers import AutoTokenizer
 
+    with pytest.raises(ValueError, match="has no multi-token prediction"):
+        settings_of(f"served={of_megatron}", "serving.engine=vllm", "serving.draft=mtp")
     settings_of(f"served={of_megatron}")  # what its checkpoint was converted with lies beside it
     run = shutil.copytree(of_megatron, tmp_path / "run", ignore=shutil.ignore_patterns(EXTRAS))
     (model,) = (run / "model").glob("*.yaml")

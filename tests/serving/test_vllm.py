@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_ext.chat.template import Template
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import FORMATS, choose
+from nemo_ext.job.config import compose
+from nemo_ext.serving import vllm
 from nemo_ext.serving.settings import ServingSettings
 from nemo_ext.serving.vllm import command
 
@@ -113,6 +117,87 @@ def test_code_of_others_needs_consent(folder: Callable[..., Path]) -> None:
     assert "--trust-remote-code" in words(place, {"trust_remote_code": True})
 
 
+def of_super(*words: str) -> dict[str, Any]:
+    """The config.json of Nemotron 3 Super's toy model, which predicts several tokens."""
+    return choose(from_config(compose("describe", ["model=nemotron3_super_tiny", *words])))[1]
+
+
+def test_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = folder(config=of_super())
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
+    drafts = '--speculative-config {"method": "mtp", "num_speculative_tokens": '
+
+    assert words(place, draft="mtp").endswith(drafts + "1}")
+    assert words(place, draft="mtp", draft_tokens=3).endswith(drafts + "3}")
+    (place / "config.json").write_text(json.dumps(of_super() | {"quantization_config": {"quant_method": "modelopt"}}))
+    assert words(place, draft="mtp").endswith(drafts + "1}")
+    monkeypatch.setattr(vllm, "module_folder", lambda name: "somewhere" if name == "vllm" else "")
+    with pytest.raises(ValueError, match="has no model nemotron_h_mtp; install a newer vLLM"):
+        words(place, draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("version", "code"), [("0.32.0+cpu", ""), ("0.32.0", ""), ("0.40.0+cpu", "num_accepted_tokens")]
+)
+def test_vllm_for_cpus(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, code: str
+) -> None:
+    (tmp_path / "causal_conv1d.py").write_text(code)
+    monkeypatch.setattr(vllm.metadata, "version", lambda _: version)
+    monkeypatch.setattr(vllm, "module_folder", lambda _: str(tmp_path))
+    place = folder(config=of_super())
+
+    if version == "0.32.0+cpu":
+        with pytest.raises(ValueError, match="vLLM for CPUs returns wrong tokens"):
+            words(place, draft="mtp")
+    else:
+        assert "--speculative-config" in words(place, draft="mtp")
+
+
+OWN_DEPTHS = "megatron.mtp_use_repeated_layer=false"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["model.pattern=ME*-"], "has no multi-token prediction; set serving.draft=null"),
+        ([OWN_DEPTHS], "has 2 prediction depths with their own weights"),
+        (["model.pattern=ME*-/M*-"], "has blocks - M in its prediction depth, and vLLM drafts only with"),
+    ],
+)
+def test_models_without_drafts(folder: Callable[..., Path], changes: list[str], message: str) -> None:
+    if "pattern" in changes[0]:
+        changes = [*changes, OWN_DEPTHS]
+
+    with pytest.raises(ValueError, match=message):
+        words(folder(config=of_super(*changes)), draft="mtp")
+
+
+def test_our_own_format_has_no_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    described = from_config(compose("describe", ["model=nemotron3_super_tiny"]))
+    monkeypatch.setattr(vllm.formats, "read", lambda _: (FORMATS["NemoExtBlocksForCausalLM"], described))
+
+    with pytest.raises(ValueError, match=r"model=.*mine is in the format NemoExtBlocksForCausalLM"):
+        words(folder(), draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft_tokens": 2}, "draft_tokens=2 requires draft=mtp"),
+        (
+            {"draft": "mtp", "vllm": {"speculative_config": {"method": "ngram"}}},
+            "speculative_config cannot be combined",
+        ),
+        ({"draft": "ngram"}, "draft"),
+        ({"draft": "mtp", "draft_tokens": 0}, "draft_tokens"),
+    ],
+)
+def test_settings_of_drafts(folder: Callable[..., Path], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        words(folder(config=of_super()), **given)
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +208,17 @@ def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monke
 
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
     monkeypatch.setenv("SLURM_JOB_ID", "20041")
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
     parser = make_arg_parser(FlexibleArgumentParser())
     place = folder()
     for template in ("nemotron3_nano", "olmo3", "domyn"):
         (place / "chat_template.jinja").write_text(Template.load(template).source)
-        settings = ServingSettings(engine="vllm", name="mine", nodes=2, gpus=4, max_length=4096, dtype="bfloat16")
+        settings = ServingSettings(
+            engine="vllm", name="mine", nodes=2, gpus=4, max_length=4096, dtype="bfloat16", draft="mtp"
+        )
+        (place / "config.json").write_text(json.dumps(of_super()))
         told = parser.parse_args(command(place, settings, {}, port=8001, rank=1)[2:])
         assert told.tool_call_parser in ToolParserManager.list_registered()
         assert told.reasoning_parser in ReasoningParserManager.list_registered()
+        assert told.speculative_config == {"method": "mtp", "num_speculative_tokens": 1}
         assert (told.nnodes, told.node_rank, told.headless) == (2, 1, True)

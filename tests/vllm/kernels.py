@@ -1,4 +1,5 @@
-"""What vLLM has no kernels for on a CPU, written out in torch: experts without gates, and rounding to FP8.
+"""What vLLM has no kernels for on a CPU, written out in torch: experts without gates, rounding to FP8, and Mamba-2's
+convolution with drafts, some of which were rejected.
 
 Everything around them stays vLLM's: routing, scaling, shared experts, loading.
 """
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import conv1d, gelu, silu
 
 ACTIVATIONS = {"relu2_no_mul": lambda up: up.relu().square(), "silu_no_mul": silu, "gelu_no_mul": gelu}
 LARGEST = 448.0
@@ -20,11 +21,13 @@ def install() -> None:
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.quantization import modelopt
 
     ops.scaled_fp8_quant = to_fp8
     modelopt.ModelOptFp8Config.get_supported_act_dtypes = lambda _: [torch.float32]
     modelopt.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.EMULATION, Experts)
+    mamba_mixer2.causal_conv1d_update = _with_drafts(mamba_mixer2.causal_conv1d_update)
     config.current_platform = _WithExperts(config.current_platform)
     Experts._supports_no_act_and_mul = staticmethod(lambda: True)  # type: ignore[method-assign]
     Experts._supports_activation = staticmethod(lambda kind: kind.value in ACTIVATIONS)  # type: ignore[method-assign]
@@ -70,6 +73,25 @@ def _linear(inputs: Tensor, weight: Tensor, scales: Tensor | None, of_inputs: Te
         return inputs @ weight.T
     rounded, scale = to_fp8(inputs, of_inputs)
     return ((rounded.float() * scale) @ (weight.float() * scales[expert]).T).to(inputs.dtype)
+
+
+def _with_drafts(update: Any) -> Any:
+    """Wraps vLLM's convolution of a step, which on a CPU takes all drafts of the step before for accepted (0.32)."""
+
+    def updated(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor, *words: Any, **more: Any) -> Tensor:
+        accepted, bounds = more.get("num_accepted_tokens"), more.get("query_start_loc")
+        if accepted is None or bounds is None:
+            return update(x, states, weight, bias, *words, **more)
+        made, width = torch.zeros_like(x), weight.shape[1]
+        slots = more["conv_state_indices"][:, 0].tolist()
+        for slot, begin, end, first in zip(slots, bounds[:-1], bounds[1:], (accepted - 1).tolist(), strict=True):
+            if slot != 0:  # the block of padding
+                seen = torch.cat([states[slot, :, first : first + width - 1], x[begin:end].T], dim=-1)
+                made[begin:end] = silu(conv1d(seen[None], weight[:, None], bias, groups=len(weight)))[0].T
+                states[slot, :, : seen.shape[1] - 1] = seen[:, 1:]
+        return made
+
+    return updated
 
 
 def to_fp8(values: Tensor, scale: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

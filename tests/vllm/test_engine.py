@@ -1,5 +1,6 @@
 """What the engine does around our models changes no token: caches, chunks, preemption, ranks."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_ext.checkpoint.formats import read
 
 pytestmark = [
     pytest.mark.vllm,
@@ -60,6 +65,27 @@ def test_preemption_changes_no_token(reference: Callable[..., Any], in_vllm: Cal
 
     assert found["tokens"] == made.tokens
     assert found["preemptions"] > 0
+
+
+# Without a prefix cache, whose Mamba-2 states vLLM 0.32 copies by a kernel of Triton's.
+def test_drafts_change_no_token(reference: Callable[..., Any], in_vllm: Callable[..., Any]) -> None:
+    """A depth that repeats the last token: some of its drafts are accepted, others are not."""
+    made = reference(["model=nemotron3_super_tiny"], "NemotronHForCausalLM")
+    found, description = read(json.loads((made.folder / "config.json").read_text()))
+    tensors = load_file(made.folder / "model.safetensors")
+    for entry in found.entries(description):
+        for name, shape in zip(entry.names, entry.shapes, strict=True):
+            if name.startswith("mtp."):
+                tensors[name] = torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.01
+                if name.endswith("eh_proj.weight"):
+                    tensors[name] = torch.cat([torch.zeros(shape[0], shape[0]), torch.eye(shape[0])], dim=1)
+    save_file(tensors, made.folder / "model.safetensors", metadata={"format": "pt"})
+
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    answered = in_vllm(made, speculative_config=drafts, enable_prefix_caching=False)
+
+    assert answered["tokens"] == made.tokens
+    assert 0 < answered["accepted"] < answered["drafted"]
 
 
 def test_mamba_blocks_have_states_of_their_own_sizes(

@@ -9,6 +9,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -40,13 +44,20 @@ def main() -> None:
                 "prompt": [[value_of(one) for one in each.prompt_logprobs[1:]] for each in answers],
                 "new": [[value_of(one) for one in each.outputs[0].logprobs] for each in answers],
                 "cached": cached if asked.get("twice") else 0,
-                "preemptions": sum(each.value for each in model.get_metrics() if each.name == "vllm:num_preemptions"),
+                "preemptions": counted(model, "vllm:num_preemptions"),
+                "drafted": counted(model, "vllm:spec_decode_num_draft_tokens"),
+                "accepted": counted(model, "vllm:spec_decode_num_accepted_tokens"),
                 "model": type(model.llm_engine.model_executor.driver_worker.worker.model_runner.model).__module__
                 if not asked["engine"].keys() & {"tensor_parallel_size", "pipeline_parallel_size"}
                 else "",
             }
         )
     )
+
+
+def counted(model: "LLM", name: str) -> int:
+    """The value of one of the engine's counters."""
+    return sum(each.value for each in model.get_metrics() if each.name == name)
 
 
 def value_of(found: dict) -> float:

@@ -181,6 +181,13 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         prompts = Prompts.from_tokenizer(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
         trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
+    model_config = trainer.model.config
+    if getattr(model_config, "num_nextn_predict_layers", 0):
+        notice(
+            f"model={ready.model}: TRL trains without multi-token prediction; {run_dir / MODEL} will have no mtp.* "
+            "tensors, as those of the model would be stale"
+        )
+        model_config.num_nextn_predict_layers = 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
         notice(
             f"{run_dir / MODEL}: this run is finished; add steps to continue, or set another run_dir=... to start over"

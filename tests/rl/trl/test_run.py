@@ -398,8 +398,11 @@ def test_a_reward_model_is_trained(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
-    pairs = tmp_path / "pairs.jsonl"
+def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a config of multi-token prediction, which is not trained: the trained model says that it has none."""
+    model, pairs = shutil.copytree(model, tmp_path / "model"), tmp_path / "pairs.jsonl"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     with pairs.open("w") as file:
         for number in range(8):
             prompt = [{"role": "user", "content": f"say {number}"}]
@@ -416,6 +419,9 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
     logs = [log for log in lines(tmp_path / "run" / "metrics.jsonl") if "rewards/margins" in log]
     assert [log["step"] for log in logs] == [1, 2, 3, 4]
     assert logs[-1]["loss"] < logs[0]["loss"]
+    assert "TRL trains without multi-token prediction" in capsys.readouterr().err
+    for folder in (tmp_path / "run/model", tmp_path / "run/checkpoints/checkpoint-4"):
+        assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 @pytest.mark.parametrize(
