@@ -31,9 +31,10 @@ SCALES = export.SCALES
 SHARE = 0.5
 FEW = ["calibration.samples=12", "calibration.held_out=4", "calibration.max_length=48", "device=cpu"]
 FP8 = ["precision=fp8_current"]
-SOME = [*FP8, "precision_plan.rules=['1 bf16', '2.in_proj bf16', '3.qkv bf16', 'head bf16']"]
+SOME = [*FP8, "precision_plan.rules=['1 bf16', '2.in_proj bf16', '3.qkv bf16', 'head bf16', '.latent_fc1 fp8']"]
+NANO = ["precision=nemotron3_selective"]
 CASES = {
-    "hybrid": ("nemotron3_nano_tiny", "MEM*E-", ["precision=nemotron3_selective"], {"0", "1", "4", "5"}),
+    "hybrid": ("nemotron3_nano_tiny", "ME{latent=64}M*E{latent=64}-", NANO, {"0", "1", "4", "5"}),
     "dense": ("domyn_small_tiny", "*-*-", FP8, {"0", "1"}),
     "deci_no_op_first": (
         "llama_nemotron_tiny",
@@ -47,7 +48,7 @@ CASES = {
         FP8,
         {"0", "1", "2", "4"},
     ),
-    "own_mixed": ("nemotron3_nano_tiny", "MEM{heads=4}*E-", SOME, {"0", "2", "3", "4", "5"}),
+    "own_mixed": ("nemotron3_nano_tiny", "ME{latent=32}M{heads=4}*E{latent=64}-", SOME, {"0", "2", "3", "4", "5"}),
     "own_hybrid": ("nemotron3_nano_tiny", "MEM{heads=4}*-", FP8, {"0", "1", "2", "3", "4"}),
 }
 
