@@ -294,7 +294,7 @@ def layer_algorithms(plan: Plan, modules: Iterable[tuple[str, str]]) -> dict[str
         plan: precision plan of the weights.
         modules: names of the checkpoint's quantised modules, and their precisions.
     """
-    sizes = {"w4a4": 16, "w4a16": 16, "mxfp8": 32, "blockwise": 128}
+    sizes = {"w4a4": 16, "w4a16": 16, "mxfp8": 32}
     forms = {"fp8": plan.recipe, "nvfp4": plan.nvfp4}
     return {
         module: {
