@@ -334,13 +334,13 @@ class GroupedLinear(torch.nn.Module):
 
     def __init__(
         self, count: int, inputs: int, outputs: int, *, config: Any, init_method: Any, pg_collection: Any,
-        column: bool, **_: Any,
+        column: bool, engine: Engine, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         parts = pg_collection.expt_tp.size()
         self.groups, self.axis = pg_collection, 0 if column else 1
         outputs, inputs = (outputs // parts, inputs) if column else (outputs, inputs // parts)
-        self.product: Product | None = None
+        self.product = Product(engine)  # that of a precision plan replaces it (`use`)
         for number in range(count):
             weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
             init_method(weight)
@@ -355,7 +355,6 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
         """Return the outputs for the experts' concatenated tokens, `counts` for each expert, and None for the bias."""
-        assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
 
     def sharded_state_dict(
@@ -442,7 +441,7 @@ def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[
     def grouped(self: Any, use_grouped: bool) -> Any:
         if not use_grouped:
             return local_experts(self, use_grouped)
-        first, second = (partial(GroupedLinear, column=column) for column in (True, False))
+        first, second = (partial(GroupedLinear, column=column, engine=engine) for column in (True, False))
         return partial(GroupedMLP, submodules=experts.GroupedMLPSubmodules(linear_fc1=first, linear_fc2=second))
 
     with (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_ext.architecture.cost import total_params
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.configs import stage_config
@@ -66,6 +67,20 @@ def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
     hidden, length = parent["megatron"]["hidden_size"], 256
     one_more = 8 * length * hidden * 2  # of 8 sequences
     assert more["score"]["peak_bytes"] - whole["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["null", "shard"])
+def test_grouped_experts_of_a_parent_with_multi_token_prediction(fsdp: str, tmp_path: Path) -> None:
+    words = ["recipe=puzzle/nemotron3_super_quickstart", *WORDS[1:], "puzzle.stages=[score]", f"puzzle.fsdp={fsdp}"]
+    config = compose("rehearse_puzzle", [*words, "megatron.moe_grouped_gemm=true"])
+
+    (rank,) = rehearse_puzzle(config, tmp_path)["ranks"]
+
+    whole = from_config(config)
+    main = whole.without_prediction()  # a stage runs without the depths
+    smallest, largest = (2 * total_params(each.architecture) for each in (main, whole))
+    assert smallest <= rank["peak"]["weights"] < largest
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_experts_are_one_product_with_a_copy_each() -> None:
 
 
 def test_experts_have_one_name_in_a_checkpoint() -> None:
-    from nemo_ext.rehearsal.transformer_engine import GroupedLinear
+    from nemo_ext.rehearsal.transformer_engine import Engine, GroupedLinear
 
     def group(rank: int, size: int) -> SimpleNamespace:
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)
@@ -118,7 +118,8 @@ def test_experts_have_one_name_in_a_checkpoint() -> None:
         expert_tensor_parallel_size=1,
         tensor_model_parallel_size=1,
     )
-    layer = GroupedLinear(2, 8, 32, config=config, init_method=id, pg_collection=groups, column=True)
+    engine = Engine(Tracker())
+    layer = GroupedLinear(2, 8, 32, config=config, init_method=id, pg_collection=groups, column=True, engine=engine)
     found = layer.sharded_state_dict("linear_fc1.", (), {"dp_cp_group": group(0, 3)})
     for number in (0, 1):
         made = found[f"linear_fc1.weight{number}"]
