@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.beside import EXTRAS
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.formats import choose, read
 from nemo_ext.job.config import compose
 from nemo_ext.serving.model import checked_settings, checkpoint_digest, folder_of
 
@@ -58,6 +62,30 @@ def test_replicas_that_come_at_once_export_a_run_once(served_folder: Path, of_me
 def test_the_name_is_the_folders(settings_of: Callable[..., Any], served_folder: Path) -> None:
     assert settings_of(f"served={served_folder}/")[0].name == "tiny"
     assert settings_of(f"served={served_folder}", "serving.name=other")[0].name == "other"
+
+
+def test_a_run_is_exported_with_its_depth_for_drafts_alone(
+    settings_of: Callable[..., Any], served_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, config = choose(from_config(compose("describe", ["model=nemotron3_super_tiny"])))
+    shapes = {n: s for each in found.entries(read(config)[1]) for n, s in zip(each.names, each.shapes, strict=True)}
+    source = shutil.copytree(served_folder, tmp_path / "source")
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, source / "model.safetensors")
+    run = hf.convert(hf.plan(source, tmp_path / "run", hf.Settings()), hf.Settings(), progress=False)
+
+    exports = {draft: folder_of(str(run), tmp_path / "serve", str(source), draft=draft) for draft in (None, "mtp")}
+
+    assert capsys.readouterr().err.count("its multi-token prediction is not used") == 1
+    with safe_open(exports["mtp"] / "model.safetensors", "pt") as kept:
+        assert set(kept.keys()) == set(shapes)
+    with safe_open(exports[None] / "model.safetensors", "pt") as dropped:
+        assert set(dropped.keys()) == {name for name in shapes if not name.startswith("mtp.")}
+    words = ("serving.engine=vllm", "serving.draft=mtp", f"files_from={source}")
+    for model in (run, exports["mtp"]):
+        assert settings_of(f"served={model}", *words)[0].draft == "mtp"
+    with pytest.raises(ValueError, match="has no multi-token prediction"):
+        settings_of(f"served={exports[None]}", *words)
 
 
 def test_prediction_without_drafts_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 Live = Callable[..., Any]
 MODELS = {
     "hybrid with experts": ("model=nemotron3_nano_tiny",),
+    "multi-token prediction": ("model=nemotron3_super_tiny",),
     "dense": ("model=olmo3_tiny",),
     "pruned": ("model=llama_nemotron_tiny",),
 }
