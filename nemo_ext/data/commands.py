@@ -45,7 +45,8 @@ def _tokenize(config: Config) -> None:
     from nemo_ext.data.streams import blend_to_tokenize
     from nemo_ext.data.tokenize import tokenize_blend
 
-    tokenize_blend(blend_to_tokenize(config))
+    key = "data.tokenizer" if config["tokenizer"] is None else "tokenizer"
+    tokenize_blend(blend_to_tokenize(config), tokenizer_key=key)
 
 
 TOKENIZE = Job(

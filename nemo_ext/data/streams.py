@@ -101,7 +101,7 @@ class Blend:
     workers: int | None
 
 
-def read_blend(config: Mapping[str, object]) -> Blend:
+def read_blend(config: Mapping[str, object], tokenizer_key: str = "data.tokenizer") -> Blend:
     """Validate a whole blend, including the weights, which only sampling uses, and check that its input can be read.
 
     Args:
@@ -109,13 +109,14 @@ def read_blend(config: Mapping[str, object]) -> Blend:
             and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; omitted if its
             files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree in `blend` may
             replace `streams`.
+        tokenizer_key: key with which the user set the tokenizer, for messages.
 
     Raises:
         ValueError: A key is missing or invalid, or the input cannot be read.
     """
     settings = checked(BlendSettings, flattened(config), "data", strict=True)
     return Blend(
-        tokenizer=load_tokenizer(settings.tokenizer),
+        tokenizer=load_tokenizer(settings.tokenizer, tokenizer_key),
         validation_share=settings.validation_share,
         seed=settings.seed,
         workers=settings.workers,

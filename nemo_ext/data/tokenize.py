@@ -30,7 +30,11 @@ _NO_LIMIT = sys.maxsize
 
 
 def tokenize_blend(
-    config: Mapping[str, object], *, workers: int | None = None, progress: bool = True
+    config: Mapping[str, object],
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+    tokenizer_key: str = "data.tokenizer",
 ) -> list[Manifest]:
     """Tokenise all streams of a blend that have a source, after checking all of them.
 
@@ -38,6 +42,7 @@ def tokenize_blend(
         config: A blend; see `read_blend`.
         workers: Number of processes; overrides the config's.
         progress: True to show progress on stderr: a bar on a terminal, occasional lines elsewhere.
+        tokenizer_key: Key with which the user set the tokenizer, for messages.
 
     Returns:
         Manifests of the streams that have a source, in the blend's order.
@@ -47,7 +52,7 @@ def tokenize_blend(
         JobFailed: A worker process died.
     """
     try:
-        blend = read_blend(config if workers is None else {**config, "workers": workers})
+        blend = read_blend(config if workers is None else {**config, "workers": workers}, tokenizer_key)
     except OSError as error:
         raise ValueError(f"the input cannot be read ({error}): correct this and run the same command again") from error
     manifests = []

@@ -42,7 +42,7 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c.update(tokenizer="byte"), "tokenizer must be a mapping such as {kind: byte}, not 'byte'"),
         (
             lambda c: c.update(tokenizer={"kind": "huggingface", "path": "nowhere"}),
-            "tokenizer nowhere cannot be read",
+            "data.tokenizer: nowhere cannot be read",
         ),
         (lambda c: c.update(validation_share="5%"), "data.validation_share=.5%.: input should be a valid number"),
         (

@@ -98,7 +98,7 @@ def test_a_data_file_with_megatron_keys_composes(tmp_path: Path, refused: Callab
     [
         ([], "error: no text is given: set input=FILE and output=PREFIX"),
         (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: file nowhere.jsonl does not exist"),
-        (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl is not a tokenizer.json"),
+        (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer: a.jsonl is not a tokenizer.json"),
         (["input=a.jsonl", "output=a.jsonl/x"], "error: tokenising a.jsonl/x failed ([Errno 20] Not a directory"),
     ],
 )
@@ -123,7 +123,7 @@ def test_an_interrupted_or_failed_run_gives_one_line(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
 
-    def fail(blend: object) -> None:
+    def fail(blend: object, **settings: object) -> None:
         raise raised
 
     monkeypatch.setattr("nemo_ext.data.tokenize.tokenize_blend", fail)

@@ -227,13 +227,13 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"tokenizer {path} cannot be read ({os.strerror(error.errno or 0)}): give the path of a tokenizer.json"
+            f"{path} cannot be read ({os.strerror(error.errno or 0)}): give the path of a tokenizer.json"
         ) from error
     try:
         return RustTokenizer.from_str(content.decode()), content
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer {path} is not a tokenizer.json that the tokenizers library can read ({error}); convert a "
+            f"{path} is not a tokenizer.json that the tokenizers library can read ({error}); convert a "
             "SentencePiece or tiktoken model first: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         ) from error
 
