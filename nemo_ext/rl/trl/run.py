@@ -134,6 +134,12 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     if Precision.from_config(config) is not None:
         reason = "TRL trains and generates in the data type of the model; engine=nemo_rl supports FP8"
         rendered.cannot("precision_plan", reason)
+    if (
+        isinstance(algorithm, PolicyGradient)
+        and algorithm.loss.mismatch is not None
+        and (config["trl"] or {}).get("use_vllm")
+    ):  # transformers generates with the weights that are trained
+        rendered.cannot("loss.mismatch", "TRL has no such limit for responses from vLLM; all of them are trained on")
     rendered.settled(config["on_inexpressible"])
     stop = trainers.Stop(algorithm.updates_per_step)
     return _Ready(folder, tokenizer, rendered, trusted, stop, trainers)
