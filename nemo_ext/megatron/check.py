@@ -413,14 +413,15 @@ def check_latent(config: Mapping[str, Any]) -> None:
         ValueError: the message names the flag.
     """
     megatron, model = config["megatron"], Architecture.from_config(config)
-    blocks = (*model.sizes, *(model.depth.sizes if model.pattern.mtp else ()))
-    block = next((block for block in blocks if block.get("latent")), None)
-    if block is None:
+    places = [("block", model.sizes), ("multi-token prediction: block", model.depth.sizes if model.pattern.mtp else ())]
+    numbered = [(f"{name} {n} ({b})", b) for name, blocks in places for n, b in enumerate(blocks, start=1)]
+    where = next((where for where, block in numbered if block.get("latent")), None)
+    if where is None:
         return
     if megatron.get("moe_shared_expert_overlap"):
-        raise ValueError(f"{block}: latent experts require megatron.moe_shared_expert_overlap=false in training")
+        raise ValueError(f"{where}: latent experts require megatron.moe_shared_expert_overlap=false in training")
     if backend_of(config) == "local" and not megatron.get("disable_bias_linear"):
-        raise ValueError(f"{block}: latent experts with model.backend=local require megatron.disable_bias_linear=true")
+        raise ValueError(f"{where}: latent experts with model.backend=local require megatron.disable_bias_linear=true")
 
 
 def check_packs(config: Mapping[str, Any]) -> None:

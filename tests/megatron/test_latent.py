@@ -48,7 +48,10 @@ def expected(moe: Any, flat: torch.Tensor) -> torch.Tensor:
     return (routed @ moe.fc2_latent_proj.weight.T if projected else routed) + shared
 
 
-@pytest.mark.parametrize("pattern", ["ME*-E{latent=32}", "ME*-/*E{latent=32}"])
+@pytest.mark.parametrize(
+    ("pattern", "where"),
+    [("ME*-E{latent=32}", "block 5"), ("ME*-/*E{latent=32}", "multi-token prediction: block 2")],
+)
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -57,7 +60,7 @@ def expected(moe: Any, flat: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_latent_width_of_one_block_has_the_limits_of_the_models(
-    megatron: None, pattern: str, word: str, message: str
+    megatron: None, pattern: str, where: str, word: str, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"E\{{.*latent=32\}}: latent experts .*{message}"):
+    with pytest.raises(ValueError, match=rf"^{where} \(E\{{.*latent=32\}}\): latent experts .*{message}"):
         check(compose("train", [*WORDS, f"model.pattern='{pattern}'", word]))

@@ -52,6 +52,15 @@ def test_replaced_results_make_later_stages_stale(opened: Callable[..., Workspac
         opened("puzzle.variants.no_op=false").is_finished("distill")
 
 
+def test_a_library_from_before_latent_widths_is_continued(opened: Callable[..., Workspace]) -> None:
+    opened().finish("parent")
+    opened().finish("library")
+    assert '"latent"' not in (opened().blocks / "stages/library.json").read_text()
+    assert opened("puzzle.variants.latent=[]").is_finished("library")
+    with pytest.raises(ValueError, match=r"library was done with other settings \(variants\.latent"):
+        opened("puzzle.variants.latent=[0.5]").is_finished("library")
+
+
 def test_block_inputs_belong_to_one_distillation(opened: Callable[..., Workspace]) -> None:
     shard = ("puzzle.stages=[distill]", "puzzle.shard=1/2")
     others = (("puzzle.distill.batch=6",), ("puzzle.distill.lr=1",), shard, ("puzzle.variants.no_op=false",))
