@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.job.config import USER_ERROR, compose
 from nemo_ext.megatron.nvfp4 import packed, quantise_nvfp4
 from nemo_ext.quantization import export, job
@@ -239,7 +240,7 @@ def test_quantisation_aware_training_computes_with_the_checkpoints_numbers(
     ids = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(1))
 
     model = build_sections(to_config(description)).eval()
-    load_weights(model, checkpoint)
+    load_weights(model, checkpoint_folder(checkpoint))
     precision = Precision(work.plan, description.architecture, aware=True)
     assert use_float8(model, precision, range(len(description.blocks)))
     with torch.inference_mode():
