@@ -173,7 +173,7 @@ def test_a_plan_within_a_budget_of_bits(
     plan_flags(made)
     assert Plan.from_config(made["precision_plan"]).uses_nvfp4
 
-    sensitivity(run_dir, model, "sensitivity.bits=4.75", "sensitivity.per=part")  # another budget, the same measurements
+    sensitivity(run_dir, model, "sensitivity.bits=4.75", "sensitivity.per=part")  # the same measurements
     assert (run_dir / "scores.jsonl").read_text().startswith(scores)
     for words, said in (
         (["sensitivity.bits=4.2"], r"sensitivity\.bits=4\.2: the weights .* need at least 4\.5 bits"),
