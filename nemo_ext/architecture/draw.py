@@ -65,7 +65,7 @@ class _Tile:
         light: whether the tile is drawn in a lighter colour, for attention with a window.
         hatched: whether the tile is hatched, for a block replaced by a linear map.
         broken: whether the tile is narrower than its FLOPs require, and marked as such.
-        fp8: share of the parameters in FP8; None without a precision plan.
+        fp8: share of the parameters in FP8 or NVFP4; None without a precision plan.
     """
 
     width: float
@@ -89,7 +89,7 @@ def draw_blocks(
         architecture: The model; pipeline cuts in its pattern are drawn, with each stage's share.
         path: File to write (.svg, .png or .pdf), first under a temporary name.
         seq_length: Sequence length for the FLOPs; the model's own by default.
-        plan: Precision plan, drawn as a bar below each block, coloured up to the share of its parameters in FP8.
+        plan: Precision plan, drawn as a bar below each block, coloured up to its share in FP8 or NVFP4.
 
     Returns:
         Path of the file.
@@ -337,7 +337,7 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, 
     if any(block.is_linear for block in blocks):
         entries.append((_FAINT, True, _LINEAR))
     if with_precision:
-        entries += [(_FP8, False, "FP8"), (_BF16, False, "BF16 or FP32")]
+        entries += [(_FP8, False, "FP8 or NVFP4"), (_BF16, False, "BF16 or FP32")]
     left = _MARGIN
     for colour, light, text in entries:
         face, hatch = _lighter(colour, 0.42) if light else colour, "////" if text == _LINEAR else None

@@ -4,8 +4,10 @@ BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Mapping from precisions to the bytes of one number."""
 
 
-NVFP4_BITS = 4.5
-"""Bits of a number in NVFP4: 4, and an E4M3 scale for each 16 numbers; the FP32 scale of a matrix is not counted."""
+NVFP4_BLOCK = 16
+"""Length of a block of numbers that share a scale in NVFP4, along the summed dimension of a product."""
+NVFP4_BITS = 4 + 8 / NVFP4_BLOCK
+"""Bits of a number in NVFP4, with its block's E4M3 scale; the FP32 scale of a matrix is not counted."""
 
 
 def bytes_per_number(precision: str) -> int:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, linear, pad, scaled_mm
 
-from nemo_ext.megatron.nvfp4 import BLOCK, quantise_nvfp4, rotated
+from nemo_ext.architecture.precision import NVFP4_BLOCK as BLOCK
+from nemo_ext.megatron.nvfp4 import quantise_nvfp4, rotated
 
 Block = tuple[int, int]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

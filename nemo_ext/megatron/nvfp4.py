@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16
-"""Length of a block of numbers that share a scale, along the summed dimension."""
+from nemo_ext.architecture.precision import NVFP4_BLOCK as BLOCK
+
 E2M1_MAX, E4M3_MAX, E4M3_MIN = 6.0, 448.0, 2.0**-9
-EFFECTIVE_BITS = 4 + 8 / BLOCK
-"""Bits per number, including the block scales."""
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Fixed random signs of the Hadamard transform."""
 

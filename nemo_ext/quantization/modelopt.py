@@ -17,7 +17,6 @@ from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
 from nemo_ext.checkpoint.parameters import Role
 from nemo_ext.checkpoint.rules import Shape
-from nemo_ext.megatron.nvfp4 import fake_nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,6 +182,8 @@ def register_nvfp4() -> None:
         register_quant_backend,
     )
 
+    from nemo_ext.megatron.nvfp4 import fake_nvfp4
+
     def rounded(inputs: "Tensor", quantizer: Any) -> "Tensor":
         return fake_nvfp4(inputs, quantizer.amax)
 
@@ -293,7 +294,7 @@ def layer_algorithms(plan: Plan, modules: Iterable[tuple[str, str]]) -> dict[str
         plan: precision plan of the weights.
         modules: names of the checkpoint's quantised modules, and their precisions.
     """
-    sizes = {"w4a4": 16, "w4a16": 16, "mxfp8": 32, "blockwise": 128}
+    sizes = {"w4a4": 16, "w4a16": 16, "mxfp8": 32}
     forms = {"fp8": plan.recipe, "nvfp4": plan.nvfp4}
     return {
         module: {

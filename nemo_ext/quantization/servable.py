@@ -5,10 +5,10 @@ Source: vllm/model_executor/layers/quantization/modelopt.py.
 
 from collections.abc import Sequence
 
+from nemo_ext.architecture.precision import NVFP4_BLOCK
 from nemo_ext.architecture.precision_plan import HEAD, LOW, RECIPES, Plan
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import Format
-from nemo_ext.megatron.nvfp4 import BLOCK
 from nemo_ext.quantization.modelopt import Matrix
 
 
@@ -52,7 +52,7 @@ def check_servable(
             "precision_plan.recipe=blockwise: vLLM does not support experts with ModelOpt's blocks of 128x128; use "
             "tensorwise or mxfp8, or add the rules 'E.fc1 bf16' and 'E.fc2 bf16'"
         )
-    if wrong := _misfits([matrix for matrix in low if matrix.precision == "nvfp4"], BLOCK, description):
+    if wrong := _misfits([matrix for matrix in low if matrix.precision == "nvfp4"], NVFP4_BLOCK, description):
         raise ValueError(
             f"precision_plan: NVFP4 does not support the shape of {len(wrong)} tensors ({wrong[0]}): exclude them by "
             "rules"

@@ -113,7 +113,8 @@ class Sweep:
 
         alone = {unit: precisions(unit, self.plan) for unit in self.every}
         options: list[list[Option]] = []
-        with data_parallel.progress("sensitivity", sum(map(len, alone.values())) + 3, "measured") as advance:
+        count = 3 + sum(name != "bf16" for names in alone.values() for name in names)
+        with data_parallel.progress("sensitivity", count, "measured") as advance:
             measured(REFERENCE, None)
             measured(EVERYTHING, self.plan)
             for number, (unit, names) in enumerate(alone.items()):

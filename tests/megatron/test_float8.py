@@ -243,6 +243,22 @@ def test_layers_selected_by_the_plan_are_in_fp8(words: tuple[str, ...], build: C
     matches()
 
 
+def test_prediction_depths_stay_in_bf16_and_parts_have_their_precision(build: Callable[..., Any]) -> None:
+    words = ("model=nemotron3_super_tiny", "model.pattern=ME*/*E/*E")
+    sizes = Architecture.from_config(compose("describe", list(words)))
+    made = build(*words, "precision=fp32")
+    plan = Plan.from_config({"default": "nvfp4", "recipe": "mxfp8", "rules": ["head bf16", "* bf16", "M.out_proj fp8"]})
+
+    with in_float8(made, Precision(plan, sizes)):
+        low = {name: m.__dict__["_forward_impl"] for name, m in made.named_modules() if "_forward_impl" in m.__dict__}
+
+    experts = [f"1.mlp.experts.local_experts.{n}.linear_fc{way}" for n in range(8) for way in (1, 2)]
+    others = ["0.mixer.in_proj", "1.mlp.shared_experts.linear_fc1", "1.mlp.shared_experts.linear_fc2"]
+    nvfp4 = {name for name, product in low.items() if product.scaling.nvfp4}
+    assert nvfp4 == {f"decoder.layers.{name}" for name in (*experts, *others)}
+    assert low.keys() - nvfp4 == {"decoder.layers.0.mixer.out_proj"}
+
+
 def test_a_weight_that_is_in_no_linear_layer_is_refused(build: Callable[..., Any]) -> None:
     sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
     made = build("model=nemotron3_nano_tiny", "precision=fp32")

@@ -249,6 +249,11 @@ def test_h100s_support_fp8() -> None:
     assert errors(*words, "precision=mxfp8") == [
         "precision_plan: H100-80GB does not support mxfp8 scaling; use one of delayed, tensorwise, blockwise"
     ]
+    lowest = ("precision=nvfp4", "precision_plan.rules=[head bf16]")
+    assert errors(*words, *lowest) == [
+        "precision_plan: H100-80GB does not support nvfp4 scaling; use one of delayed, tensorwise, blockwise"
+    ]
+    assert not errors(*words, *lowest, "cluster.node.fp8=[blockwise, mxfp8, nvfp4]")
 
 
 def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
