@@ -224,7 +224,7 @@ def test_the_exported_checkpoint_is_the_fake_quantised_model(
 def test_quantisation_aware_training_computes_with_the_checkpoints_numbers(
     case: str, words: list[str], build_sections: Callable[..., Any], folder_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """On the tokens with which the scales of inputs are calibrated, and with vLLM's scales of matrices that it fuses."""
+    """On the tokens that calibrate the scales of inputs, and with one scale of matrices that vLLM fuses."""
     from nemo_ext.checkpoint.description import to_config
     from nemo_ext.megatron.float8_modules import use_float8
     from nemo_ext.megatron.fp8 import Precision
