@@ -20,7 +20,7 @@ from math import ceil
 
 from nemo_ext.architecture.blocks import LINEAR, NAMES, Block
 from nemo_ext.architecture.model import CONV_KERNEL, Architecture
-from nemo_ext.architecture.precision import BYTES, NVFP4_BITS
+from nemo_ext.architecture.precision import BYTES, NVFP4_BITS, NVFP4_BLOCK
 from nemo_ext.architecture.widths import attention_widths, expert_width, first_width, mamba_widths
 from nemo_ext.job.settings import check_keys, nearest
 
@@ -43,8 +43,6 @@ NVFP4_MULTIPLE = 32
 """Required divisor of matrix sizes in NVFP4's products (Megatron-Core, core/fp4_utils.py)."""
 SCALE_BITS = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 32 / 128**2, "mxfp8": 8 / 32}
 """Mapping from FP8 recipes to the bits of block scales per number of a stored weight."""
-NVFP4_BLOCK = 16
-"""Numbers of an NVFP4 block, which share a scale."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("nvfp4", "fp8", "bf16", "fp32")
 LOW = frozenset({"nvfp4", "fp8"})

@@ -338,14 +338,14 @@ def test_students_with_multi_token_prediction(
 @pytest.mark.slow
 def test_quantisation_aware_distillation_wins_back_half_of_the_divergence(train_ranks: Train, tmp_path: Path) -> None:
     """A student in NVFP4, everywhere but in the output layer, from its parent before quantisation."""
-    parent, common = tmp_path / "parent", ("megatron.eval_iters=8", "megatron.eval_interval=1000", "megatron.lr=1e-3")
+    parent, common = tmp_path / "parent", ("megatron.eval_iters=8", "megatron.eval_interval=1000")
     train_ranks(parent, *common, "train.tokens=40960")
     words = (*common, "precision=nvfp4", 'precision_plan.rules=["head bf16"]', "train.quantization_aware=true")
     words += (f"megatron.pretrained_checkpoint={checkpoints(parent)}", f"distillation.teacher={parent}")
-    words += ("megatron.bf16=false", "train.warmup_tokens=0", "megatron.min_lr=0")
+    words += ("megatron.bf16=false", "train.warmup_tokens=0", "train.decay_tokens=10240", "megatron.min_lr=0")
 
     train_ranks(tmp_path / "rounded", *words, "train.tokens=512", "megatron.lr=1e-30")
-    train_ranks(tmp_path / "student", *words, "train.tokens=20480")
+    train_ranks(tmp_path / "student", *words, "train.tokens=20480", "megatron.lr=2e-4")
 
     before, after = (
         next(line["val_kl_to_teacher"] for line in reversed(lines) if "val_kl_to_teacher" in line)
