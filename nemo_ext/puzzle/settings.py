@@ -73,7 +73,8 @@ class Training:
         steps: training steps per variant; 0 keeps the weights initialised from the parent.
         batch: global batch size in sequences, over all ranks.
         lr: peak learning rate of AdamW, with cosine decay to zero after a short warm-up.
-        together: maximum number of variants trained in one forward pass of the parent; bounds memory use.
+        together: maximum number of variants that are trained in one forward pass of the parent, or scored at a time;
+            bounds memory use.
         clip: maximum gradient norm of a variant.
         save_interval: steps between checkpoints of the variants in training.
         inputs: folder for block inputs passed between groups of variants; null to rerun the parent for each group.

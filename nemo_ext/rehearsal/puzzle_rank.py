@@ -226,7 +226,7 @@ def _distill(rank: _Rank) -> None:
 
 
 def _score(rank: _Rank) -> None:
-    """Score the variants of the block whose variants have the most parameters."""
+    """Score the group of a block's variants that has the most parameters."""
     from nemo_ext.puzzle.stages.score import score_blocks
 
     data, hidden = rank.settings.calibration, rank.description.architecture.hidden_size
@@ -237,7 +237,9 @@ def _score(rank: _Rank) -> None:
         torch.empty(rank.seq_length, data.batch, hidden, dtype=next(rank.parent.model.parameters()).dtype)
         for _ in range(2 * (count - run))
     ]
-    largest = max(rank.variants, key=lambda each: sum(map(rank.parameters, each[1:])))
+    together = rank.settings.distill.together
+    by_block = [[each[0], *sorted(each[1:], key=rank.parameters)[-together:]] for each in rank.variants]
+    largest = max(by_block, key=lambda each: sum(map(rank.parameters, each)))
     score_blocks(rank.parent, [largest], rank.layer, [rank.tokens(data.batch) for _ in range(run)], NOWHERE)
     del kept
 

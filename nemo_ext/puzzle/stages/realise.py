@@ -31,8 +31,6 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
     pattern = parent.architecture.pattern
     architecture = parent.architecture.with_pattern(replace(pattern, blocks=blocks, cuts=()))
     routed = any(block.kind == "E" and not block.is_linear for block in (*blocks, *pattern.mtp))
-    if not routed:
-        architecture = replace(architecture, moe_latent_size=None)
     return replace(
         parent,
         architecture=architecture,

@@ -30,6 +30,7 @@ def score_blocks(
     calibration: Sequence[Tensor],
     file: Path,
     *,
+    together: int | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
     """Score every variant that has no line in `file` yet, and return all scores; a block's lines are written together.
@@ -40,6 +41,7 @@ def score_blocks(
         layer_of: function that returns a variant's layer, or None for a no-op, such as `Library.layer`.
         calibration: this rank's tokens `[batch, seq]`; the next token is the label.
         file: path of scores.jsonl.
+        together: maximum number of variants in memory at a time; None for all of a block.
         advance: called after every block with its number of variants.
 
     Raises:
@@ -59,7 +61,9 @@ def score_blocks(
     for block_variants in by_block:
         new = [variant for variant in block_variants if (variant.number + 1, variant.name) not in known]
         if new:
-            scored = _score_block(parent, new, layer_of, cache, total)
+            size = together or len(new)
+            groups = [new[start : start + size] for start in range(0, len(new), size)]
+            scored = [score for group in groups for score in _score_block(parent, group, layer_of, cache, total)]
             data_parallel.written(partial(append_scores, file, scored))
             known |= {(score.block, score.variant): score for score in scored}
         advance(len(block_variants))

@@ -229,6 +229,7 @@ class Stages:
                 partial(self.best.layer, self.parent),
                 self.calibration,
                 self.workspace.own_scores,
+                together=self.chosen.distill.together,
                 advance=advance,
             )
         if whole:
