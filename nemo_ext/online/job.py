@@ -100,6 +100,11 @@ class _Run:
         assert self.algorithm.online is not None
         self.rounds, self.samples = self.algorithm.online.rounds, self.algorithm.online.generations_per_prompt
         self.run_dir, self.policy = Path(settings.run_dir), Path(settings.served).expanduser()
+        if settings.serving.get("draft") is not None:
+            raise ValueError(
+                f"serving.draft={settings.serving['draft']}: models of later rounds have no multi-token prediction, as "
+                "TRL does not train it; set serving.draft=null"
+            )
         evaluation.read(evaluation_config(config, self.run_dir))
         self.training = replace(self.algorithm, online=None, rounds=1)
         if settings.trl and find_spec("trl") is not None:

@@ -100,6 +100,7 @@ def test_a_round_raises_the_reward_and_resumes_after_interrupts(
         (("rl.loss.length_normalised=true",), "loss.length_normalised: RPO's margins are sums"),
         (("tasks.train.path=bank.jsonl",), "'bank' has several turns"),
         (("save_every=0",), "save_every"),
+        (("serving.engine=vllm", "serving.draft=mtp"), "serving.draft=mtp: models of later rounds have no"),
     ],
 )
 def test_invalid_settings_are_refused_before_serving(
