@@ -100,7 +100,8 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     permute_fusion, which the local back end does not support.
 
     Raises:
-        ValueError: a block's sizes do not fit the FP8 scaling, the plan uses NVFP4, or the phases are invalid (`plan_of`).
+        ValueError: a block's sizes do not fit the FP8 scaling, the plan uses NVFP4, or the phases are invalid
+            (`plan_of`).
     """
     config = one_phase(config)
     megatron = dict(config["megatron"])
