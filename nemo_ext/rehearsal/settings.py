@@ -101,7 +101,8 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     permute_fusion, which the local back end does not support.
 
     Raises:
-        ValueError: a block's sizes do not fit the FP8 scaling, or the phases are invalid (`plan_of`).
+        ValueError: a block's sizes do not fit the FP8 scaling, the plan uses NVFP4, or the phases are invalid
+            (`plan_of`).
     """
     config = one_phase(config)
     megatron = dict(config["megatron"])
@@ -111,12 +112,12 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if (config.get("train") or {}).get("quantization_aware"):
         plan = None
         aside.append("rounded copies of weights and inputs (train.quantization_aware)")
-    if megatron.get("fp4_format") or (plan is not None and Plan.from_config(plan).uses_nvfp4):
-        raise ValueError(
-            f"{'megatron.fp4_format' if plan is None else 'precision_plan'}: the memory of NVFP4 copies is not "
-            "modelled; rehearse with precision=mxfp8, whose copies are larger"
-        )
     if plan is not None:
+        if Plan.from_config(plan).uses_nvfp4:
+            raise ValueError(
+                "precision_plan: the memory of NVFP4 copies is not modelled; rehearse with precision=mxfp8, whose "
+                "copies are larger"
+            )
         engine = {**config["model"], "backend": "transformer_engine"}
         megatron |= plan_flags({**config, "model": engine, "megatron": megatron, "precision_plan": plan})
         if any(

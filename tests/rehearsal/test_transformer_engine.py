@@ -156,6 +156,8 @@ def test_fused_permutation_saves_only_its_map() -> None:
 def test_a_width_that_fp8_does_not_support_is_refused() -> None:
     with pytest.raises(ValueError, match="block 1 fc1: out 500 is not a multiple of 16"):
         rehearsed(compose("rehearse", [*DENSE, "precision=fp8_current", "model.pattern='*-{ffn=500}'"]))
+    with pytest.raises(ValueError, match="the memory of NVFP4 copies is not modelled; rehearse with precision=mxfp8"):
+        rehearsed(compose("rehearse", [*DENSE, "precision=nvfp4"]))
 
 
 def test_flags_of_fp8_are_rehearsed_as_a_plan() -> None:
