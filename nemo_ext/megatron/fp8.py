@@ -190,9 +190,9 @@ def _check_low(config: Mapping[str, Any], precision: Precision) -> None:
     check_backend(config, str(config["model"].get("backend")))
     if problems := misfits(plan, precision.architecture, stored=precision.aware):
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        scaling = f"recipe={plan.recipe}" if plan.uses_fp8 else f"default={plan.default}"
+        scaling = f".recipe={plan.recipe} does" if not plan.uses_nvfp4 else ": its scalings do"
         raise ValueError(
-            f"precision_plan.{scaling} does not support some sizes ({'; '.join(problems[:3])}{more}): "
+            f"precision_plan{scaling} not support some sizes ({'; '.join(problems[:3])}{more}): "
             "change them, or exclude these weights by rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
