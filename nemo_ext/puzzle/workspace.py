@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
-from nemo_ext.job.made_of import check_same, digest, note, noted
+from nemo_ext.job.made_of import check_same, differing, digest, note, noted
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
@@ -158,7 +158,7 @@ class Workspace:
             ValueError: the settings or inputs differ, and the stage may not be run again.
         """
         record, now = json.loads(file.read_text()), self._now(stage)
-        if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
+        if not differing(record["settings"], now["settings"]) and record["made_from"] == now["made_from"]:
             return True
         if stage in RENEWED or record.get("empty"):
             return False

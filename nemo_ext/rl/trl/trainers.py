@@ -167,6 +167,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             are kept. None to keep all groups.
         start: initial model, for measuring the KL divergence in validations; None to skip this.
         teachers: teachers whose log-probabilities replace advantages from rewards; None to learn from rewards.
+        scored: prompts of the last batch whose rewards were computed, as text.
     """
 
     advantage: Advantage | None = None
@@ -174,7 +175,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
     start: Any = None
     teachers: Teachers | None = None
     _earned: torch.Tensor
-    _scored: list[str]
+    scored: list[str]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training and not self.beta:
@@ -213,9 +214,8 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             tokens += int(generated.sum())
         return total / max(1, tokens)
 
-    def _calculate_rewards(self, inputs: Any, prompts: list[str], *arguments: Any, **named: Any) -> torch.Tensor:
-        self._earned = super()._calculate_rewards(inputs, prompts, *arguments, **named)
-        self._scored = prompts
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        self._earned = super()._calculate_rewards(*arguments, **named)
         return self._earned
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=rows)[0]
             return logps
 
-        names = [teachers.name(self.rollouts.task(text)) for text in self._scored]
+        names = [teachers.name(self.rollouts.task(text)) for text in self.scored]
         policy = batch.get("old_per_token_logps")
         policy = measure(self.model, ids, mask, width) if policy is None else policy
         scored = teachers.logprobs(names, ids, mask, width, measure)
@@ -787,6 +787,7 @@ class _Reward:
         if not self.trainer.model.training:
             self.rollouts.validated.append(len(rollouts))
             return [each.turn.reward.total if each.turn.reward else 0.0 for each in rollouts]
+        self.trainer.scored = prompts
         rewards = self.trainer.training_rewards(rollouts) if earned is None else earned
         self.rollouts.note(rollouts, rewards, step=self.trainer.state.global_step + 1)
         return rewards

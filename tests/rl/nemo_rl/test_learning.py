@@ -317,7 +317,7 @@ def test_two_teachers_on_the_policys_own_answers(
     logged = runs.nemo_rl(
         "run",
         small_model,
-        *("preset=opd", f"rl.distillation.teachers={{{teachers}}}", *words, *ASYNCHRONOUS[:1]),
+        *("preset=opd", f"rl.distillation.teachers={{{teachers}, default: null}}", *words, *ASYNCHRONOUS[:1]),
         *("nemo_rl.set.cluster={num_nodes: 4, gpus_per_node: 1}", "rl.optimizer.learning_rate=3e-4"),
         steps=20,
     )
