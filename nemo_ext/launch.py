@@ -156,6 +156,12 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             f"{run_dir} holds a run with another train.mtp_only, whose optimizer has other weights: choose another "
             "run_dir"
         )
+    now, earlier = (bool((each.get("train") or {}).get("quantization_aware")) for each in (config, before))
+    if now != earlier:
+        raise ValueError(
+            f"{run_dir} holds a run with train.quantization_aware={str(earlier).lower()}: set it so, or choose another "
+            "run_dir"
+        )
     # The sequence length may change, for example between phases.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:
@@ -175,8 +181,9 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             return  # changes between phases are expected
     elif note := other_order(before, config):
         console.print(note)
-    for key, change in differing(before["megatron"], config["megatron"]).items():
-        console.print(f"changed since this run began: megatron.{key}: {change}")
+    for name in ("megatron", "precision_plan"):
+        for key, change in differing(before.get(name) or {}, config.get(name) or {}).items():
+            console.print(f"changed since this run began: {name}.{key}: {change}")
 
 
 def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step: int, run_dir: Path) -> None:

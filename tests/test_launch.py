@@ -355,6 +355,20 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
     launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
 
 
+def test_a_resumed_run_keeps_its_rounding_and_says_that_its_plan_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_ranks(monkeypatch, 5)
+    rounded = [*SMALL, f"run_dir={tmp_path}", "train.quantization_aware=true"]
+    launch.train(compose("train", [*rounded, "precision=fp8_current"]))
+
+    with pytest.raises(ValueError, match=r"holds a run with train\.quantization_aware=true: set it so"):
+        launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
+    capsys.readouterr()
+    launch.prepare(compose("train", [*rounded, "precision=fp8_current", "precision_plan.kv_cache=fp8"]))
+    assert "changed since this run began: precision_plan.kv_cache: null -> \"fp8\"" in capsys.readouterr().out
+
+
 def test_help_and_cfg_do_not_import_torch() -> None:
     code = (
         "import sys\n"

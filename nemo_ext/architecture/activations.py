@@ -23,7 +23,7 @@ def activation_bytes(
     fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
     prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection, or with full
     recomputation its two inputs, from which one depth at a time is recomputed. If the weights are frozen (with
-    `mtp_only`, on the first rank), nothing is kept, and the peak is the largest single block.
+    `mtp_only`, in the first stage), nothing is kept, and the peak is the largest single block.
 
     Args:
         architecture: The model.
@@ -38,10 +38,6 @@ def activation_bytes(
         in_flight = (pipeline - rank - 1) * 2 + (chunks - 1) * pipeline + 1
     if layout.micro_batches is not None:
         in_flight = min(in_flight, layout.micro_batches * chunks)
-    # A received activation requires its gradient, so stages of a frozen main model keep what leads to it.
-    nothing = layout.frozen or (layout.mtp_only and rank == 0)
-    if nothing:
-        in_flight = 0
     kept: list[float] = []
     working = 0.0
     tokens = architecture.sequence_length(seq_length) * layout.micro_batch_size / layout.context_parallel
@@ -49,7 +45,8 @@ def activation_bytes(
     for chunk in range(chunks):
         layers = stages[chunk * pipeline + rank]
         blocks = [block_activation_bytes(architecture, n, layout, seq_length=seq_length) for n in layers]
-        if nothing:
+        # A received activation requires its gradient, so later stages of a frozen main model keep what leads to it.
+        if layout.frozen or (layout.mtp_only and chunk == rank == 0):
             kept.append(0.0)
             working = max([working, *blocks])
         elif layout.recompute == "full":

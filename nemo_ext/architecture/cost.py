@@ -32,7 +32,7 @@ SCAN_CHUNK = 128
 
 A100_UNITS_AND_HZ = 108 * 1.41e9
 """The A100's number of SMs times its clock in Hz, according to the data sheet."""
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Mapping from device names to dense BF16 FLOP/s (NVIDIA data sheets); the first key that a name contains applies."""
 
 TRAINING_FLOPS_FACTOR = 3

@@ -78,6 +78,11 @@ def describe(
 def _precision(plan: Plan, architecture: Architecture) -> Description:
     stored = weight_bytes(plan, architecture)
     in_bf16 = 2 * sum(weight.parameters for weight in weights(architecture))
+    if architecture.pattern.mtp:  # always in BF16
+        sets = 1 if architecture.mtp_repeated else architecture.pattern.depths
+        blocks = sum(weight.parameters for weight in weights(architecture.depth) if weight.block is not None)
+        prediction = 2 * sets * (2 * architecture.hidden_size**2 + blocks)
+        stored, in_bf16 = {**stored, "bf16": stored.get("bf16", 0) + prediction}, in_bf16 + prediction
     return {
         "plan": {"default": plan.default, "recipe": plan.recipe, "rules": [rule.text for rule in plan.rules]},
         "bytes": stored,

@@ -316,9 +316,11 @@ def check_machine(config: Mapping[str, Any]) -> None:
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
         raise ValueError("megatron.context_parallel_size above 1 requires model.backend=transformer_engine")
     modules = megatron.get("recompute_modules") if megatron.get("recompute_granularity") == "selective" else None
-    if chosen == "local" and (by_engine := sorted(RECOMPUTED_BY_ENGINE & set(modules or ()))):
+    by_engine = sorted(RECOMPUTED_BY_ENGINE & set(modules or ()))
+    if by_engine and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            f"megatron.recompute_modules: {', '.join(by_engine)} requires model.backend=transformer_engine; remove it"
+            f"megatron.recompute_modules: {', '.join(by_engine)} requires Transformer Engine, which is not installed; "
+            "remove it"
         )
     if chosen == "transformer_engine":
         check_packs(config)

@@ -82,8 +82,12 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     """Yield findings on a config's FP8 or FP4 settings that the GPUs of the site `cluster` do not support."""
     node, flags, section = cluster.node, config["megatron"], config.get("precision_plan")
     plan = None if section is None else Plan.from_config(section)
-    if node is None or (config.get("train") or {}).get("quantization_aware"):
-        return
+    if (
+        node is None
+        or (config.get("model") or {}).get("backend") == "local"
+        or (config.get("train") or {}).get("quantization_aware")
+    ):
+        return  # simulated, on any GPU
     if plan is not None and (plan.uses_fp8 or plan.uses_nvfp4):
         key = "precision_plan"
         recipes = [*([plan.recipe] if plan.uses_fp8 else []), *(["nvfp4"] if plan.uses_nvfp4 else [])]

@@ -1,5 +1,6 @@
 """The sensitivity job: measures on this machine's ranks, then writes the report. The same command resumes it."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> N
     least = bits / sum(unit.parameters for unit in every)
     if chosen.bits < least:
         raise ValueError(
-            f"sensitivity.bits={chosen.bits}: the weights that the plan quantises need at least {least:.4g} bits, as "
+            f"sensitivity.bits={chosen.bits}: the weights that the plan quantises need at least "
+            f"{math.ceil(least * 1000) / 1000} bits, as "
             "the sizes of some may not fit NVFP4: raise it, or exclude weights by rules"
         )

@@ -12,7 +12,7 @@ import yaml
 from nemo_ext.architecture.blocks import NAMES
 from nemo_ext.architecture.draw import COLOURS
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import HEAD, LOW, Plan, Rule
+from nemo_ext.architecture.precision_plan import HEAD, LOW, Plan, Rule, misfits
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
 from nemo_ext.job.report import Report, tidy
@@ -113,6 +113,8 @@ def _write_within_bits(
         f"({chosen.metric}) measured on the calibration set, {tried['added']:.3g} as the sum of the single losses. "
         "The average is over the weights that the given plan quantises.",
     )
+    if unsupported := misfits(proposed, architecture):
+        report.add(f"Only `quantize` can use it; training requires other sizes ({unsupported[0]}).")
     report.add(f"`nemo-ext train` and `quantize --config-dir {workspace.run_dir} precision=proposed ...` use it.")
     report.code(workspace.proposal.read_text(), "yaml")
     rows: list[tuple[object, ...]] = []
@@ -125,7 +127,11 @@ def _write_within_bits(
     report.section("Comparison of plans", "On validation data; random plans use up the same bits.")
     report.table("", columns, rows)
     alone = [(unit, [scores.get(f"{unit.selector} {low}") for low in ("nvfp4", "fp8")]) for unit in every]
-    alone.sort(key=lambda entry: -max(lost(s, scores[REFERENCE], chosen.metric) for s in entry[1] if s is not None))
+    losses = {
+        unit: max((lost(s, scores[REFERENCE], chosen.metric) for s in single if s is not None), default=0.0)
+        for unit, single in alone
+    }
+    alone.sort(key=lambda entry: -losses[entry[0]])
     ranked = [
         (
             *(unit.selector, _group_name(unit.group)),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision import BYTES
+from nemo_ext.architecture.precision import BYTES, NVFP4_BLOCK
 from nemo_ext.architecture.precision_plan import HEAD, LOW, NANO_IN_BF16, Plan, Rule, Weight, assigned, multiple
 
 
@@ -91,9 +91,10 @@ def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
 
 
 def precisions(unit: Unit, plan: Plan) -> list[str]:
-    """Return the precisions that the sizes of a unit's weights allow, the one with the fewest bits first."""
+    """Return the precisions that a checkpoint can store a unit's weights in, the one with the fewest bits first."""
     sizes = [size for weight in unit.weights for size in (weight.rows, weight.columns)]
-    return [name for name in ("nvfp4", "fp8", "bf16") if not any(size % multiple(plan, name)[1] for size in sizes)]
+    steps = {"nvfp4": NVFP4_BLOCK, "fp8": multiple(plan, "fp8")[1], "bf16": 1}
+    return [name for name, step in steps.items() if not any(size % step for size in sizes)]
 
 
 def average_bits(plan: Plan, every: Sequence[Unit], architecture: Architecture) -> float:

@@ -274,6 +274,13 @@ def test_a_run_that_trains_only_multi_token_prediction() -> None:
     assert (only.gradient_bytes, only.optimizer_bytes) == (4 * depth, 12 * depth)
     assert only.weight_bytes == trained.weight_bytes
     assert 0 < only.activation_bytes < trained.activation_bytes
+    kept = [
+        cost.per_gpu(small(pattern), Layout(pipeline_parallel=2, virtual_stages=stages, mtp_only=True), seq_length=64)[
+            0
+        ].activation_bytes
+        for stages, pattern in ((1, "*-*-|*-*-/*-"), (2, "*-|*-|*-|*-/*-"))
+    ]
+    assert kept[0] < kept[1], "the first rank's second chunk keeps its activations"
     assert flops[0] - flops[1] == 3 * cost.mtp_forward_flops_per_token(model)
     assert flops[1] == cost.forward_flops_per_token(main)
     assert Layout.from_config({"model": {}, "megatron": {}, "train": {"mtp_only": True}}).mtp_only
@@ -311,4 +318,5 @@ def test_a_variant_with_other_multiprocessors_has_its_own_peak() -> None:
     )
     assert cost.peak_of("NVIDIA A100-SXM-64GB", 124, 1.395e9) == pytest.approx(354.4e12, rel=1e-3)
     assert cost.peak_of("NVIDIA H200", 132, 1.98e9) == 989e12, "its data sheet's clock is below the driver's highest"
+    assert cost.peak_of("NVIDIA B200") == 2250e12
     assert cost.peak_of("NVIDIA RTX", 80, 2e9) is None

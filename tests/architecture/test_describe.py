@@ -15,6 +15,7 @@ from nemo_ext.architecture.cost import Layout
 from nemo_ext.architecture.describe import describe, flop, number, ranges, render_table, size, to_json
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pipeline import balance
+from nemo_ext.architecture.precision_plan import Plan
 
 ArchitectureOf = Callable[..., Architecture]
 
@@ -53,6 +54,16 @@ def test_sequence_length_changes_flops_and_caches_only(architecture_of: Architec
     assert short["forward_flops_per_token"] < long["forward_flops_per_token"]
     assert short["kv_cache_bytes"] * 64 == long["kv_cache_bytes"]
     assert short["total_params"] == long["total_params"]
+
+
+def test_a_plan_counts_prediction_depths_in_bf16(architecture_of: ArchitectureOf) -> None:
+    plan = Plan.from_config({"default": "fp8", "recipe": "tensorwise"})
+    main = architecture_of("tiny_hybrid").with_pattern("*-")
+    bytes_of = [describe(main.with_pattern(text), plan=plan)["precision"]["bytes"] for text in ("*-", "*-/-")]
+    hidden = main.hidden_size
+    depth = 2 * hidden * hidden + describe(main.with_pattern("-"))["blocks"][0]["params"] - hidden
+    assert bytes_of[1]["fp8"] == bytes_of[0]["fp8"]
+    assert bytes_of[1]["bf16"] - bytes_of[0].get("bf16", 0) == 2 * depth
 
 
 def test_a_layout_adds_stages_and_gpus(architecture_of: ArchitectureOf) -> None:

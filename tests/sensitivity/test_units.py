@@ -114,8 +114,9 @@ def test_precisions_are_those_that_the_sizes_allow() -> None:
     plan = Plan.from_config({"default": "nvfp4", "rules": ["head bf16"]})
     found = {unit.selector: precisions(unit, plan) for unit in units(plan, TINY.with_pattern("ME"), "part")}
 
-    assert found["0.in_proj"] == ["fp8", "bf16"]
-    assert found["0.out_proj"] == found["1.fc1"] == ["nvfp4", "fp8", "bf16"]
+    assert found["0.in_proj"] == found["0.out_proj"] == found["1.fc1"] == ["nvfp4", "fp8", "bf16"]
+    odd = units(plan, TINY.with_pattern("-{ffn=40}"), "block")[0]
+    assert precisions(odd, plan) == ["bf16"]
     mx = Plan.from_config({"default": "nvfp4", "recipe": "mxfp8", "rules": ["head bf16"]})
-    assert precisions(units(mx, TINY.with_pattern("M"), "block")[0], mx) == ["bf16"]
+    assert precisions(units(mx, TINY.with_pattern("M"), "block")[0], mx) == ["nvfp4", "bf16"]
     assert (mx.bits("fp8"), mx.bits("nvfp4")) == (8.25, 4.5)

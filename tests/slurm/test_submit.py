@@ -254,6 +254,7 @@ def test_h100s_support_fp8() -> None:
         "precision_plan: H100-80GB does not support nvfp4 scaling; use one of delayed, tensorwise, blockwise"
     ]
     assert not errors(*words, *lowest, "cluster.node.fp8=[blockwise, mxfp8, nvfp4]")
+    assert not errors(*words, *lowest, "model.backend=local"), "simulated on any GPU"
 
 
 def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
