@@ -366,7 +366,7 @@ def test_a_resumed_run_keeps_its_rounding_and_says_that_its_plan_changed(
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
     capsys.readouterr()
     launch.prepare(compose("train", [*rounded, "precision=fp8_current", "precision_plan.kv_cache=fp8"]))
-    assert "changed since this run began: precision_plan.kv_cache: null -> \"fp8\"" in capsys.readouterr().out
+    assert 'changed since this run began: precision_plan.kv_cache: null -> "fp8"' in capsys.readouterr().out
 
 
 def test_help_and_cfg_do_not_import_torch() -> None:

@@ -10,6 +10,7 @@ or vLLM.
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -42,6 +43,9 @@ class _Cluster:
         return "127.0.0.1", 1
 
     def _init_placement_groups(self, **how: Any) -> None:
+        return None
+
+    def get_placement_groups(self) -> None:
         return None
 
 
@@ -135,6 +139,17 @@ def _stand_ins(module: Any) -> Iterator[None]:
             (importlib.import_module("ray"), "get", lambda *arguments, **keywords: [{}]),
         ):
             stack.enter_context(patch.object(where, name, stand_in))
+        if importlib.util.find_spec(
+            "nemo_rl.algorithms.opd"
+        ):  # teachers, of which the class of workers is imported late
+            teachers = importlib.import_module("nemo_rl.algorithms.opd")
+            workers = importlib.import_module("nemo_rl.distributed.worker_groups")
+            for where, name, stand_in in (
+                (teachers, "RayVirtualCluster", _Cluster),
+                (workers, "RayWorkerBuilder", MagicMock()),
+                (workers, "RayWorkerGroup", _Workers),
+            ):
+                stack.enter_context(patch.object(where, name, stand_in))
         # Also set by `nemo_ext.rl.nemo_rl.run`.
         stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

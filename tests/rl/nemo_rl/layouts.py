@@ -138,6 +138,8 @@ def told(master: dict[str, Any], backend: str) -> str:
     parts = [f"{name}{value[key]}" for name, key in short.items() if value.get(key, 1) > 1]
     cluster, generation = master["cluster"], policy.get("generation")
     gpus = cluster["num_nodes"] * cluster["gpus_per_node"]
+    teachers = set((master.get("on_policy_distillation") or {}).get("teacher_model_by_agent_name", {}).values())
+    gpus -= len(teachers) * cluster["gpus_per_node"]
     own = 0
     if generation and not generation["colocated"]["enabled"]:
         resources = generation["colocated"]["resources"]
@@ -147,6 +149,7 @@ def told(master: dict[str, Any], backend: str) -> str:
     if generation:
         tensor = generation["vllm_cfg"]["tensor_parallel_size"]
         line += f"; vLLM TP{tensor} on {own or 'the same'}"
+    line += f"; {len(teachers)} x {cluster['gpus_per_node']} for teachers" if teachers else ""
     return line
 
 
