@@ -139,9 +139,7 @@ def _stand_ins(module: Any) -> Iterator[None]:
             (importlib.import_module("ray"), "get", lambda *arguments, **keywords: [{}]),
         ):
             stack.enter_context(patch.object(where, name, stand_in))
-        if importlib.util.find_spec(
-            "nemo_rl.algorithms.opd"
-        ):  # teachers, of which the class of workers is imported late
+        if importlib.util.find_spec("nemo_rl.algorithms.opd"):  # teachers, whose workers' class is imported late
             teachers = importlib.import_module("nemo_rl.algorithms.opd")
             workers = importlib.import_module("nemo_rl.distributed.worker_groups")
             for where, name, stand_in in (
