@@ -201,7 +201,7 @@ def test_settings_of_drafts(folder: Callable[..., Path], given: dict[str, Any], 
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
