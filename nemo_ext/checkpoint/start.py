@@ -124,15 +124,17 @@ def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> 
 def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the number of prediction depths and the MTP flags of another, if it has such depths.
 
-    A description, from which the config comes, has depths with the same weights only once.
+    A description, from which the config comes, has depths with the same weights only once. Whether they have the same
+    weights is taken from the other config alone; other MTP flags that the config sets, such as loss weights, are kept.
     """
     pattern = parse(str(config["model"]["pattern"]))
     depths = parse(str(origin["model"]["pattern"])).depths
     if not pattern.mtp or not depths:
         return config
     flags = {name: value for name, value in origin["megatron"].items() if name.startswith("mtp_")}
+    own = {name: value for name, value in config["megatron"].items() if name != "mtp_use_repeated_layer"}
     model = {**config["model"], "pattern": str(replace(pattern, depths=depths))}
-    return {**config, "model": model, "megatron": {**flags, **config["megatron"]}}
+    return {**config, "model": model, "megatron": {**flags, **own}}
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:
