@@ -117,7 +117,11 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 
 def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    changed = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
+    """Return a config with the model of the config next to a checkpoint, and MTP flags only for depths to train."""
+    description = from_config(beside)
+    changed = with_model(config, description, str(beside["model"].get("name") or config["model"]["name"]))
+    if not description.prediction and (config.get("train") or {}).get("new_mtp") is None:
+        changed["megatron"] = {key: value for key, value in changed["megatron"].items() if not key.startswith("mtp_")}
     return restore_depths(changed, beside)
 
 

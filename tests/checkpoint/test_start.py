@@ -67,6 +67,16 @@ def test_a_recipe_does_not_share_weights_that_the_depths_of_the_start_have_of_th
     assert changed["megatron"]["mtp_loss_scaling_factor"] == 1
 
 
+def test_a_start_without_depths_takes_the_recipe_s_mtp_flags_for_new_ones_alone(child: Path) -> None:
+    words = ["run_dir=unused", "data=mock", "recipe=nemotron3_super/sft", "model=nemotron3_super_tiny"]
+    words += ["train.model_of_start=true", f"megatron.pretrained_checkpoint={child}"]
+
+    plain, new = (model_of_start(compose("train", [*words, *more])) for more in ([], ["train.new_mtp='/*-/*-'"]))
+
+    assert not [name for name in plain["megatron"] if name.startswith("mtp_")]
+    assert parse(new["model"]["pattern"]).depths == 2 and new["megatron"]["mtp_use_repeated_layer"]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_new_depths_are_added_to_the_model(child: Path, asked: bool) -> None:
     config = run_of(child, asked=asked)
