@@ -91,9 +91,8 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
     if draft is None and _has_prediction(source):
-        notice(
-            f"model={model}: its multi-token prediction is not used; with vLLM, serving.draft=mtp drafts tokens by it"
-        )
+        advice = "; with vLLM, serving.draft=mtp drafts tokens by it" if _can_draft(source, model) else ""
+        notice(f"model={model}: its multi-token prediction is not used{advice}")
     if is_hugging_face(source):
         return source
     from nemo_ext.checkpoint import hf
@@ -131,6 +130,15 @@ def _has_prediction(folder: Path) -> bool:
         return bool(read_json(folder / CONFIG).get("num_nextn_predict_layers"))
     config = _config_of(folder)
     return config is not None and bool(parse(str(config["model"]["pattern"])).mtp)
+
+
+def _can_draft(folder: Path, model: str) -> bool:
+    """True if vLLM can draft tokens with a Hugging Face directory or Megatron run, as `check_drafts` says."""
+    try:
+        check_drafts(read_json(folder / CONFIG) if is_hugging_face(folder) else _config_of(folder) or {}, model)
+    except ValueError:
+        return False
+    return True
 
 
 def _config_of(run: Path) -> dict[str, Any] | None:

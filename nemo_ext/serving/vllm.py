@@ -21,7 +21,7 @@ from typing import Any
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint import formats
 from nemo_ext.checkpoint.beside import read_json
-from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.engines import folder_of as module_folder
@@ -112,19 +112,18 @@ def check_drafts(model: Mapping[str, Any], name: str) -> None:
         name: the model as the user wrote it, for messages.
 
     Raises:
-        ValueError: the model has no MTP, or vLLM does not support its class or its depths.
+        ValueError: the model has no MTP, no format expresses it, or vLLM does not support its class or its depths.
     """
-    if "architectures" in model:
-        found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
-    else:
-        description = from_config(model)
-        found = formats.choose(description)[0]
+    try:
+        architecture, description = _with_format(model)
+    except ValueError as error:
+        raise ValueError(f"serving.draft=mtp: model={name}: {error}; set serving.draft=null") from error
     pattern = description.architecture.pattern
     reason = None
     if not pattern.mtp:
         reason = "has no multi-token prediction"
-    elif found.architecture not in _DRAFTS:
-        reason = f"is in the format {found.architecture}, for which vLLM has no drafts"
+    elif architecture not in _DRAFTS:
+        reason = f"is in the format {architecture}, for which vLLM has no drafts"
     elif pattern.depths > 1:
         reason = f"has {pattern.depths} prediction depths with their own weights, and vLLM drafts with one depth"
     elif other := sorted({block.kind for block in pattern.mtp} - set("*E")):
@@ -141,6 +140,24 @@ def check_drafts(model: Mapping[str, Any], name: str) -> None:
             "serving.draft=mtp: the installed vLLM for CPUs returns wrong tokens, as its Mamba-2 convolution keeps "
             "rejected drafts; set serving.draft=null"
         )
+
+
+def _with_format(model: Mapping[str, Any]) -> tuple[str, Description]:
+    """Return the class name and the description of a model, which is given as in `check_drafts`.
+
+    Raises:
+        ValueError: its class is unknown, a setting is not supported, or no format expresses it.
+    """
+    if "architectures" in model:
+        found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
+        return found.architecture, description
+    description = from_config(model)
+    try:
+        return formats.choose(description)[0].architecture, description
+    except ValueError:
+        if description.prediction:
+            formats.choose(description, _DRAFTS[-1])  # gives the reason of the most general format that has MTP
+        raise
 
 
 def _keeps_rejected() -> bool:

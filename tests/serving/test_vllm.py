@@ -14,7 +14,7 @@ from nemo_ext.checkpoint.formats import FORMATS, choose
 from nemo_ext.job.config import compose
 from nemo_ext.serving import vllm
 from nemo_ext.serving.settings import ServingSettings
-from nemo_ext.serving.vllm import command
+from nemo_ext.serving.vllm import check_drafts, command
 
 QWEN3 = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>{# <think> #}"
 
@@ -171,6 +171,22 @@ def test_models_without_drafts(folder: Callable[..., Path], changes: list[str], 
 
     with pytest.raises(ValueError, match=message):
         words(folder(config=of_super(*changes)), draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not a supported checkpoint architecture"),
+        ("model.pattern=MEM{state=8}*EME-/*E", "NemotronHPuzzleForCausalLM does not support Mamba-2 blocks with"),
+    ],
+)
+def test_models_that_no_format_expresses_have_no_drafts(model: dict[str, Any] | str, why: str) -> None:
+    if isinstance(model, str):
+        model = compose("train", ["model=nemotron3_super_tiny", "data=mock", "run_dir=unused", model])
+
+    with pytest.raises(ValueError, match=rf"^serving.draft=mtp: model=mine: .*{why}.*; set serving.draft=null$") as got:
+        check_drafts(model, "mine")
+    assert "mtp=drop" not in str(got.value)
 
 
 def test_our_own_format_has_no_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
