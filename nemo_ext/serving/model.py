@@ -9,6 +9,7 @@ from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.data.text import byte_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.job.files import only_run_in
@@ -142,10 +143,14 @@ def _can_draft(folder: Path, model: str) -> bool:
 
 
 def _config_of(run: Path) -> dict[str, Any] | None:
-    """Return the config next to a run's newest checkpoint; None if there is none."""
+    """Return the config next to a run's newest checkpoint; None if there is none, or no complete checkpoint yet."""
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
-    return config_beside(run, checkpoint_folder(run, None))
+    try:
+        checkpoint = checkpoint_folder(run, None)
+    except CheckpointError:  # the checkpoint may be written before the job starts
+        return None
+    return config_beside(run, checkpoint)
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:

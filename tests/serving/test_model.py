@@ -88,6 +88,19 @@ def test_a_run_is_exported_with_its_depth_for_drafts_alone(
         settings_of(f"served={exports[None]}", *words)
 
 
+def test_drafts_with_a_run_before_its_first_checkpoint(
+    settings_of: Callable[..., Any], served_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    words = ("serving.engine=vllm", "serving.draft=mtp", f"files_from={served_folder}")
+
+    assert settings_of(f"served={tmp_path / 'run'}", *words)[0].draft == "mtp"
+
+    for draft in ("mtp", None):
+        with pytest.raises(ValueError, match="neither a Hugging Face checkpoint"):
+            folder_of(str(tmp_path / "run"), tmp_path, str(served_folder), draft=draft)
+
+
 def test_prediction_without_drafts_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
 
