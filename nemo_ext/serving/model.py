@@ -69,7 +69,7 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
         )
     may_run_code(str(folder), config)
     if settings.draft is not None:
-        check_drafts(read_json(folder / CONFIG), model)
+        check_drafts(read_json(folder / CONFIG), model, folder)
     if not any((folder / name).exists() for name in _TOKENIZER):
         raise ValueError(f"model={model} has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`")
 
@@ -136,7 +136,10 @@ def _has_prediction(folder: Path) -> bool:
 def _can_draft(folder: Path, model: str) -> bool:
     """True if vLLM can draft tokens with a Hugging Face directory or Megatron run, as `check_drafts` says."""
     try:
-        check_drafts(read_json(folder / CONFIG) if is_hugging_face(folder) else _config_of(folder) or {}, model)
+        if is_hugging_face(folder):
+            check_drafts(read_json(folder / CONFIG), model, folder)
+        else:
+            check_drafts(_config_of(folder) or {}, model)
     except ValueError:
         return False
     return True

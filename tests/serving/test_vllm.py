@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.description import from_config
@@ -171,6 +173,26 @@ def test_models_without_drafts(folder: Callable[..., Path], changes: list[str], 
 
     with pytest.raises(ValueError, match=message):
         words(folder(config=of_super(*changes)), draft="mtp")
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_weights_without_prediction_have_no_drafts(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, index: bool
+) -> None:
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
+    place = folder(config=of_super())
+
+    def write(*names: str) -> None:
+        save_file({name: torch.ones(1) for name in names}, place / "model.safetensors")
+        if index:
+            listed = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+            (place / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+    write("lm_head.weight")
+    with pytest.raises(ValueError, match=r"model=.*mine has multi-token .* weights have no tensors mtp\.\*; set"):
+        words(place, draft="mtp")
+    write("lm_head.weight", "mtp.layers.0.norm.weight")
+    assert "--speculative-config" in words(place, draft="mtp")
 
 
 @pytest.mark.parametrize(
