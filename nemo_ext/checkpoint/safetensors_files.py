@@ -123,6 +123,27 @@ def _read_index(path: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{file} is not an index with a weight_map ({error}): copy it again") from error
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Return the names of a folder's tensors, from its index or from its files; empty if it has neither.
+
+    Raises:
+        CheckpointError: the index or a file cannot be read.
+    """
+    index = _read_index(path)
+    if index is not None:
+        return set(index)
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                names.update(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read and may be truncated ({error}): copy it again") from error
+    return names
+
+
 def shard_name(number: int, count: int) -> str:
     """Hugging Face's file name for shard `number` (from 0) of `count`."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"

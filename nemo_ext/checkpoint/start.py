@@ -76,7 +76,7 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     path = checkpoints_of(Path(str(start)).expanduser())
     if train.get("model_of_start") is True and path.exists():
-        whole = _with_model_beside(config, _beside(path))
+        whole = with_model_beside(config, _beside(path))
         changed = {"model": whole["model"], "megatron": {**whole["megatron"], "pretrained_checkpoint": str(path)}}
     if (depths := train.get("new_mtp")) is not None:
         model = {**config, **changed}["model"]
@@ -106,7 +106,7 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
         ValueError: there is no checkpoint, or no config next to it.
     """
     beside, data = _beside(checkpoint), config.get("data") or {}
-    changed = {**config, **_with_model_beside(config, beside)}
+    changed = {**config, **with_model_beside(config, beside)}
     extras = extras_beside(checkpoint, checkpoint_folder(checkpoint))
     tokenizer = (beside.get("data") or {}).get("tokenizer")
     if tokenizer is None and extras is not None and (extras / "tokenizer.json").is_file():
@@ -116,23 +116,32 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
     return changed
 
 
-def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    changed = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
+def with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the model of another, such as the one next to a checkpoint, and its prediction depths.
+
+    MTP flags are left out unless the model has such depths or `train.new_mtp` adds them.
+    """
+    description = from_config(beside)
+    changed = with_model(config, description, str(beside["model"].get("name") or config["model"]["name"]))
+    if not description.prediction and (config.get("train") or {}).get("new_mtp") is None:
+        changed["megatron"] = {key: value for key, value in changed["megatron"].items() if not key.startswith("mtp_")}
     return restore_depths(changed, beside)
 
 
 def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the number of prediction depths and the MTP flags of another, if it has such depths.
 
-    A description, from which the config comes, has depths with the same weights only once.
+    A description, from which the config comes, has depths with the same weights only once. Whether they have the same
+    weights is taken from the other config alone; other MTP flags that the config sets, such as loss weights, are kept.
     """
     pattern = parse(str(config["model"]["pattern"]))
     depths = parse(str(origin["model"]["pattern"])).depths
     if not pattern.mtp or not depths:
         return config
     flags = {name: value for name, value in origin["megatron"].items() if name.startswith("mtp_")}
+    own = {name: value for name, value in config["megatron"].items() if name != "mtp_use_repeated_layer"}
     model = {**config["model"], "pattern": str(replace(pattern, depths=depths))}
-    return {**config, "model": model, "megatron": {**flags, **config["megatron"]}}
+    return {**config, "model": model, "megatron": {**flags, **own}}
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
 from nemo_ext.job.made_of import check_same, differing, digest, note, noted
 from nemo_ext.job.run_directory import CONFIG
+from nemo_ext.megatron.settings import TrainSettings
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
 
@@ -158,12 +160,13 @@ class Workspace:
             ValueError: the settings or inputs differ, and the stage may not be run again.
         """
         record, now = json.loads(file.read_text()), self._now(stage)
-        if not differing(record["settings"], now["settings"]) and record["made_from"] == now["made_from"]:
+        before, after = (_without_defaults(each["settings"]) for each in (record, now))
+        if not differing(before, after) and record["made_from"] == now["made_from"]:
             return True
         if stage in RENEWED or record.get("empty"):
             return False
         state, advice = "done" if finished else "begun", self._advice(stage)
-        check_same(record["settings"], now["settings"], f"{file}: {stage} was {state} with other settings", advice)
+        check_same(before, after, f"{file}: {stage} was {state} with other settings", advice)
         raise ValueError(f"{file}: {stage} was {state} from results that have been replaced since; {advice}")
 
     def begin(self, stage: str) -> None:
@@ -241,6 +244,15 @@ class Workspace:
         if stage == "export":
             return f"remove {self.record(stage)} and {self.exported} to export again"
         return f"give the child another name (puzzle.child=...), or remove {self.folder} to make it again"
+
+
+def _without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stage's settings without the `train` keys at their default, which earlier versions may not have had."""
+    if "train" not in settings:
+        return dict(settings)
+    defaults = {field.name: field.default for field in fields(TrainSettings)}
+    train = {key: value for key, value in settings["train"].items() if key not in defaults or value != defaults[key]}
+    return {**settings, "train": train}
 
 
 def _digest(file: Path) -> str | None:

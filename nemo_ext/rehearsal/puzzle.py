@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description, from_config, to_config
+from nemo_ext.checkpoint.start import with_model_beside
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.run_directory import write_config
 from nemo_ext.megatron.arguments import world_size
@@ -46,7 +47,9 @@ def rehearse_puzzle(
         ValueError: a setting is invalid, or a model or layout cannot be built.
     """
     chosen = check(config)
-    parent = from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
+    if chosen.parent is not None:
+        config = {**config, **with_model_beside(config, model_of(chosen.parent, "puzzle.parent"))}
+    parent = from_config(config)
     if chosen.mtp == "drop":
         parent = parent.without_prediction()
     folder.mkdir(parents=True, exist_ok=True)

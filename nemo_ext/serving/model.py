@@ -9,6 +9,7 @@ from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.data.text import byte_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.job.files import only_run_in
@@ -68,7 +69,7 @@ def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> N
         )
     may_run_code(str(folder), config)
     if settings.draft is not None:
-        check_drafts(read_json(folder / CONFIG), model)
+        check_drafts(read_json(folder / CONFIG), model, folder)
     if not any((folder / name).exists() for name in _TOKENIZER):
         raise ValueError(f"model={model} has no tokenizer; add one with `nemo-ext convert files_from=FOLDER`")
 
@@ -91,9 +92,8 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
     if draft is None and _has_prediction(source):
-        notice(
-            f"model={model}: its multi-token prediction is not used; with vLLM, serving.draft=mtp drafts tokens by it"
-        )
+        advice = "; with vLLM, serving.draft=mtp drafts tokens by it" if _can_draft(source, model) else ""
+        notice(f"model={model}: its multi-token prediction is not used{advice}")
     if is_hugging_face(source):
         return source
     from nemo_ext.checkpoint import hf
@@ -133,11 +133,27 @@ def _has_prediction(folder: Path) -> bool:
     return config is not None and bool(parse(str(config["model"]["pattern"])).mtp)
 
 
+def _can_draft(folder: Path, model: str) -> bool:
+    """True if vLLM can draft tokens with a Hugging Face directory or Megatron run, as `check_drafts` says."""
+    try:
+        if is_hugging_face(folder):
+            check_drafts(read_json(folder / CONFIG), model, folder)
+        else:
+            check_drafts(_config_of(folder) or {}, model)
+    except ValueError:
+        return False
+    return True
+
+
 def _config_of(run: Path) -> dict[str, Any] | None:
-    """Return the config next to a run's newest checkpoint; None if there is none."""
+    """Return the config next to a run's newest checkpoint; None if there is none, or no complete checkpoint yet."""
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
-    return config_beside(run, checkpoint_folder(run, None))
+    try:
+        checkpoint = checkpoint_folder(run, None)
+    except CheckpointError:  # the checkpoint may be written before the job starts
+        return None
+    return config_beside(run, checkpoint)
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:

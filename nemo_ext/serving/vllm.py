@@ -21,9 +21,9 @@ from typing import Any
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint import formats
 from nemo_ext.checkpoint.beside import read_json
-from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.foreign_code import may_run_code
-from nemo_ext.checkpoint.safetensors_files import CONFIG
+from nemo_ext.checkpoint.safetensors_files import CONFIG, tensor_names
 from nemo_ext.engines import folder_of as module_folder
 from nemo_ext.job.parent import end, end_with_parent
 from nemo_ext.quantization.generation import cli_words
@@ -43,6 +43,8 @@ _SECONDS_TO_STOP = 60.0
 _DRAFTS = ("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM")
 _DRAFT_MODEL = "vllm.model_executor.models.nemotron_h_mtp"
 """vLLM's model that drafts tokens for the classes in `_DRAFTS`."""
+_WEIGHTS = "mtp."
+"""Prefix of the names of the tensors of multi-token prediction in the classes in `_DRAFTS`."""
 
 
 class Ended(Exception):
@@ -83,7 +85,7 @@ def command(
         **_parsers(folder),
     }
     if settings.draft is not None:
-        check_drafts(read_json(folder / CONFIG), str(folder))
+        check_drafts(read_json(folder / CONFIG), str(folder), folder)
         drafts = {"method": settings.draft, "num_speculative_tokens": settings.draft_tokens or 1}
         arguments["speculative_config"] = drafts
     if settings.nodes > 1:
@@ -104,31 +106,35 @@ def command(
     return ["vllm", "serve", str(folder), *cli_words(values), *switches, *off]
 
 
-def check_drafts(model: Mapping[str, Any], name: str) -> None:
+def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None) -> None:
     """Check that vLLM can draft tokens with a model's multi-token prediction (MTP).
 
     Args:
         model: the model's config.json, or the config with sections `model` and `megatron` of a Megatron run.
         name: the model as the user wrote it, for messages.
+        folder: the Hugging Face directory, whose weights must have MTP too; None for a Megatron run.
 
     Raises:
-        ValueError: the model has no MTP, or vLLM does not support its class or its depths.
+        ValueError: the model or its weights have no MTP, no format expresses it, or vLLM does not support its class or
+            its depths.
     """
-    if "architectures" in model:
-        found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
-    else:
-        description = from_config(model)
-        found = formats.choose(description)[0]
+    try:
+        architecture, description = _with_format(model)
+    except ValueError as error:
+        raise ValueError(f"serving.draft=mtp: model={name}: {error}; set serving.draft=null") from error
+    names = tensor_names(folder) if folder is not None else set()
     pattern = description.architecture.pattern
     reason = None
     if not pattern.mtp:
         reason = "has no multi-token prediction"
-    elif found.architecture not in _DRAFTS:
-        reason = f"is in the format {found.architecture}, for which vLLM has no drafts"
+    elif architecture not in _DRAFTS:
+        reason = f"is in the format {architecture}, for which vLLM has no drafts"
     elif pattern.depths > 1:
         reason = f"has {pattern.depths} prediction depths with their own weights, and vLLM drafts with one depth"
     elif other := sorted({block.kind for block in pattern.mtp} - set("*E")):
         reason = f"has blocks {' '.join(other)} in its prediction depth, and vLLM drafts only with * and E"
+    elif names and not any(tensor.startswith(_WEIGHTS) for tensor in names):
+        reason = f"has multi-token prediction in its config alone, as its weights have no tensors {_WEIGHTS}*"
     if reason is not None:
         raise ValueError(f"serving.draft=mtp: model={name} {reason}; set serving.draft=null")
     if module_folder("vllm") and not module_folder(_DRAFT_MODEL):
@@ -141,6 +147,24 @@ def check_drafts(model: Mapping[str, Any], name: str) -> None:
             "serving.draft=mtp: the installed vLLM for CPUs returns wrong tokens, as its Mamba-2 convolution keeps "
             "rejected drafts; set serving.draft=null"
         )
+
+
+def _with_format(model: Mapping[str, Any]) -> tuple[str, Description]:
+    """Return the class name and the description of a model, which is given as in `check_drafts`.
+
+    Raises:
+        ValueError: its class is unknown, a setting is not supported, or no format expresses it.
+    """
+    if "architectures" in model:
+        found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
+        return found.architecture, description
+    description = from_config(model)
+    try:
+        return formats.choose(description)[0].architecture, description
+    except ValueError:
+        if description.prediction:
+            formats.choose(description, _DRAFTS[-1])  # gives the reason of the most general format that has MTP
+        raise
 
 
 def _keeps_rejected() -> bool:

@@ -53,6 +53,30 @@ def test_depths_with_one_set_of_weights_stay_the_runs(child: Path) -> None:
     assert flags == {"mtp_use_repeated_layer": True, "mtp_loss_scaling_factor": 0.3}
 
 
+def test_a_recipe_does_not_share_weights_that_the_depths_of_the_start_have_of_their_own(child: Path) -> None:
+    made = compose("describe", ["model=nemotron3_super_tiny", "megatron.mtp_use_repeated_layer=null"])
+    (child / "model" / "child.yaml").write_text(yaml.safe_dump({name: made[name] for name in ("model", "megatron")}))
+    words = ["run_dir=unused", "data=mock", "model=nemotron3_super_tiny", "train.model_of_start=true"]
+    config = compose("train", [*words, f"megatron.pretrained_checkpoint={child}", "megatron.mtp_loss_scaling_factor=1"])
+    assert config["megatron"]["mtp_use_repeated_layer"]
+
+    changed = {**config, **model_of_start(config)}
+
+    assert from_config(changed).prediction == from_config(made).prediction
+    assert len(from_config(changed).prediction) == 4
+    assert changed["megatron"]["mtp_loss_scaling_factor"] == 1
+
+
+def test_a_start_without_depths_takes_the_recipe_s_mtp_flags_for_new_ones_alone(child: Path) -> None:
+    words = ["run_dir=unused", "data=mock", "recipe=nemotron3_super/sft", "model=nemotron3_super_tiny"]
+    words += ["train.model_of_start=true", f"megatron.pretrained_checkpoint={child}"]
+
+    plain, new = (model_of_start(compose("train", [*words, *more])) for more in ([], ["train.new_mtp='/*-/*-'"]))
+
+    assert not [name for name in plain["megatron"] if name.startswith("mtp_")]
+    assert parse(new["model"]["pattern"]).depths == 2 and new["megatron"]["mtp_use_repeated_layer"]
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_new_depths_are_added_to_the_model(child: Path, asked: bool) -> None:
     config = run_of(child, asked=asked)

@@ -1,5 +1,6 @@
 """Records of finished stages and of their inputs."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def test_a_library_from_before_latent_widths_is_continued(opened: Callable[..., 
     assert opened("puzzle.variants.latent=[]").is_finished("library")
     with pytest.raises(ValueError, match=r"library was done with other settings \(variants\.latent"):
         opened("puzzle.variants.latent=[0.5]").is_finished("library")
+
+
+def test_a_parent_from_before_new_train_settings_is_continued(opened: Callable[..., Workspace]) -> None:
+    opened().finish("parent")
+    record = opened().record("parent")
+    made = json.loads(record.read_text())
+    assert made["settings"]["train"].pop("mtp_only") is False
+    record.write_text(json.dumps(made))
+    assert opened().is_finished("parent")
+    with pytest.raises(ValueError, match=r"parent was done with other settings \(train\.mtp_only: null -> true\)"):
+        opened("train.mtp_only=true").is_finished("parent")
 
 
 def test_block_inputs_belong_to_one_distillation(opened: Callable[..., Workspace]) -> None:

@@ -10,9 +10,12 @@ import yaml
 
 from nemo_ext.architecture.cost import total_params
 from nemo_ext.checkpoint.description import from_config
+from nemo_ext.checkpoint.pickles import METADATA
+from nemo_ext.checkpoint.start import as_checkpoint
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.settings import settings
+from nemo_ext.rehearsal import puzzle as rehearsal
 from nemo_ext.rehearsal.puzzle import rehearse_puzzle
 from nemo_ext.rehearsal.ranks import run
 from nemo_ext.rehearsal.settings import STAGES, rehearsed
@@ -100,6 +103,31 @@ def test_sharded_ranks_hold_their_part_of_the_parent(tmp_path: Path) -> None:
     (work,) = shared["work"]
     assert work["gathered_bytes"] > 0 == whole["work"][0]["gathered_bytes"]
     assert work["written_bytes"] == whole["work"][0]["written_bytes"] > 0
+
+
+def test_healing_has_the_depths_of_a_parent_rather_than_the_recipe_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    made = compose("describe", ["model=nemotron3_super_tiny", "model.pattern=MEM*EME-/*E"])
+    made["megatron"].pop("mtp_use_repeated_layer")
+    (tmp_path / "model" / "mine.yaml").write_text(yaml.safe_dump({name: made[name] for name in ("model", "megatron")}))
+    words = ["recipe=puzzle/nemotron3_super_quickstart", *WORDS[1:], "puzzle.stages=[heal]"]
+    config = compose("rehearse_puzzle", [*words, f"puzzle.parent={tmp_path}"])
+    healed = []
+
+    def kept(run: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        healed.append(run)
+        return {"set_aside": [], "pipeline": 1, "ranks": []}
+
+    monkeypatch.setattr(rehearsal, "rehearse", kept)
+    rehearse_puzzle(config, tmp_path / "ranks")
+
+    (tmp_path / METADATA).touch()
+    job = as_checkpoint(config, tmp_path)
+    assert healed[0]["model"]["pattern"] == job["model"]["pattern"] == "MEM*EME-/*E"
+    flags = ({k: v for k, v in each["megatron"].items() if k.startswith("mtp_")} for each in (healed[0], job))
+    assert next(flags) == next(flags) == {"mtp_loss_scaling_factor": 0.3}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_run_is_exported_with_its_depth_for_drafts_alone(
 
     exports = {draft: folder_of(str(run), tmp_path / "serve", str(source), draft=draft) for draft in (None, "mtp")}
 
-    assert capsys.readouterr().err.count("its multi-token prediction is not used") == 1
+    assert capsys.readouterr().err.count("is not used; with vLLM, serving.draft=mtp drafts tokens by it\n") == 1
     with safe_open(exports["mtp"] / "model.safetensors", "pt") as kept:
         assert set(kept.keys()) == set(shapes)
     with safe_open(exports[None] / "model.safetensors", "pt") as dropped:
@@ -88,12 +88,26 @@ def test_a_run_is_exported_with_its_depth_for_drafts_alone(
         settings_of(f"served={exports[None]}", *words)
 
 
+def test_drafts_with_a_run_before_its_first_checkpoint(
+    settings_of: Callable[..., Any], served_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    words = ("serving.engine=vllm", "serving.draft=mtp", f"files_from={served_folder}")
+
+    assert settings_of(f"served={tmp_path / 'run'}", *words)[0].draft == "mtp"
+
+    for draft in ("mtp", None):
+        with pytest.raises(ValueError, match="neither a Hugging Face checkpoint"):
+            folder_of(str(tmp_path / "run"), tmp_path, str(served_folder), draft=draft)
+
+
 def test_prediction_without_drafts_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
 
     for draft, remarks in ((None, 1), ("mtp", 0)):
         assert folder_of(str(tmp_path), tmp_path / "serve", None, draft=draft) == tmp_path
-        assert capsys.readouterr().err.count("its multi-token prediction is not used") == remarks
+        said = capsys.readouterr().err
+        assert said.count("its multi-token prediction is not used\n") == remarks, "and no advice that would be refused"
 
 
 @pytest.mark.parametrize(

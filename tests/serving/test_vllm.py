@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.description import from_config
@@ -14,7 +16,7 @@ from nemo_ext.checkpoint.formats import FORMATS, choose
 from nemo_ext.job.config import compose
 from nemo_ext.serving import vllm
 from nemo_ext.serving.settings import ServingSettings
-from nemo_ext.serving.vllm import command
+from nemo_ext.serving.vllm import check_drafts, command
 
 QWEN3 = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>{# <think> #}"
 
@@ -171,6 +173,42 @@ def test_models_without_drafts(folder: Callable[..., Path], changes: list[str], 
 
     with pytest.raises(ValueError, match=message):
         words(folder(config=of_super(*changes)), draft="mtp")
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_weights_without_prediction_have_no_drafts(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, index: bool
+) -> None:
+    monkeypatch.setattr(vllm, "_keeps_rejected", lambda: False)
+    place = folder(config=of_super())
+
+    def write(*names: str) -> None:
+        save_file({name: torch.ones(1) for name in names}, place / "model.safetensors")
+        if index:
+            listed = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+            (place / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+    write("lm_head.weight")
+    with pytest.raises(ValueError, match=r"model=.*mine has multi-token .* weights have no tensors mtp\.\*; set"):
+        words(place, draft="mtp")
+    write("lm_head.weight", "mtp.layers.0.norm.weight")
+    assert "--speculative-config" in words(place, draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not a supported checkpoint architecture"),
+        ("model.pattern=MEM{state=8}*EME-/*E", "NemotronHPuzzleForCausalLM does not support Mamba-2 blocks with"),
+    ],
+)
+def test_models_that_no_format_expresses_have_no_drafts(model: dict[str, Any] | str, why: str) -> None:
+    if isinstance(model, str):
+        model = compose("train", ["model=nemotron3_super_tiny", "data=mock", "run_dir=unused", model])
+
+    with pytest.raises(ValueError, match=rf"^serving.draft=mtp: model=mine: .*{why}.*; set serving.draft=null$") as got:
+        check_drafts(model, "mine")
+    assert "mtp=drop" not in str(got.value)
 
 
 def test_our_own_format_has_no_drafts(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

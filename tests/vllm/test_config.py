@@ -110,3 +110,23 @@ def test_puzzles_config_gives_vllm_each_block() -> None:
     assert NemotronHPuzzleConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     with pytest.raises(ValueError, match=r"mtp_block_configs\[0\].block_type: expected one of mamba, .*'gdn'"):
         NemotronHPuzzleConfig(block_configs=[{"block_type": "mamba"}], mtp_block_configs=[{"block_type": "gdn"}])
+
+
+def test_puzzles_blocks_inherit_the_top_level_s_own_sizes() -> None:
+    from nemo_ext.checkpoint.formats import read
+    from nemo_ext.checkpoint.remote_code.configuration_nemotron_h_puzzle import NemotronHPuzzleConfig
+
+    values = written("nemotron3_nano_tiny", "EE{topk=4}*/*E", "NemotronHPuzzleForCausalLM")
+    for entry in (values["block_configs"][0], values["mtp_block_configs"][1]):
+        for key in ("num_experts_per_tok", "n_routed_experts"):
+            del entry[key]
+    values |= {"num_experts_per_tok": 2, "n_routed_experts": 6}
+    _, described = read(values)
+    ours = [block for block in (*described.blocks, *described.prediction) if block.kind == "E"]
+
+    config = NemotronHPuzzleConfig.from_dict(values)
+    for each in (config, NemotronHPuzzleConfig.from_dict(config.to_dict())):
+        moe = [each.get_nemotron_h_config_for_layer(index) for index in (0, 1, 4)]
+        assert [block.num_experts_per_tok for block in moe] == [2, 4, 2] == [block.size("topk") for block in ours]
+        assert [block.n_routed_experts for block in moe] == [6, 8, 6] == [block.size("experts") for block in ours]
+        assert (each.num_experts_per_tok, each.n_routed_experts, each.mtp_n_routed_experts) == (4, 8, 6)

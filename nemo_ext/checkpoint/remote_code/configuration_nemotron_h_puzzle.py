@@ -8,18 +8,20 @@ from typing import Any
 
 from transformers import NemotronHConfig
 
-BLOCK_TYPES = ("mamba", "attention", "moe", "mlp")
-SIZES = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "ssm_state_size", "intermediate_size"),
-    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-)
-"""Sizes that every block of a kind has. Others, such as `moe_latent_size`, may be absent in some blocks."""
+SIZES = {
+    "mamba": ("ssm_state_size",),
+    "attention": ("num_attention_heads", "num_key_value_heads", "head_dim"),
+    "moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "mlp": ("intermediate_size",),
+}
+"""Sizes that every block of a type has. Others, such as `moe_latent_size`, may be absent in some blocks."""
 
 
 class NemotronHPuzzleConfig(NemotronHConfig):
     """NemotronH's configuration with blocks of different sizes.
 
-    A size that blocks set themselves has their maximum at the top level, for engines that ask for one number.
+    A size that blocks set themselves has the maximum of all blocks at the top level, for engines that ask for one
+    number; the blocks that do not set it have the top level's own in their entries.
 
     Attributes:
         block_configs: One `{"block_type": ..., sizes}` per block.
@@ -44,11 +46,15 @@ class NemotronHPuzzleConfig(NemotronHConfig):
         kwargs["layers_block_type"] = types["block_configs"] or kwargs.get("layers_block_type")
         kwargs["mtp_layers_block_type"] = types["mtp_block_configs"] or kwargs.get("mtp_layers_block_type")
         super().__init__(**kwargs)
-        self.block_configs, self.mtp_block_configs = lists["block_configs"], lists["mtp_block_configs"]
-        blocks = [*self.block_configs, *self.mtp_block_configs]
-        for key in SIZES:
-            if found := [block[key] for block in blocks if block.get(key) is not None]:
-                setattr(self, key, max(found))
+        self.block_configs, self.mtp_block_configs = ([dict(block) for block in blocks] for blocks in lists.values())
+        for kind, sizes in SIZES.items():
+            blocks = [b for b in (*self.block_configs, *self.mtp_block_configs) if b["block_type"] == kind]
+            for key in sizes:
+                if any(block.get(key) is not None for block in blocks):
+                    for block in blocks:
+                        if block.get(key) is None:
+                            block[key] = getattr(self, key)
+                    setattr(self, key, max(block[key] for block in blocks if block[key] is not None))
 
     def get_nemotron_h_config_for_layer(self, layer_idx: int) -> NemotronHConfig:
         """Config of one block; blocks of multi-token prediction are numbered after those of the model."""
@@ -61,11 +67,12 @@ class NemotronHPuzzleConfig(NemotronHConfig):
     @property
     def mtp_n_routed_experts(self) -> int:
         """Number of experts of multi-token prediction, which vLLM's draft model asks for."""
-        return max((block.get("n_routed_experts") or 0 for block in self.mtp_block_configs), default=0)
+        moe = [block for block in self.mtp_block_configs if block["block_type"] == "moe"]
+        return max((block.get("n_routed_experts") or self.n_routed_experts for block in moe), default=0)
 
 
 def _type(path: str, block: Any) -> str:
     kind = block.get("block_type") if isinstance(block, dict) else None
-    if kind not in BLOCK_TYPES:
-        raise ValueError(f"{path}.block_type: expected one of {', '.join(BLOCK_TYPES)}, got {kind!r}")
+    if kind not in SIZES:
+        raise ValueError(f"{path}.block_type: expected one of {', '.join(SIZES)}, got {kind!r}")
     return str(kind)

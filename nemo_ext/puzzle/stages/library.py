@@ -5,7 +5,6 @@
 Existing files are reused. `keep` and `no_op` need no file.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 from nemo_ext.architecture.blocks import Block
+from nemo_ext.architecture.pattern import parse
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
@@ -44,13 +44,25 @@ class Library:
     initial: bool = False
 
     def file(self, variant: Variant) -> Path:
-        """Return the path of a variant's weights; block numbers in names are 1-based."""
-        name = variant.weights if self.initial else variant.name
-        return self.folder / f"block_{variant.number + 1:03d}" / f"{name}.safetensors"
+        """Return the path of a variant's weights; block numbers in names are 1-based.
 
-    def _weights_of(self, block: str) -> str:
-        """Return a block's notation without the values that the weights in the library do not depend on."""
-        return re.sub(r"topk=\d+,?", "", block) if self.initial else block
+        Earlier versions wrote initial weights for each number of experts per token; such a file is used if it exists.
+        """
+        folder = self.folder / f"block_{variant.number + 1:03d}"
+        own = folder / f"{variant.name}.safetensors"
+        shared = folder / f"{variant.weights}.safetensors" if self.initial else own
+        return own if own.is_file() and not shared.is_file() else shared
+
+    def _weights_of(self, block: Block | None) -> tuple[str, dict[str, int]] | None:
+        """Return a block's kind and those of its values that the weights in the library depend on.
+
+        Values of none are left out, as notes of earlier versions lack those that these versions did not know.
+        """
+        if block is None:
+            return None
+        return block.kind, {
+            name: value for name, value in block.values if value and not (self.initial and name == "topk")
+        }
 
     def has(self, variant: Variant) -> bool:
         """Return whether a variant's weights are in the library or not needed."""
@@ -74,8 +86,8 @@ class Library:
         Raises:
             ValueError: they are not in the library, or belong to another block.
         """
-        made_of = self.notes(variant).get(BLOCK, "")
-        if self._weights_of(made_of) != self._weights_of(str(variant.block)):
+        made_of = self.notes(variant).get(BLOCK)
+        if made_of is None or self._weights_of(parse(made_of).blocks[0]) != self._weights_of(variant.block):
             raise ValueError(
                 f"{self.file(variant)} holds weights of {made_of}, not of {variant.block}: remove it, or use "
                 "another folder"

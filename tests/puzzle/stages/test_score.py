@@ -8,9 +8,12 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from nemo_ext.architecture.blocks import Block
+from nemo_ext.checkpoint.description import from_config
+from nemo_ext.job.config import compose
 from nemo_ext.puzzle.score_file import read_scores
 from nemo_ext.puzzle.stages.library import Library, build, importance
 from nemo_ext.puzzle.stages.score import score_blocks
@@ -80,6 +83,23 @@ def test_initial_weights_are_shared_by_variants_that_choose_fewer_experts(
     wrong = by_block[0][-1]
     with pytest.raises(ValueError, match=r"ffn64\.safetensors holds weights of .*ffn=64.*, not of .*ffn=32"):
         library.read(Variant(0, wrong.name, replaced(wrong.block, ffn=32)))
+
+
+def test_libraries_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Those had one file of initial weights per number of experts, and blocks without a latent width in their notes."""
+    architecture = from_config(compose("describe", ["model=nemotron3_nano_tiny", "model.pattern=E"])).architecture
+    ((few,),) = ([v for v in each if v.name == "topk1"] for each in variants(architecture, Choices(top_k=(1,))))
+    file = tmp_path / "block_001" / "topk1.safetensors"
+    file.parent.mkdir()
+    written = str(few.block).replace(",latent=none", "")
+    assert written != str(few.block)
+
+    save_file({"weight": torch.ones(1)}, file, metadata={"block": written})
+
+    for library in (Library(tmp_path, initial=True), Library(tmp_path)):
+        assert library.has(few) and library.read(few)["weight"] == 1
+        with pytest.raises(ValueError, match=r"topk1\.safetensors holds weights of .*, not of .*latent=8"):
+            library.read(Variant(0, "topk1", replaced(few.block, latent=8)))
 
 
 def replaced(block: Block, **values: int) -> Block:
