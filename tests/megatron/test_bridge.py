@@ -37,7 +37,7 @@ MODELS = {
     "NemotronHForCausalLM": ("model=nemotron3_nano_tiny", *SIGMOID),
     "NemotronHPuzzleForCausalLM": (
         "model=nemotron3_nano_tiny",
-        "model.pattern=ME{ffn=96,topk=1}*{kv=1}-{ffn=96}E{experts=6}M*E",
+        "model.pattern=ME{ffn=96,topk=1}*{kv=1}-{ffn=96}EM*E",
         *SIGMOID,
     ),
     "NemotronHForCausalLM with MTP": (

@@ -63,13 +63,20 @@ PATTERNS = {
     "OlmoForCausalLM": ("olmo1_tiny", st.integers(1, 3).map(lambda count: "*-" * count)),
     "Olmo3ForCausalLM": ("olmo3_tiny", st.lists(st.sampled_from(["*-", "*{window=8}-"]), min_size=1, max_size=3)),
     "NemotronHForCausalLM": ("nemotron3_nano_tiny", st.lists(st.sampled_from(HYBRID), min_size=1, max_size=5)),
+    "NemotronHPuzzleForCausalLM": (
+        "nemotron3_nano_tiny",
+        st.lists(st.sampled_from([*HYBRID, "E{experts=3,ffn=32}", "*{kv=1}", "-{ffn=48}"]), max_size=5),
+    ),
     "DeciLMForCausalLM": (
         "llama_nemotron_tiny",
         st.lists(st.sampled_from(["*", "-", "*{kv=2}", "-{ffn=96}", "*{linear}", "-{linear}"]), max_size=5),
     ),
     "NemoExtBlocksForCausalLM": ("nemotron3_nano_tiny", st.lists(st.sampled_from(HYBRID + OWN), max_size=5)),
 }
-ALWAYS = {"NemotronHForCausalLM": "*", "DeciLMForCausalLM": "*-*{kv=1}-", "NemoExtBlocksForCausalLM": "MM{heads=4}*-"}
+ALWAYS = {
+    **{"NemotronHForCausalLM": "*", "NemotronHPuzzleForCausalLM": "EE{ffn=32}*"},
+    **{"DeciLMForCausalLM": "*-*{kv=1}-", "NemoExtBlocksForCausalLM": "MM{heads=4}*-"},
+}
 """What a pattern ends with so that no earlier format can express it."""
 RULES = st.lists(
     st.sampled_from(
@@ -150,7 +157,7 @@ def test_exactly_the_planned_quantizers_are_on(architecture: str, model_of: Call
 
         check_quantizers(model, config)
         kinds = [block.kind for block in parse(pattern).blocks]
-        dense = architecture not in ("NemotronHForCausalLM", "NemoExtBlocksForCausalLM")
+        dense = "NemotronH" not in architecture and architecture != "NemoExtBlocksForCausalLM"
         on = enabled(model)
         caches = {quantizer for quantizer in on if "bmm_quantizer" in quantizer}
         weights = {quantizer for quantizer in on if "weight_quantizer" in quantizer}
