@@ -200,7 +200,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
         warnings.simplefilter("ignore")  # warnings of Megatron about missing packages
         from nemo_ext.megatron.session import build_model, data_parallel, put_tensors
 
-    description = description_of(checkpoint, prediction=True).without_prediction()  # transformers ignores it
+    description = description_of(checkpoint).without_prediction()  # transformers ignores it
     config = with_model(compose("train", ["precision=fp32"]), description, "parity")
     config["model"]["backend"] = "local"
     config["megatron"]["moe_grouped_gemm"] = False

@@ -11,23 +11,16 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
 
-def description_of(checkpoint: Path, *, prediction: bool = False) -> Description:
+def description_of(checkpoint: Path) -> Description:
     """Read the description of a checkpoint's model from the config next to it.
 
     Args:
         checkpoint: run directory, checkpoints directory or single checkpoint.
-        prediction: whether the caller supports multi-token prediction.
 
     Raises:
-        ValueError: there is no checkpoint or no config next to it, or its multi-token prediction is not supported.
+        ValueError: there is no checkpoint or no config next to it.
     """
-    description = from_config(_beside(checkpoint))
-    if description.prediction and not prediction:
-        raise ValueError(
-            f"{checkpoint} has multi-token prediction, which this job does not support yet: convert it with mtp=drop "
-            "(nemo-ext convert) to a Hugging Face folder, and back"
-        )
-    return description
+    return from_config(_beside(checkpoint))
 
 
 def checkpoints_of(path: Path) -> Path:
@@ -124,8 +117,18 @@ def with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> d
     description = from_config(beside)
     changed = with_model(config, description, str(beside["model"].get("name") or config["model"]["name"]))
     if not description.prediction and (config.get("train") or {}).get("new_mtp") is None:
-        changed["megatron"] = {key: value for key, value in changed["megatron"].items() if not key.startswith("mtp_")}
+        changed = _without_mtp_flags(changed)
     return restore_depths(changed, beside)
+
+
+def with_main_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
+    """Return a config with a model, called `name`, without its multi-token prediction and flags of it."""
+    return _without_mtp_flags(with_model(config, description.without_prediction(), name))
+
+
+def _without_mtp_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {key: value for key, value in config["megatron"].items() if not key.startswith("mtp_")}
+    return {**config, "megatron": flags}
 
 
 def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:

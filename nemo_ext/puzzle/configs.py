@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description
-from nemo_ext.checkpoint.start import checkpoints_of, restore_depths, with_model
+from nemo_ext.checkpoint.start import checkpoints_of, restore_depths, with_main_model, with_model
 from nemo_ext.job.config import iterations
 from nemo_ext.puzzle.settings import Heal
 
@@ -33,9 +33,7 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 def _with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
     """Return the config with another model, as `with_model`, and with MTP flags only if it has such depths."""
     run = restore_depths(with_model(config, description, name), config)
-    if not description.prediction:
-        run["megatron"] = {key: value for key, value in run["megatron"].items() if not key.startswith("mtp_")}
-    return run
+    return run if description.prediction else with_main_model(run, description, name)
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def stage_config(config: Mapping[str, Any], description: Description, ranks: int
         description: the model's description.
         ranks: number of ranks, each of which holds the whole model.
     """
-    stage = {**_with_model(config, description.without_prediction(), "stage"), "precision_plan": None}
+    stage = {**with_main_model(config, description, "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
     return stage
 

@@ -91,7 +91,7 @@ def check(config: Mapping[str, Any]) -> Settings:
         parent = from_config(config) if chosen.parent is None else None
         if chosen.parent is not None:
             with suppress(ValueError):  # a job may still make it
-                parent = description_of(Path(chosen.parent), prediction=True)
+                parent = description_of(Path(chosen.parent))
         if parent is not None:
             _read_table(chosen, parent)
     return chosen
@@ -207,7 +207,7 @@ class Job:
                     f"{stage}: shards {', '.join(map(str, left))} are not finished; the rest of their work is done here"
                 )
         if self.chosen.measure.table is not None and "cost" in todo:  # before ranks start
-            _read_table(self.chosen, description_of(self.workspace.parent, prediction=True))
+            _read_table(self.chosen, description_of(self.workspace.parent))
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=world_size(self.config))
@@ -227,7 +227,7 @@ class Job:
     def _parent(self) -> None:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
-        parent = description_of(self.workspace.parent, prediction=True)
+        parent = description_of(self.workspace.parent)
         if self.chosen.mtp == "drop":
             parent = parent.without_prediction()
         if self.chosen.heal.tokens and self.chosen.runs("heal"):
@@ -301,7 +301,7 @@ class Job:
     ) -> dict[str, Any]:
         return healing_run(
             self.config,
-            description or description_of(start, prediction=True),
+            description or description_of(start),
             self.chosen.heal,
             run_dir=run_dir,
             start=start,
@@ -313,7 +313,7 @@ class Job:
         """Save the teacher's most probable tokens for all sequences used in healing, and return their folder."""
         heal, folder = self.chosen.heal, self.workspace.folder / "teacher"
         assert heal.top_k is not None
-        parent = description_of(self.workspace.parent, prediction=True).without_prediction()
+        parent = description_of(self.workspace.parent).without_prediction()
         run = self._run(folder, self.workspace.parent, heal.tokens, None, parent)
         self._train(logits_saving_run(run, folder / "logits", heal.top_k))
         return folder / "logits"
@@ -327,7 +327,7 @@ class Job:
         try:
             conversion = hf.plan(source, self.workspace.exported, options)
         except ValueError:
-            if not description_of(source, prediction=True).prediction:
+            if not description_of(source).prediction:
                 raise
             options = hf.Settings(mtp="drop")
             conversion = hf.plan(source, self.workspace.exported, options)

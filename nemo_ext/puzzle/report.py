@@ -39,7 +39,7 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
         comparison += _read(folder / "baselines.json")
     seq_length = chosen.serving.context
     for model, name in ((workspace.parent, "parent"), (workspace.newest(), "child")):
-        architecture = description_of(model, prediction=True).without_prediction().architecture
+        architecture = description_of(model).without_prediction().architecture
         draw_blocks(architecture, folder / f"blocks_{name}.png", seq_length=seq_length)
     report = Report(workspace.child, _summary(rows), _states(rows))
     _losses(report, rows, comparison)

@@ -9,7 +9,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
-from nemo_ext.checkpoint.start import as_checkpoint, description_of
+from nemo_ext.checkpoint.start import as_checkpoint, description_of, with_main_model
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.training import tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
@@ -48,14 +48,17 @@ def run(config: dict[str, Any]) -> None:
             f"sensitivity.model={model} is a Hugging Face folder: convert it first with `nemo-ext convert from={model} "
             "to=...`"
         )
-    config = as_checkpoint(config, model)
+    config, description = as_checkpoint(config, model), description_of(model)
+    if description.prediction:
+        notice("only the main model is measured: plans keep multi-token prediction in BF16")
+        config = with_main_model(config, description, config["model"]["name"])
     if config["precision_plan"] is None:
         config["precision_plan"] = DEFAULT_PLAN if chosen.bits is None else DEFAULT_WITH_BITS
     # Measured with torch's FP8 products everywhere, even where Transformer Engine is installed.
     config["model"]["backend"] = "local"
     config["megatron"]["moe_grouped_gemm"] = False
     check_backend(config, "local")
-    architecture = description_of(model).architecture
+    architecture = description.without_prediction().architecture
     _check_budget(chosen, Plan.from_config(config["precision_plan"]), architecture)
     workspace = Workspace(Path(config["run_dir"]))
     with only_run_in(workspace.run_dir):

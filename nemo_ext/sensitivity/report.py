@@ -113,9 +113,11 @@ def _write_within_bits(
         f"({chosen.metric}) measured on the calibration set, {tried['added']:.3g} as the sum of the single losses. "
         "The average is over the weights that the given plan quantises.",
     )
+    words = f"--config-dir {workspace.run_dir} precision=proposed ..."
     if unsupported := misfits(proposed, architecture):
-        report.add(f"Only `quantize` can use it; training requires other sizes ({unsupported[0]}).")
-    report.add(f"`nemo-ext train` and `quantize --config-dir {workspace.run_dir} precision=proposed ...` use it.")
+        report.add(f"`nemo-ext quantize {words}` uses it; training requires other sizes ({unsupported[0]}).")
+    else:
+        report.add(f"`nemo-ext train {words}` and `quantize` use it.")
     report.code(workspace.proposal.read_text(), "yaml")
     rows: list[tuple[object, ...]] = []
     for row in result["plans"]:

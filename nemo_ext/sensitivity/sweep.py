@@ -70,7 +70,7 @@ class Sweep:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.chosen, self.workspace = read_settings(config), Workspace(Path(config["run_dir"]))
         checkpoint = Path(self.chosen.model)
-        description = description_of(checkpoint)
+        description = description_of(checkpoint).without_prediction()
         self.stage = stage_config(config, description, data_parallel.count())
         self.parent = open_parent(self.stage, checkpoint)
         self.plan, self.architecture = Plan.from_config(config["precision_plan"]), description.architecture

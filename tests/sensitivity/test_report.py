@@ -46,7 +46,7 @@ def test_a_unit_whose_sizes_fit_no_low_precision(tmp_path: Path) -> None:
 
     page = write_report(workspace, chosen, config, model).read_text()
 
-    assert "Only `quantize` can use it" in page and "| BF16 |" in page
+    assert "training requires other sizes" in page and "| BF16 |" in page
     with pytest.raises(ValueError, match="need at least") as told:
         _check_budget(replace(chosen, bits=4.5), plan, model)
     found = re.search(r"at least ([\d.]+) bits", str(told.value))

@@ -151,7 +151,7 @@ def test_a_plan_within_a_budget_of_bits(
     from nemo_ext.megatron.fp8 import plan_flags
 
     model, run_dir = tmp_path / "model", tmp_path / "nvfp4"
-    sizes = ["model.pattern=M*E-", "megatron.mamba_num_heads=32", "megatron.mamba_head_dim=8"]
+    sizes = ["model.pattern=M*E-/*E", "megatron.mamba_num_heads=32", "megatron.mamba_head_dim=8"]
     train_ranks(model, *sizes)
 
     sensitivity(run_dir, model, "sensitivity.bits=6", "sensitivity.per=part")

@@ -97,7 +97,7 @@ class Stages:
         self.config = config
         self.chosen: Settings = settings(config["puzzle"])
         self.workspace = Workspace(config, self.chosen)
-        self.whole = description_of(self.workspace.parent, prediction=True)
+        self.whole = description_of(self.workspace.parent)
         self.description = self.whole.without_prediction()
         self.variants = variants(self.description.architecture, self.chosen.variants)
         self._costs: dict[Block | None, dict[str, float]] = {}
@@ -415,7 +415,7 @@ class Stages:
             True if a fused checkpoint was written; False if fusion is disabled or no blocks can be fused.
         """
         chosen = self.chosen.fuse
-        description = description_of(self.workspace.weights, prediction=True)
+        description = description_of(self.workspace.weights)
         if not chosen.enabled:
             return False
         opened = self.open(self.workspace.weights, description)
@@ -464,7 +464,7 @@ class Stages:
         for name, checkpoint in states.items():
             if not checkpoint.is_dir():
                 continue
-            description = description_of(checkpoint, prediction=True).without_prediction()
+            description = description_of(checkpoint).without_prediction()
             opened = self.parent if name == "parent" else self.open(checkpoint, description)
             parent_seconds, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
             rows.append(
