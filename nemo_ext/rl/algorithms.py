@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, Share, check_keys, checked, nearest
 from nemo_ext.rl.environments import known_environments
+from nemo_ext.rl.task import Task
 
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
@@ -274,10 +275,14 @@ class Distillation:
         """The teachers' folders or endpoints by name."""
         return {name: place for name, place in self.teachers.items() if place is not None}
 
-    def teacher(self, environment: str, domain: str) -> str | None:
-        """Return the name of the teacher of tasks with an environment and a domain; None if there is none."""
-        name = environment if self.by == "environment" else domain
-        return name if name in self.places else DEFAULT if DEFAULT in self.places else None
+    def teacher(self, task: Task) -> str:
+        """Return the name of a task's teacher; raise ValueError if it has none."""
+        name: str = getattr(task, self.by)
+        if name not in self.places and DEFAULT not in self.places:
+            raise ValueError(
+                f"rl.distillation.teachers has no teacher for {self.by} {name!r}; add one by this name, or default"
+            )
+        return name if name in self.places else DEFAULT
 
 
 DEFAULT = "default"

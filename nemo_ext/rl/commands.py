@@ -30,6 +30,10 @@ def training_inputs(config: Config, model: str) -> list[Input]:
             read.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
         pairs = (config.get("pairs") or {}).get(split)
         read.append((f"pairs.{split}", pairs, "`nemo-ext preference_data` writes pairs"))
+    for name, place in (((config.get("rl") or {}).get("distillation") or {}).get("teachers") or {}).items():
+        if place is not None and "://" not in str(place):
+            advice = "name a Hugging Face folder, or a run directory of `nemo-ext serve`"
+            read.append((f"rl.distillation.teachers.{name}", place, advice))
     return inputs(*read, model=("model",))
 
 

@@ -11,6 +11,7 @@ import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import PolicyGradient, Preference, Schedule, algorithm_of, load, presets
 from nemo_ext.rl.rendering import Rendered
+from nemo_ext.rl.task import Task
 
 SMALL: dict[str, Any] = {
     "algorithm": "grpo",
@@ -267,14 +268,18 @@ DISTILLED: dict[str, Any] = {key: value for key, value in SMALL.items() if key !
 
 def test_the_teacher_of_a_task() -> None:
     algorithm = algorithm_of(DISTILLED | {"generations_per_prompt": 1, "batch": 4})
+    alone = algorithm_of(DISTILLED | {"distillation": {"teachers": {"sums": "m", "default": None}, "by": "domain"}})
+
+    def task(environment: str, domain: str) -> Task:
+        return Task.from_record({"id": 1, "environment": environment, "domain": domain, "prompt": "?"})
 
     assert isinstance(algorithm, PolicyGradient) and algorithm.distillation is not None
-    assert algorithm.distillation.teacher("math", "sums") == "math"
-    assert algorithm.distillation.teacher("code", "sums") == "default"
-    alone = algorithm_of(DISTILLED | {"distillation": {"teachers": {"sums": "m", "default": None}, "by": "domain"}})
+    assert algorithm.distillation.teacher(task("math", "sums")) == "math"
+    assert algorithm.distillation.teacher(task("code", "sums")) == "default"
     assert isinstance(alone, PolicyGradient) and alone.distillation is not None
-    assert alone.distillation.teacher("math", "sums") == "sums"
-    assert alone.distillation.teacher("sums", "math") is None
+    assert alone.distillation.teacher(task("math", "sums")) == "sums"
+    with pytest.raises(ValueError, match="no teacher for domain 'math'"):
+        alone.distillation.teacher(task("sums", "math"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemo_ext.rl.nemo_rl.layout import PATHS, description_of, plan, put_layout, 
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.settings import NemoRl
+from nemo_ext.rl.vocabulary import check_vocabulary
 
 TEACHER = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
 """Path of the sizes of each teacher in NeMo-RL's config."""
@@ -41,6 +43,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     adapter, master = settings_of(config, algorithm, checkout)
     for name in dict.fromkeys((master["policy"]["model_name"], master["policy"]["tokenizer"]["name"])):
         may_run_code(str(name), config)  # NeMo-RL's workers do not check
+    _check_teachers(config, algorithm)
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
@@ -69,6 +72,19 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
             sys.exit(INTERRUPTED)
         step = end.step
     leave_model(run_dir, step, master, section, checkout.root, config["template"], config)
+
+
+def _check_teachers(config: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Reject teachers of on-policy distillation whose code may not run or whose vocabulary is not the policy's."""
+    if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None:
+        return
+    policy = str(config["policy"])
+    tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(
+        policy, trust_remote_code=may_run_code(policy, config)
+    )
+    for name, place in algorithm.distillation.places.items():
+        trusted = may_run_code(place, config)
+        check_vocabulary(name, Path(place).expanduser(), tokenizer, trust_remote_code=trusted)
 
 
 def settings_of(

@@ -127,7 +127,7 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
     if distillation.clip is not None:
         draft.put("distillation.clip", "grpo.advantage_clip_low", -distillation.clip)
         draft.put("distillation.clip", "grpo.advantage_clip_high", distillation.clip)
-    draft.adapter["distillation"] = {"by": distillation.by}
+    draft.adapter["distillation"] = {"by": distillation.by, "teachers": distillation.places}
 
 
 def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, checked, nearest
+from nemo_ext.rl.algorithms import Distillation
 from nemo_ext.rl.environments import known_environments
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
@@ -64,8 +65,8 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
             and `group`, see `group_rewards.groups_of`; `distillation`, whose `by` (environment, domain) selects
-            a task's teacher in `on_policy_distillation`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means
-            (see `sequence_sum`).
+            a task's teacher among its `teachers` (also in `on_policy_distillation`); `loss`, whose
+            `level: sequence_sum` replaces NeMo-RL's means (see `sequence_sum`).
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if the pairs are
             already rendered); for RPO also `rpo` with `eta` and `distance`.
@@ -99,7 +100,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         )
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
-    distils = config.get("distillation")
+    section = config.get("distillation")
+    distils = None if section is None else checked(Distillation, section, "distillation")
     groups = groups_of(
         generations=grpo["num_generations_per_prompt"],
         advantage=config.get("advantage"),
@@ -151,6 +153,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
     check_references(planned, lambda task: local[task.environment].check(task))
+    if distils is not None:
+        check_references([train], distils.teacher)
     processor = TaskProcessor(template)
     max_length = master["data"].get("max_input_seq_length")
     process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)
@@ -184,7 +188,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
             if distils is not None:
                 # Imported late, because its class derives from NeMo-RL's.
                 distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
-                stack.enter_context(distillation.routed(distils["by"]))
+                stack.enter_context(distillation.routed(distils.by))
             clocks = stack.enter_context(compat.clocks(module))
             compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)

@@ -407,9 +407,9 @@ def _teachers(
     """Load the teachers of on-policy distillation, if there are any, after checking that each task has one."""
     if algorithm.distillation is None:
         return None
+    check_references((train,), algorithm.distillation.teacher)
     module = import_module("nemo_ext.rl.trl.teachers")
     teachers: Teachers = module.Teachers(algorithm.distillation, tokenizer, lambda name: may_run_code(name, config))
-    check_references((train,), teachers.name)
     return teachers
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl.trainer import add_fused_lm_head
 
 from nemo_ext.endpoint.client import Client
 from nemo_ext.endpoint.echo import Echo
 from nemo_ext.job.progress import notice
 from nemo_ext.rl.algorithms import Distillation
-from nemo_ext.rl.task import Task
+from nemo_ext.rl.vocabulary import check_vocabulary
 
 Measure = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Function of a model, token ids and attention mask `[rows, tokens]`, and a number of tokens: their log-probabilities
@@ -42,7 +42,7 @@ class Teachers:
             if (folder / "config.json").is_file():
                 notice(f"loading the teacher {folder}")
                 trusted = may_run_code(str(folder))
-                _check_vocabulary(name, folder, tokenizer, trusted)
+                check_vocabulary(name, folder, tokenizer, trust_remote_code=trusted)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
                 add_fused_lm_head(model, temperature=1.0)  # through which TRL computes log-probabilities
                 self._models[place] = model.requires_grad_(False).eval()
@@ -54,17 +54,6 @@ class Teachers:
                     f"rl.distillation.teachers.{name}={place} must be a Hugging Face folder, a run directory of "
                     "`nemo-ext serve`, or a URL that begins with http://"
                 )
-
-    def name(self, task: Task) -> str:
-        """Return the name of a task's teacher; raise ValueError if it has none."""
-        name = self.settings.teacher(task.environment, task.domain)
-        if name is None:
-            by = self.settings.by
-            raise ValueError(
-                f"rl.distillation.teachers has no teacher for {by} {getattr(task, by)!r}; add one by this name, or "
-                "default"
-            )
-        return name
 
     def logprobs(
         self, names: Sequence[str], ids: torch.Tensor, mask: torch.Tensor, width: int, measure: Measure
@@ -130,14 +119,3 @@ async def _ask(place: str, sequences: Sequence[list[int]], lasts: Sequence[int])
         await client.check()
         echo = Echo(client)
         return await asyncio.gather(*(echo.of_tokens(ids, last) for ids, last in zip(sequences, lasts, strict=True)))
-
-
-def _check_vocabulary(name: str, folder: Path, tokenizer: Any, trusted: bool) -> None:
-    ours = tokenizer.get_vocab()
-    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).get_vocab()
-    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    if different:
-        raise ValueError(
-            f"rl.distillation.teachers.{name}={folder}: its vocabulary differs from the policy's in "
-            f"{len(different):,} tokens, such as {different[0]!r}; on-policy distillation requires the same tokens"
-        )

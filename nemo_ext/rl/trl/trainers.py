@@ -248,7 +248,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=rows)[0]
             return logps
 
-        names = [teachers.name(self.rollouts.task(text)) for text in self.scored]
+        names = [teachers.settings.teacher(self.rollouts.task(text)) for text in self.scored]
         policy = batch.get("old_per_token_logps")
         policy = measure(self.model, ids, mask, width) if policy is None else policy
         scored = teachers.logprobs(names, ids, mask, width, measure)

@@ -128,6 +128,31 @@ def test_divergences_are_sums_by_teacher() -> None:
     assert sums["b"] == (0, 2)
 
 
+def test_teachers_for_nemo_rl_are_checked_before_it_starts(model: Path, tmp_path: Path) -> None:
+    """NeMo-RL itself would run code of a folder, and would score other tokens."""
+    from nemo_ext.rl.algorithms import algorithm_of
+    from nemo_ext.rl.commands import training_inputs
+    from nemo_ext.rl.nemo_rl.job import _check_teachers
+
+    shutil.copytree(model, tmp_path / "t")
+    config = compose("rl", ["preset=opd", f"model={model}", f"rl.distillation.teachers.default={tmp_path / 't'}"])
+    algorithm = algorithm_of(config["rl"])
+    _check_teachers(config, algorithm)
+    larger = tokenizer_of(model)
+    larger.add_tokens(["<new>"])
+    larger.save_pretrained(tmp_path / "t")
+    with pytest.raises(ValueError, match="its vocabulary differs"):
+        _check_teachers(config, algorithm)
+    (tmp_path / "t" / "modeling_mine.py").write_text("raise SystemExit('ran')\n")
+    written = tmp_path / "t" / "config.json"
+    auto_map = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    written.write_text(json.dumps({**json.loads(written.read_text()), **auto_map}))
+    with pytest.raises(ValueError, match=r"modeling_mine\.py"):
+        _check_teachers(config, algorithm)
+    found = {entry.key: entry.path for entry in training_inputs(config, "policy")}
+    assert found["rl.distillation.teachers.default"] == tmp_path / "t"
+
+
 def test_a_teacher_that_cannot_be_used_is_rejected_before_training(model: Path, tmp_path: Path) -> None:
     from nemo_ext.rl.trl.teachers import Teachers
 
