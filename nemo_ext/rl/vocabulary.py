@@ -1,0 +1,27 @@
+"""Check of a teacher's vocabulary, for all engines of on-policy distillation."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> None:
+    """Reject a teacher that has other tokens than the policy, as it would score others than the policy sampled.
+
+    Args:
+        name: name of the teacher.
+        folder: its Hugging Face folder.
+        tokenizer: Hugging Face tokenizer of the policy.
+        trust_remote_code: whether Python files in the folder may run.
+
+    Raises:
+        ValueError: the vocabularies differ; the message has the number of tokens and the first one.
+    """
+    theirs = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    different = sorted(token for token in ours.keys() | other.keys() if ours.get(token) != other.get(token))
+    if different:
+        raise ValueError(
+            f"rl.distillation.teachers.{name}={folder}: its vocabulary differs from the policy's in "
+            f"{len(different):,} tokens, such as {different[0]!r}; on-policy distillation requires the same tokens"
+        )
