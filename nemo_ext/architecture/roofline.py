@@ -18,6 +18,9 @@ pipeline rank and micro-batch of T tokens on a GPU (T = micro-batch x sequence l
   `overlap_param_gather` only the part that does not overlap with the last backward and the first forward pass
 - optimizer, once per step: its states read and written
 
+A run without training (`Layout.frozen`) has only the forward passes. With `mtp_only`, so has the main model on the
+first pipeline rank; its blocks on later ranks also compute gradients of their inputs, but not of weights.
+
 Every message also costs `LATENCY`.
 
 A ring over several nodes uses as many network adapters per node as it has GPUs there, up to NVLink's bandwidth; an
@@ -127,6 +130,14 @@ class Roofline:
         self.architecture, self.gpu, self.per_node = architecture, gpu, gpus_per_node
         self.length = architecture.sequence_length(seq_length)
         works = [self._block(layer) for layer in layers(architecture)]
+        counted = cost.mtp_parameters(architecture)
+        self._mtp = _Work(
+            flops=cost.mtp_forward_flops_per_token(architecture, seq_length=self.length),
+            sharded=counted.sharded,
+            replicated=counted.replicated,
+            expert_weights=counted.experts,
+            expert_biases=counted.experts_replicated,
+        )
         self._sums = list(accumulate(works, _plus, initial=_Work()))
         # Cached, since a search evaluates thousands of layouts.
         self._kept = lru_cache(maxsize=None)(self._kept_bytes)
@@ -157,15 +168,25 @@ class Roofline:
         """
         count = batch / (layout.micro_batch_size * layout.data_parallel)
         stages = stage_ranges(pattern, layout)
-        slowest, after = None, (0.0, 0.0)
+        slowest: tuple[float, ...] | None = None
+        after = (0.0, 0.0)
         for rank in range(layout.pipeline_parallel):
             mine = tuple(stages[rank :: layout.pipeline_parallel])
-            work = self._of_rank(mine, rank == 0, rank == layout.pipeline_parallel - 1)
-            parts = self._micro_batch(layout, work, mine, gathers_experts)
+            main = self._of_rank(mine, rank == 0, rank == layout.pipeline_parallel - 1)
+            mtp = self._mtp if rank == layout.pipeline_parallel - 1 else _Work()
+            if layout.mtp_only:
+                trained = mtp
+                of_main = self._micro_batch(layout, main, mine, gathers_experts, passes=2 if rank else 1)
+                of_mtp = self._micro_batch(layout, mtp, (), gathers_experts)
+                parts = tuple(map(add, of_main, of_mtp))
+            else:
+                work = _plus(main, mtp)
+                trained = _Work() if layout.frozen else work
+                parts = self._micro_batch(layout, work, mine, gathers_experts, passes=1 if layout.frozen else 3)
             if slowest is None or sum(parts) > sum(slowest):
                 slowest = parts
             hidden = sum(parts) / 3
-            once = self._once(layout, work, 2 * hidden * overlap_reduce, hidden * overlap_gather)
+            once = self._once(layout, trained, 2 * hidden * overlap_reduce, hidden * overlap_gather)
             after = max(after, once, key=sum)
         assert slowest is not None
         names = ("compute", "memory", "tensor", "expert", "context", "pipeline")
@@ -218,29 +239,19 @@ class Roofline:
             flops = cost.head_forward_flops_per_token(model)
             head = _Work(flops=flops, pairs=0.5, sharded=counted.sharded, replicated=counted.replicated)
             work = _plus(work, head)
-            counted = cost.mtp_parameters(model)
-            work = _plus(
-                work,
-                _Work(
-                    flops=cost.mtp_forward_flops_per_token(model, seq_length=self.length),
-                    sharded=counted.sharded,
-                    replicated=counted.replicated,
-                    expert_weights=counted.experts,
-                    expert_biases=counted.experts_replicated,
-                ),
-            )
         return work
 
     def _micro_batch(
-        self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool
-    ) -> tuple[float, float, float, float, float, float]:
-        """Estimate the time of a micro-batch's forward and backward pass on a pipeline rank.
+        self, layout: Layout, work: _Work, stages: tuple[range, ...], gathers_experts: bool, *, passes: int = 3
+    ) -> tuple[float, ...]:
+        """Estimate the time of a micro-batch on a pipeline rank.
 
         Args:
             layout: parallel layout.
             work: work of the pipeline rank.
             stages: 1-based block numbers of each of its stages.
             gathers_experts: as in `step`.
+            passes: 1 for the forward pass, 2 with gradients of the inputs, 3 with those of the weights too.
 
         Returns:
             Seconds of compute, memory traffic, and TP, EP, CP and PP communication.
@@ -248,47 +259,53 @@ class Roofline:
         model, gpu = self.architecture, self.gpu
         tensor, context, expert = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         tokens = self.length * layout.micro_batch_size / context
-        full = layout.recompute == "full"
-        modules = layout.recompute_modules if layout.recompute == "selective" else ()
+        backward = passes > 1
+        full = backward and layout.recompute == "full"
+        modules = layout.recompute_modules if backward and layout.recompute == "selective" else ()
         again = work.flops if full else 0.0
         for module, part in (("core_attn", work.core), ("mlp", work.mlp), ("moe", work.moe)):
             again += part if module in modules else 0.0
         # Matrix products, or the memory traffic of their weights: of experts, and of everything else.
         reached, bandwidth = COMPUTE * gpu.flops, BANDWIDTH * gpu.bandwidth
         factor = tokens / tensor / reached
-        passes = 3 + (again / work.flops if work.flops else 0)
+        products = passes + (again / work.flops if work.flops else 0)
         weight, gradient, _ = bytes_per_parameter(layout.precision)
-        moved = (passes - 1) * weight + 2 * gradient
+        trains = passes == 3
+        moved = (products - trains) * weight + 2 * gradient * trains
         experts = max(
-            passes * work.experts * factor, moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth
+            products * work.experts * factor, moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth
         )
         dense = max(
-            (passes * (work.flops - work.experts) + work.again) * factor,
+            (products * (work.flops - work.experts) + work.again * backward) * factor,
             moved * (work.sharded / tensor + work.replicated) / bandwidth,
         )
         kept = self._kept(stages, layout.sequence_parallel, tensor, layout.expert_tensor, layout.precision)
-        memory = (MOVES + full) * kept * tokens / bandwidth
+        memory = (MOVES * (1 + backward) / 2 + full) * kept * tokens / bandwidth
         # Communication.
         wide = tokens * model.hidden_size * NUMBER
-        gathered = 4 + 2 * full
+        gathered = 2 + 2 * backward + 2 * full
         in_tensor = gathered * work.pairs * (wide * (tensor - 1) / tensor / self._ring(tensor, 1) + LATENCY)
         in_tensor = in_tensor if tensor > 1 else 0.0
-        in_expert = self._experts(layout, work, tokens, full, gathers_experts)
+        in_expert = self._experts(layout, work, tokens, gathered, gathers_experts)
         part = work.keys * tokens / tensor * NUMBER
-        ring = 3 * (context - 1) * (part / self._ring(context, tensor) + work.rings * LATENCY)
-        hides = 3.5 * work.core * factor
-        exchange = (2 + full) * work.exchanged * tokens / tensor * NUMBER
+        ring = (1 + 2 * backward) * (context - 1) * (part / self._ring(context, tensor) + work.rings * LATENCY)
+        hides = (3.5 if backward else 1) * work.core * factor
+        exchange = (1 + backward + full) * work.exchanged * tokens / tensor * NUMBER
         in_context = max(0.0, ring - hides) + self._all_to_all(exchange, context, tensor)
         passed = 0.0
-        if layout.pipeline_parallel > 1:
+        if layout.pipeline_parallel > 1 and stages:
             rows = wide / (tensor if layout.sequence_parallel else 1)
             far = tensor * context * layout.data_parallel >= self.per_node
-            passed = 2 * layout.virtual_stages * (LATENCY + rows / (LINKS * (gpu.network if far else gpu.nvlink)))
+            passed = (
+                (1 + backward)
+                * layout.virtual_stages
+                * (LATENCY + rows / (LINKS * (gpu.network if far else gpu.nvlink)))
+            )
         return dense + experts, memory, in_tensor, in_expert, in_context, passed
 
-    def _experts(self, layout: Layout, work: _Work, tokens: float, full: bool, gathers: bool) -> float:
+    def _experts(self, layout: Layout, work: _Work, tokens: float, times: int, gathers: bool) -> float:
         local = tokens / (layout.tensor_parallel if layout.sequence_parallel else 1)
-        times, group = 4 + 2 * full, layout.expert_parallel * layout.expert_tensor
+        group = layout.expert_parallel * layout.expert_tensor
         if gathers:
             numbers = work.routers * local * self.architecture.hidden_size * (group - 1)
             return times * numbers * NUMBER / self._ring(group, 1)

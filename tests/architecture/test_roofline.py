@@ -52,6 +52,30 @@ def test_products_take_flops_at_the_reached_share_of_the_peak() -> None:
     assert step(data_parallel=4, tensor_parallel=4).compute == pytest.approx(step().compute / 16)
 
 
+def test_frozen_weights_have_fewer_passes_and_no_gradients() -> None:
+    main, both = model("(*-)x8"), model("(*-)x8/*-", mtp_num_layers=1)
+    whole, mtp = (cost.forward_flops_per_token(main), cost.mtp_forward_flops_per_token(both))
+    scores = 4 * 4096 * cost.attended_tokens(LENGTH)  # of an attention block
+    unit = LENGTH * BATCH / (COMPUTE * GPU.flops)
+
+    frozen = step(frozen=True)
+    assert frozen.compute == pytest.approx(whole * unit)
+    assert frozen.memory == pytest.approx(step().memory / 2)
+    assert step(data_parallel=8, frozen=True).data == frozen.optimizer == 0
+
+    healing = step(both, mtp_only=True)
+    assert healing.compute == pytest.approx((whole + 3 * mtp) * unit)
+    assert healing.optimizer == pytest.approx(
+        step(both).optimizer
+        * cost.mtp_parameters(both).total
+        / (cost.total_params(main) + cost.mtp_parameters(both).total)
+    )
+    # Gradients pass through the frozen blocks of a later stage.
+    last = 2 * (whole / 2 + cost.head_forward_flops_per_token(both) / 2) + 2 * scores
+    staged = step(both, cuts="(*-)x4|(*-)x4/*-", pipeline_parallel=2, mtp_only=True)
+    assert staged.compute == pytest.approx((last + 3 * mtp) * unit)
+
+
 def test_products_of_few_tokens_wait_for_weights() -> None:
     short = model("(*-)x8", seq_length=16)
     time = Roofline(short, GPU, gpus_per_node=8).step(Layout(), short.pattern, batch=1)
