@@ -12,7 +12,7 @@ from nemo_ext.checkpoint.beside import config_beside, is_hugging_face, read_json
 from nemo_ext.checkpoint.description import Description, differences, from_config, megatron_arguments
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
-from nemo_ext.checkpoint.storage import NO_TYPE, WEIGHT_TYPES, CheckpointError, fingerprint, refuse_any
+from nemo_ext.checkpoint.storage import NO_TYPE, WEIGHT_TYPES, CheckpointError, fingerprint, listed, refuse_any
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -99,6 +99,12 @@ def _check_same_tensors(first: Checkpoint, other: Checkpoint) -> None:
         ("of a different shape", shapes),
         ("of a different type", types),
     )
+    differing = ours.keys() ^ theirs.keys()
+    if differing and all(name.startswith("mtp.") for name in differing):
+        raise CheckpointError(
+            f"{other.path} and {first.path} do not have the same multi-token prediction ({listed(sorted(differing))}): "
+            "convert the checkpoints that have it with mtp=drop"
+        )
     refuse_any(f"{other.path} does not hold the same tensors as {first.path}: ", *problems)
 
 

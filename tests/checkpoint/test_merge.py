@@ -322,6 +322,13 @@ def test_tensors_that_differ_are_named(
         plan(three, tmp_path / "soup", Settings())
 
 
+def test_multi_token_prediction_of_one_checkpoint_is_to_be_dropped(three: list[Path], tmp_path: Path) -> None:
+    change(three[2], "mtp.layers.0.norm.weight", torch.zeros(3))
+
+    with pytest.raises(ValueError, match=r"same multi-token prediction \(mtp.layers.0.norm.weight\): .* mtp=drop$"):
+        plan(three, tmp_path / "soup", Settings())
+
+
 def test_integers_are_refused(three: list[Path], tmp_path: Path) -> None:
     for source in three:
         change(source, "lm_head.weight", torch.zeros(VOCABULARY, HIDDEN, dtype=torch.int8))
