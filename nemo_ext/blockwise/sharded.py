@@ -10,7 +10,7 @@ pools, parameters are replaced, and every forward pass prepares for a backward p
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,17 @@ class SharedOut:
                 dist.all_gather_into_tensor(whole, mine)
             else:
                 whole.copy_(mine)
-            for parameter, place, shape in zip(group, _places(shapes), shapes, strict=False):
-                parameter.data = whole[place : place + shape.numel()].view(shape)
+            places = _places(shapes)
+            pieces = whole[: places[-1]].split([end - begin for begin, end in pairwise(places)])
+            for parameter, piece, shape in zip(group, pieces, shapes, strict=True):
+                parameter.data = piece[: shape.numel()].view(shape) if len(piece) > shape.numel() else piece.view(shape)
 
     def __exit__(self, *_: object) -> None:
         """Free the gathered weights."""
         for group in self._parameters:
+            empty = torch.empty(0, dtype=group[0].dtype, device=self.device)
             for parameter in group:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+                parameter.data = empty
 
 
 def _places(shapes: Sequence[torch.Size]) -> list[int]:
