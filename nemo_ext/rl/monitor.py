@@ -122,7 +122,8 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
         figure: [(log["step"], float(log[figure.name])) for log in logs if log.get(figure.name) is not None]
         for figure in FIGURES
     }
-    points = {figure: found for figure, found in points.items() if found}
+    # A multiple of 0, as the gradient's norm before the first reward, is not a limit.
+    points = {figure: found for figure, found in points.items() if found and figure.bound([y for _, y in found])}
     if not points:
         return
     rows = []

@@ -138,7 +138,7 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     batching = "use_transformers_continuous_batching"
     if isinstance(algorithm, PolicyGradient) and algorithm.loss.mismatch is not None and settings.get(batching):
         raise ValueError(
-            f"rl.loss.mismatch requires the log-probabilities of generation, which trl.{batching}=true does not return; "
+            f"rl.loss.mismatch requires log-probabilities of generation, which trl.{batching}=true does not return; "
             "remove one of them"
         )
     rendered.settled(config["on_inexpressible"])

@@ -207,3 +207,23 @@ def test_rollouts_are_recorded_in_the_form_that_curricula_read(model: Path, tmp_
 def _of(made: Rollouts, texts: list[str], prompt: list[int]) -> int:
     decoded = made.tokenizer.decode(prompt)
     return next(number for number, text in enumerate(texts) if decoded.startswith(text))
+
+
+def test_malformed_responses_are_found_in_tokens(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    end = "<|eot_id|>"
+    well, thinking, calls = (False, False), (True, False), (False, True)
+
+    for text, opened, expected in (
+        (f"2{end}", False, well),
+        (f"<think>so</think>2{end}", False, well),
+        (f"so</think>2{end}", True, well),
+        (f"so</think>2{end}", False, thinking),
+        (f"<think>so{end}", False, thinking),
+        (f"<think>so</think>2<think>{end}", False, thinking),
+        ("<think>so", False, well),  # cut off
+        (call(ToolCall(name="f", arguments={})) + end, False, well),
+        (f"<TOOLCALL>[{{</TOOLCALL>{end}", False, calls),
+    ):
+        before = ids(made, "assistant\n<think>\n" if opened else "assistant\n")
+        assert made.faults(before, ids(made, text)) == expected, text
