@@ -122,15 +122,12 @@ print(layers(Config(hybrid_layer_pattern="MEM*|E-/*E")), layers(Config(hybrid_la
 
 
 @pytest.mark.nemo_rl
-def test_routes_are_assigned_to_the_moe_layers_of_a_real_hybrid_model(
-    nemo_rl: object, build: Callable[..., Any]
-) -> None:
+def test_routes_go_to_the_moe_layers_of_a_real_hybrid_model(nemo_rl: object, build: Callable[..., Any]) -> None:
     """Routes of all layers, as vLLM returns them, and of the MoE layers alone; each is its layer's number."""
     import torch
 
     replay = importlib.import_module("nemo_rl.models.megatron.router_replay")
-    words = ("model.pattern=MEM*E-", "megatron.moe_router_topk=2")
-    model = build("model=nemotron3_nano_tiny", *words, moe_enable_routing_replay=True)
+    model = build("model=nemotron3_nano_tiny", "model.pattern=MEM*E-", "+megatron.moe_enable_routing_replay=true")
     model.config.hybrid_layer_pattern = "MEM*E-"
     every = torch.arange(1, 7)[None, :, None].expand(5, 6, 2)
     with patch.object(replay, "_global_moe_layer_numbers", moe_layers(replay._global_moe_layer_numbers)):
