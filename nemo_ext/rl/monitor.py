@@ -1,6 +1,6 @@
 """Monitor of RL runs: figures that show early that a run goes wrong, with verdicts, for all engines.
 
-The figures are in metrics.jsonl under the same names for TRL and NeMo-RL; which there are depends on the settings.
+The figures have the same names in metrics.jsonl for TRL and NeMo-RL; the settings determine which of them a run has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,8 +119,7 @@ FIGURES = (
 def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
     """Add a section with verdicts and a picture to a run's report, if its lines of metrics.jsonl have any figure."""
     points = {
-        figure: [(log["step"], float(log[figure.name])) for log in logs if log.get(figure.name) is not None]
-        for figure in FIGURES
+        figure: [(log["step"], float(log[figure.name])) for log in logs if figure.name in log] for figure in FIGURES
     }
     # A multiple of 0, as the gradient's norm before the first reward, is not a limit.
     points = {figure: found for figure, found in points.items() if found and figure.bound([y for _, y in found])}

@@ -25,7 +25,8 @@ _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/|^teacher_kl/")
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
     """Write report.md and its plots, including the curricula made during training, and return its path."""
-    logs = read_metrics(run_dir / METRICS)
+    # NaN and infinities are null in the file.
+    logs = [{name: x for name, x in log.items() if x is not None} for log in read_metrics(run_dir / METRICS)]
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
     monitor.add_section(report, logs)

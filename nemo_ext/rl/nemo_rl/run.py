@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.progress import notice
+from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.algorithms import Distillation
@@ -350,7 +350,7 @@ class WithEnvironments:
 
     def _note(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         names = FIGURES.get(prefix, {})
-        values = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
+        values = {name: metrics[key] for key, name in names.items() if metrics.get(key) is not None}
         excluded, trained = metrics.get("num_masked_seqs_by_logprob_error"), metrics.get("num_valid_samples")
         if prefix == "train" and self._limits and excluded is not None and trained is not None:
             values["guards/masked_responses"] = float(excluded) / max(1.0, float(excluded) + float(trained))
@@ -362,8 +362,8 @@ class WithEnvironments:
         if self._first:  # a resumed run repeats the steps after its checkpoint
             truncate_metrics(self._metrics, step - 1)
             self._first = False
-        with self._metrics.open("a") as stream:
-            stream.write(json.dumps({"step": step, **values}) + "\n")
+        with self._metrics.open("ab") as stream:
+            stream.write(json_line({"step": step} | {name: float(value) for name, value in values.items()}))
 
 
 def _environment_settings(

@@ -23,6 +23,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.records import json_line
 from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.adaptive import signals_of
@@ -208,7 +209,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     def _log_mismatch(self, batch: Mapping[str, Any]) -> None:
         """Log how far generation and training differ in a trained microbatch, from the loss's own log-probabilities."""
-        if "sampling_per_token_logps" not in batch:
+        if not self.model.training or "sampling_per_token_logps" not in batch:
             return
         policy = batch.get("old_per_token_logps")
         generated = _generated(batch)
@@ -819,8 +820,8 @@ class Log(TrainerCallback):
             values |= {
                 ("eval_" if evaluating else "") + name: value for name, value in self._rollouts.metrics().items()
             }
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **values}) + "\n")
+        with self._path.open("ab") as file:
+            file.write(json_line({"step": state.global_step} | {name: float(x) for name, x in values.items()}))
         shown = [f"{name} {values[key]:.3f}" for key, name in _SHOWN.items() if values.get(key) is not None]
         if shown:
             notice(f"step {state.global_step}/{state.max_steps}: {', '.join(shown)}")
@@ -967,10 +968,11 @@ def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | No
 
     with torch.no_grad():
         rollouts = trainer.rollouts.conversations(prompts, generate)
+    logprobs = [rollout.logprobs for rollout in rollouts]
     return {
         "prompt_ids": [rollout.prompt for rollout in rollouts],
         "completion_ids": [rollout.tokens for rollout in rollouts],
         "env_mask": [rollout.mask for rollout in rollouts],
-        "logprobs": [rollout.logprobs for rollout in rollouts] if rollouts[0].logprobs else None,
+        "logprobs": logprobs if any(logprobs) else None,
         "rollout": rollouts,
     }
