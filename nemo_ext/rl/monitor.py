@@ -53,10 +53,10 @@ FIGURES = (
     # NeMo-RL, docs/guides/dtensor-tp-accuracy.md: above 1.05, the engines probably compute different things.
     Figure(
         name="guards/mismatch",
-        title="mean exp(|difference of log-probabilities in generation and training|)",
+        title="mean exp(|log p in generation - in training|)",
         limit=1.05,
         advice="correct the ratios (rl.loss.importance_correction), exclude outliers (rl.loss.mismatch=2), replay the "
-        "routing of MoE (rl.router.replay=true); use the same precision and older weights less (asynchronous.max_age)",
+        "routing of MoE (rl.router.replay=true), generate in the precision of training, lower rl.asynchronous.max_age",
     ),
     Figure(
         name="guards/outside_bounds",
@@ -143,7 +143,7 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
     for axis, (figure, found) in zip(axes, points.items(), strict=False):
         axis.plot(*zip(*found, strict=True), marker="." if len(found) < 20 else "")
         axis.axhline(figure.bound([value for _, value in found]), color="0.5", linestyle="--", linewidth=1)
-        tidy(axis, title=figure.title.partition("(|")[0] + "(|difference|)" * ("(|" in figure.title), xlabel="step")
+        tidy(axis, title=figure.title, xlabel="step")
         axis.locator_params(axis="x", integer=True)
 
 

@@ -105,6 +105,8 @@ import megatron.bridge
 def test_moe_layers_of_hybrid_models_are_those_of_the_pattern(tmp_path: Path) -> None:
     folder = tmp_path / "nemo_rl" / "models" / "megatron"
     folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
     (folder / "router_replay.py").write_text("def _global_moe_layer_numbers(config): return config.frequency")
     code = f"""
 import sys
