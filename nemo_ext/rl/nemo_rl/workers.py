@@ -45,7 +45,7 @@ def _register_with_bridge() -> None:
         """Import hook that registers our bridges when megatron.bridge is imported."""
 
         registers_bridges, asking = True, False
-        modules = ("megatron.bridge", "nemo_rl.models.megatron.router_replay")
+        modules: tuple[str, ...] = ("megatron.bridge", "nemo_rl.models.megatron.router_replay")
 
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
             if name not in self.modules or self.asking:
