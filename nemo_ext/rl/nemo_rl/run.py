@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.template import end_tokens
+from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.progress import notice
 from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import truncate_metrics
@@ -192,11 +193,12 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
                 distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
                 stack.enter_context(distillation.routed(distils.by))
             if config.get("penalties"):
-                ends, style = end_tokens(tokenizer, template.template), config.get("tool_style") or "any"
+                style: Style = config.get("tool_style") or "any"
+                ends = end_tokens(tokenizer, template.template)
                 stack.enter_context(guards.penalised(config["penalties"], tokenizer, ends, style))
             if compat.setting(master, "policy", "router_replay", "enabled"):
-                shares = stack.enter_context(guards.replayed())
-                watched.of_step["guards"] = lambda step: shares
+                routes = stack.enter_context(guards.replayed())
+                watched.of_step["guards"] = lambda step: routes
             clocks = stack.enter_context(compat.clocks(module))
             compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
