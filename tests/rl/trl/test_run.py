@@ -357,7 +357,7 @@ def test_savings_do_not_change_results(model: Path, tmp_path: Path, monkeypatch:
     )
     job(*words, f"run_dir={tmp_path / 'run'}")
     monkeypatch.setattr(trainers, "_trimmed", lambda batch, **others: batch)
-    monkeypatch.setattr(trainers, "_generate", lambda model, **given: type(model).generate(model, **given))
+    monkeypatch.setattr(trainers, "_prefilled", lambda *given: {})
     job(*words, f"run_dir={tmp_path / 'plain'}")
 
     assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "plain" / "rollouts.jsonl")
