@@ -20,6 +20,7 @@ from nemo_ext.rl.task import Task
 
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
+Negative = Annotated[FiniteFloat, Field(lt=0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,6 +31,7 @@ class Advantage:
     baseline: Literal["mean", "leave_one_out"]
     # division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none
     normalise: Literal["std", "unbiased_std", "none"]
+    clip: Positive | None = None  # bound of an advantage's absolute value; null for none
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -83,6 +85,9 @@ class PolicyLoss:
     # maximum mean over a response's tokens of exp(|difference of its log-probabilities in generation and training|);
     # responses above it are excluded from the loss; null for no limit
     mismatch: Annotated[FiniteFloat, Field(ge=1)] | None = None
+    # the ratio is exactly 1, so that its clipping has no effect and the log-probabilities before the update are not
+    # computed, unless `mismatch` needs them; requires one update per step
+    on_policy: bool = False
 
     def __post_init__(self) -> None:
         if (self.clip_low is None) != (self.clip_high is None):
@@ -209,6 +214,8 @@ class Router:
     frozen: bool = False  # True if the router's weights are not trained
     # update rate of the expert bias that balances the load; 0 leaves the bias unchanged
     bias_update_rate: NonNegative = 0.0
+    # train every token with the experts that were selected for it during generation (R3, arXiv 2510.11370)
+    replay: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -290,6 +297,22 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Penalties:
+    """Advantages of all tokens of a malformed response, which replace those from rewards or teachers.
+
+    A response of a conversation is one turn. Responses cut off at the length limit are never malformed.
+    """
+
+    thinking: Negative | None = None  # thinking tags other than one complete trace at the start, or none; null for none
+    tool_call: Negative | None = None  # tool calls that cannot be parsed; takes precedence; null for none
+
+    @property
+    def any(self) -> bool:
+        """True if there is a penalty."""
+        return self.thinking is not None or self.tool_call is not None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
     """Settings of `nemo-ext curriculum`, which orders the prompts."""
 
@@ -351,6 +374,7 @@ class PolicyGradient(_Training):
     advantage: Advantage | None = None  # from rewards; null with `distillation`
     distillation: Distillation | None = None  # learn from teachers instead of rewards
     loss: PolicyLoss
+    penalties: Penalties = field(default_factory=Penalties)
     sampling: Sampling = field(default_factory=Sampling)
     overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
     turns: PositiveInt = 1  # maximum number of responses in a conversation with tools
@@ -376,6 +400,17 @@ class PolicyGradient(_Training):
             )
         if self.distillation is not None:
             self._check_distillation()
+        if self.loss.on_policy and self.updates_per_step > 1:
+            raise ValueError(
+                f"loss.on_policy=true requires one update per step, not {self.updates_per_step}; set batch to "
+                f"prompts_per_step x generations_per_prompt = {self.responses_per_step}, and passes=1"
+            )
+        section = "distillation" if self.advantage is None else "advantage"
+        clip = getattr(self, section).clip
+        for name in ("thinking", "tool_call"):
+            value = getattr(self.penalties, name)
+            if clip is not None and value is not None and -value > clip:
+                raise ValueError(f"penalties.{name}={value:g} exceeds {section}.clip={clip:g}; raise {section}.clip")
         check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
 
@@ -444,6 +479,8 @@ class Preference(_Training):
     online: Online | None = None
 
     def __post_init__(self) -> None:
+        if self.router.replay:
+            raise ValueError("router.replay=true requires responses generated during training; set it to false")
         if self.lengths.total is None:
             raise ValueError("lengths.total=null: set it to the maximum length of prompt and response together")
         given = [name for name in ("eta", "distance") if getattr(self.loss, name) is not None]

@@ -165,6 +165,15 @@ def test_changes_are_merged() -> None:
         ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
         ({"sampling": {"drop_zero_variance": True}}, "sampling.max_batches require each other"),
+        (
+            {"loss": SMALL["loss"] | {"on_policy": True}, "batch": 16},
+            "one update per step, not 2; set batch to .* = 32",
+        ),
+        ({"penalties": {"tool_call": 1.0}}, "penalties.tool_call=1.0"),
+        (
+            {"penalties": {"thinking": -5.0}, "advantage": SMALL["advantage"] | {"clip": 2.0}},
+            "penalties.thinking=-5 exceeds advantage.clip=2",
+        ),
         ({"schedule": {"kind": "cosine"}}, "schedule.kind=cosine requires a total number of steps"),
         ({"schedule": {"warmup_share": 0.1}}, "schedule.warmup_share=0.1 requires a total number of steps"),
         ({"schedule": {"steps": 3, "epochs": 1}}, "schedule.steps=3 and schedule.epochs=1 cannot both be set"),
@@ -195,6 +204,7 @@ def test_bounds_of_the_importance_correction(correction: dict[str, Any], message
         ({"algorithm": "rpo"}, "algorithm=rpo requires loss.eta and loss.distance"),
         ({"loss": {"beta": 0.1, "eta": 1.0}}, "eta is only for algorithm=rpo"),
         ({"lengths": {"prompt": 8}}, "lengths.total=null"),
+        ({"router": {"replay": True}}, "router.replay=true requires responses generated during training"),
         ({"prompts_per_step": 8}, "unknown key 'prompts_per_step'"),
     ],
 )

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.made_of import flat
@@ -21,6 +22,7 @@ from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model
 from nemo_ext.rl.nemo_rl.layout import PATHS, description_of, plan, put_layout, stated
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
+from nemo_ext.rl.report import write_report
 from nemo_ext.rl.settings import NemoRl
 from nemo_ext.rl.vocabulary import check_vocabulary
 
@@ -63,6 +65,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         (run_dir / FINISHED).unlink(missing_ok=True)
         notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
+        notice(f"report: {write_report(run_dir, algorithm)}")
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
             resumable = saved and saved[-1].step == end.step
@@ -160,6 +163,8 @@ def _lay_out(
     """
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
+    if algorithm.router.replay and model is not None:
+        _check_replay(model)
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
     teachers = _teacher_nodes(algorithm, user_values)
     if teachers:
@@ -189,6 +194,18 @@ def _lay_out(
         draft.put_all("distillation", TEACHER, sizes)
         draft.put("distillation", PATHS["nodes"], layout.nodes + teachers)
         notice(f"{teachers} more nodes of {layout.gpus_per_node} GPUs for the teachers")
+
+
+def _check_replay(model: Description) -> None:
+    """Raise ValueError if vLLM does not return the experts that it selects in this model, or if there are none."""
+    selected = sorted({block.size("topk") for block in model.blocks if block.kind == "E" and not block.is_linear})
+    if not selected:
+        raise ValueError("rl.router.replay=true, but the model has no MoE blocks; set it to false")
+    if len(selected) > 1:
+        raise ValueError(
+            f"rl.router.replay=true, but the model's MoE blocks select different numbers of experts per token "
+            f"({', '.join(map(str, selected))}), and vLLM returns the same number for all; set it to false"
+        )
 
 
 def _teacher_nodes(algorithm: Algorithm, user_values: Mapping[str, Any]) -> int:

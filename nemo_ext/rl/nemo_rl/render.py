@@ -5,6 +5,7 @@ version's features are determined from its sources (`nemo_ext.rl.nemo_rl.checkou
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 from nemo_ext.rl.algorithms import DEFAULT, Algorithm, PolicyGradient, Preference
@@ -57,6 +58,11 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
             "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses are trained on"
         )
     _advantage(draft, algorithm)
+    if algorithm.penalties.any:
+        if draft.has("grpo.invalid_tool_call_advantage"):
+            draft.adapter["penalties"] = asdict(algorithm.penalties)
+        else:
+            draft.cannot("penalties", "this version has no penalties; malformed responses keep their advantages")
     _distillation(draft, algorithm, checkout)
     _policy_loss(draft, algorithm)
     _sampling(draft, algorithm, checkout.refills)
@@ -94,6 +100,12 @@ def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
     draft.put_all("advantage", estimator, {key: values[key] for key in values if draft.has(f"{estimator}.{key}")})
     if draft.has("grpo.adv_estimator.name"):
         draft.put("advantage", "grpo.adv_estimator.name", "grpo")
+    _clip(draft, "advantage.clip", advantage.clip)
+
+
+def _clip(draft: Draft, ours: str, clip: float | None) -> None:
+    if clip is not None:
+        draft.put_all(ours, "grpo", {"advantage_clip_low": -clip, "advantage_clip_high": clip})
 
 
 def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -> None:
@@ -124,9 +136,13 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
     draft.put("distillation", "grpo.adv_estimator.name", "opd")
     draft.put_all("distillation", section, values)
     draft.put("distillation", f"{section}.non_colocated_teachers.enabled", True)
-    if distillation.clip is not None:
-        draft.put("distillation.clip", "grpo.advantage_clip_low", -distillation.clip)
-        draft.put("distillation.clip", "grpo.advantage_clip_high", distillation.clip)
+    if algorithm.loss.on_policy and algorithm.loss.mismatch is None:
+        raise ValueError(
+            "rl.loss.on_policy: NeMo-RL then has no log-probabilities of the policy to compare with the teachers'; set "
+            "rl.loss.mismatch too, or rl.loss={on_policy: false, clip_low: null, clip_high: null}, which has the same "
+            "gradient"
+        )
+    _clip(draft, "distillation.clip", distillation.clip)
     draft.adapter["distillation"] = {"by": distillation.by, "teachers": distillation.places}
 
 
@@ -146,6 +162,8 @@ def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     _importance_correction(draft, algorithm)
     if loss.mismatch is not None:
         draft.put("loss.mismatch", "grpo.seq_logprob_error_threshold", loss.mismatch)
+    if loss.on_policy:
+        draft.put("loss.on_policy", "loss_fn.force_on_policy_ratio", True)
 
 
 def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
@@ -283,8 +301,12 @@ def _router(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
     if backend == "megatron":
         draft.put("router.frozen", "policy.megatron_cfg.freeze_moe_router", router.frozen)
         draft.put("router.bias_update_rate", "policy.megatron_cfg.moe_router_bias_update_rate", router.bias_update_rate)
+        if router.replay:
+            draft.put("router.replay", "policy.router_replay.enabled", True)
         return
     if router.frozen:
         draft.cannot("router.frozen", "only the megatron backend can freeze routers; they are trained")
     if router.bias_update_rate:
         draft.cannot("router.bias_update_rate", "only the megatron backend updates the bias; it stays constant")
+    if router.replay:
+        draft.cannot("router.replay", "only the megatron backend replays routing; routers select experts again")

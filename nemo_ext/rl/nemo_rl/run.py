@@ -9,14 +9,16 @@ import contextlib
 import copy
 import functools
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.chat.template import end_tokens
+from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.progress import notice
+from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.algorithms import Distillation
@@ -24,7 +26,7 @@ from nemo_ext.rl.environments import known_environments
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.job import READS_AHEAD
-from nemo_ext.rl.nemo_rl import compat, workers
+from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
@@ -38,7 +40,7 @@ from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
-_GROUP = ("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss")
+_GROUP = ("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss", "penalties")
 _PAIRS = ("pairs", "rpo")
 
 
@@ -66,7 +68,7 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
             and `group`, see `group_rewards.groups_of`; `distillation`, whose `by` (environment, domain) selects
             a task's teacher among its `teachers` (also in `on_policy_distillation`); `loss`, whose
-            `level: sequence_sum` replaces NeMo-RL's means (see `sequence_sum`).
+            `level: sequence_sum` replaces NeMo-RL's means (see `sequence_sum`); `penalties`, see `Penalties`.
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if the pairs are
             already rendered); for RPO also `rpo` with `eta` and `distance`.
@@ -171,7 +173,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         if level is not None:
             # Imported late, because its class derives from NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
-        watched = WithEnvironments(ready.logger.log_metrics, environments, validators, metrics=metrics)
+        limits = grpo.get("seq_logprob_error_threshold") is not None
+        watched = WithEnvironments(ready.logger.log_metrics, environments, validators, metrics=metrics, limits=limits)
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
             learn = None
@@ -189,6 +192,13 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
                 # Imported late, because its class derives from NeMo-RL's.
                 distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
                 stack.enter_context(distillation.routed(distils.by))
+            if config.get("penalties"):
+                style: Style = config.get("tool_style") or "any"
+                ends = end_tokens(tokenizer, template.template)
+                stack.enter_context(guards.penalised(config["penalties"], tokenizer, ends, style))
+            if compat.setting(master, "policy", "router_replay", "enabled"):
+                routes = stack.enter_context(guards.replayed())
+                watched.of_step["guards"] = lambda step: routes
             clocks = stack.enter_context(compat.clocks(module))
             compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
@@ -263,7 +273,19 @@ def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
 
 
 FIGURES = {
-    "train": {"loss": "loss", "reward": "reward", "accuracy": "rewards/accuracies"},
+    "train": {
+        "loss": "loss",
+        "reward": "reward",
+        "accuracy": "rewards/accuracies",
+        "mean_gen_tokens_per_sample": "completions/mean_length",
+        "truncation_rate": "completions/clipped_ratio",
+        "approx_entropy": "entropy",
+        "grad_norm": "grad_norm",
+        "token_mult_prob_error": "guards/mismatch",
+        "is_oob_ratio": "guards/outside_bounds",
+        "invalid_tool_call_rate": "guards/malformed_tool_calls",
+        "malformed_thinking_rate": "guards/malformed_thinking",
+    },
     "validation": {"accuracy": "eval_reward"},
     "validation-default": {"accuracy": "eval_rewards/accuracies"},
 }
@@ -273,8 +295,15 @@ FIGURES = {
 class WithEnvironments:
     """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
 
-    NeMo-RL never requests these metrics; they are logged under `train/` and `validation/`. Key figures are also written
-    to metrics.jsonl, from which `status` and pipelines read them.
+    NeMo-RL never requests these metrics; they are logged under `train/` and `validation/`. They and key figures are
+    also written to metrics.jsonl under the names that TRL's runs use, for reports, `status` and pipelines.
+
+    Args:
+        log: the logger's `log_metrics`.
+        environments: mapping from names to environment actors.
+        validators: the same for validation.
+        metrics: path of metrics.jsonl; None to write none.
+        limits: True if responses with a large mismatch are excluded (`grpo.seq_logprob_error_threshold`).
 
     Attributes:
         of_step: mapping from prefixes to functions that return more metrics of a training step.
@@ -282,9 +311,15 @@ class WithEnvironments:
     """
 
     def __init__(
-        self, log: Any, environments: Mapping[str, Any], validators: Mapping[str, Any], *, metrics: Path | None = None
+        self,
+        log: Any,
+        environments: Mapping[str, Any],
+        validators: Mapping[str, Any],
+        *,
+        metrics: Path | None = None,
+        limits: bool = False,
     ) -> None:
-        self._log, self._metrics, self._first = log, metrics, True
+        self._log, self._metrics, self._limits, self._first = log, metrics, limits, True
         self._actors = {"train": environments, "validation": validators}
         self._logged: dict[str, int] = {}
         self.of_step: dict[str, Callable[[int], Mapping[str, float]]] = {}
@@ -308,20 +343,29 @@ class WithEnvironments:
         }
         if named:
             self._log(named, step, prefix=f"{prefix}/environments")
+            self._write({"eval_" * (prefix == "validation") + key: value for key, value in named.items()}, step)
         if prefix == "train":
             for name, metrics_of in self.of_step.items():
-                self._log(metrics_of(step), step, prefix=name)
+                values = metrics_of(step)
+                self._log(values, step, prefix=name)
+                self._write({f"{name}/{key}": value for key, value in values.items()}, step)
 
     def _note(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         names = FIGURES.get(prefix, {})
-        values = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
+        values = {name: metrics[key] for key, name in names.items() if metrics.get(key) is not None}
+        excluded, trained = metrics.get("num_masked_seqs_by_logprob_error"), metrics.get("num_valid_samples")
+        if prefix == "train" and self._limits and excluded is not None and trained is not None:
+            values["guards/masked_responses"] = float(excluded) / max(1.0, float(excluded) + float(trained))
+        self._write(values, step)
+
+    def _write(self, values: Mapping[str, Any], step: int) -> None:
         if self._metrics is None or not values:
             return
         if self._first:  # a resumed run repeats the steps after its checkpoint
             truncate_metrics(self._metrics, step - 1)
             self._first = False
-        with self._metrics.open("a") as stream:
-            stream.write(json.dumps({"step": step, **values}) + "\n")
+        with self._metrics.open("ab") as stream:
+            stream.write(json_line({"step": step} | {name: float(value) for name, value in values.items()}))
 
 
 def _environment_settings(

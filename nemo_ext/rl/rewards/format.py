@@ -3,7 +3,8 @@ r"""Scores in [0, 1] for a response's format: <think> tags that match the thinki
 The papers differ: Llama-Nemotron requires both tags, while Domyn-Small counts closing tags and boxes.
 """
 
-from nemo_ext.chat.response import CLOSE, OPEN, Response
+from nemo_ext.chat.response import CLOSE, OPEN, Response, parse_response
+from nemo_ext.chat.tool_calls import Style, parse_tool_calls
 from nemo_ext.rl.answers import boxes
 
 
@@ -23,6 +24,22 @@ def think_tags(response: Response, *, thinking: bool, opened: bool = False) -> f
         return float(opens == closes == 0)
     begins = opened or response.text.lstrip().startswith(OPEN)
     return float(begins and closes == 1 and opens == (0 if opened else 1))
+
+
+def malformed(text: str, *, opened: bool, style: Style = "any") -> tuple[bool, bool]:
+    """Return whether a complete response has malformed thinking tags, and whether it has malformed tool calls.
+
+    Thinking tags are well formed if there are none, or exactly one complete trace at the start.
+
+    Args:
+        text: generated text without the end token.
+        opened: True if the prompt ends in `<think>`.
+        style: format of tool calls.
+    """
+    response = parse_response(text, thinking_opened=opened)
+    tags = opened or OPEN in text or CLOSE in text
+    calls = parse_tool_calls(response.answer, style)
+    return tags and not think_tags(response, thinking=True, opened=opened), bool(calls.problems)
 
 
 def closes_once(response: Response, *, thinking: bool) -> float:

@@ -55,6 +55,8 @@ def render(
         draft.cannot("router.frozen", "TRL trains all weights unless the adapter freezes the router in the model")
     if algorithm.router.bias_update_rate:
         draft.cannot("router.bias_update_rate", "transformers does not update the experts' bias; it stays constant")
+    if algorithm.router.replay:
+        draft.cannot("router.replay", "transformers cannot replay routing; routers select experts again in training")
     return draft
 
 
@@ -172,6 +174,12 @@ def _rloo(draft: Rendered, algorithm: PolicyGradient) -> None:
         draft.cannot("loss.kl.estimator", "RLOOTrainer subtracts k1 from the reward")
     if loss.importance_correction.kind != "none":
         draft.cannot("loss.importance_correction", "RLOOTrainer has no importance correction; it is omitted")
+    if loss.mismatch is not None:
+        draft.cannot("loss.mismatch", "RLOOTrainer has no such limit; all responses are trained on")
+    if advantage.clip is not None:
+        draft.cannot("advantage.clip", "RLOOTrainer's advantages are not clipped")
+    if algorithm.penalties.any:
+        draft.cannot("penalties", "RLOOTrainer has one advantage per response; malformed responses keep theirs")
 
 
 def _unclipped(draft: Rendered, algorithm: PolicyGradient) -> None:

@@ -12,14 +12,19 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from nemo_ext.chat.response import OPEN
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.groups import GroupReward, Member
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.rewards.format import malformed
 from nemo_ext.rl.task import Task
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Function that takes prompts and a maximum number of new tokens and returns responses; both are token ids."""
+Generate = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]]
+"""Function that takes prompts and a maximum number of new tokens and returns responses, both as token ids.
+
+It also returns the log-probabilities of the responses' tokens, or None if they are unknown.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class Rollout:
         tokens: token ids after the prompt.
         mask: one value per token in `tokens`: 1 if generated, 0 if part of an observation.
         turn: outcome of the last response.
+        logprobs: log-probability of each token in `tokens` in generation, 0 for observations; empty if unknown.
     """
 
     episode: Episode
@@ -39,6 +45,7 @@ class Rollout:
     tokens: list[int]
     mask: list[int]
     turn: Turn
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -133,8 +140,7 @@ class Rollouts:
 
         Args:
             texts: the prompts' texts, as returned by `prompt`.
-            generate: function that takes prompts and the maximum number of new tokens, and returns responses; prompts
-                and responses are token ids.
+            generate: function that generates responses.
 
         Returns:
             The conversations' rollouts, in the order of `texts`.
@@ -144,16 +150,19 @@ class Rollouts:
         prompts = self.encoded(texts)
         tokens: list[list[int]] = [[] for _ in texts]
         masks: list[list[int]] = [[] for _ in texts]
+        logprobs: list[list[float]] = [[] for _ in texts]
         ended: dict[int, Turn] = {}
         while len(ended) < len(texts):
             active = [index for index in range(len(texts)) if index not in ended]
             room = {index: self.tokens - len(tokens[index]) for index in active}
-            responses = generate([prompts[index] + tokens[index] for index in active], max(room.values()))
+            responses, found = generate([prompts[index] + tokens[index] for index in active], max(room.values()))
             # A long conversation does not reduce the room of other conversations.
             responses = [ids[: room[index]] for index, ids in zip(active, responses, strict=True)]
             for index, ids in zip(active, responses, strict=True):
                 tokens[index] += ids
                 masks[index] += [1] * len(ids)
+            for index, ids, values in zip(active, responses, found or (), strict=found is not None):
+                logprobs[index] += values[: len(ids)]
             finished = [self._finished(ids) for ids in responses]
             turns = self._turns([current[index] for index in active], responses, finished)
             for index, turn, end in zip(active, turns, finished, strict=True):
@@ -169,12 +178,24 @@ class Rollouts:
                     continue
                 tokens[index] += observation
                 masks[index] += [0] * len(observation)
+                logprobs[index] += [0.0] * (len(observation) if found else 0)
                 current[index] = turn.following
-        rows = zip(initial, prompts, tokens, masks, strict=True)
+        rows = zip(initial, prompts, tokens, masks, logprobs, strict=True)
         return [
-            Rollout(episode=episode, prompt=prompt, tokens=ids, mask=mask, turn=ended[index])
-            for index, (episode, prompt, ids, mask) in enumerate(rows)
+            Rollout(episode=episode, prompt=prompt, tokens=ids, mask=mask, turn=ended[index], logprobs=values)
+            for index, (episode, prompt, ids, mask, values) in enumerate(rows)
         ]
+
+    def faults(self, before: Sequence[int], response: Sequence[int]) -> tuple[bool, bool]:
+        """Return whether a response has malformed thinking tags, and malformed tool calls; never if it was cut off.
+
+        Args:
+            before: the last tokens before the response.
+            response: token ids of the response.
+        """
+        if not self._finished(response):
+            return False, False
+        return malformed(self._text(response), opened=self.tokenizer.decode(before).rstrip().endswith(OPEN))
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Return the rewards of a batch in which responses to the same prompt are adjacent."""

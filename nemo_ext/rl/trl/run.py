@@ -30,10 +30,10 @@ from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validat
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.rendering import Rendered
+from nemo_ext.rl.report import write_report
 from nemo_ext.rl.reprofile import Change, Curricula
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
-from nemo_ext.rl.trl.report import write_report
 from nemo_ext.rl.trl.rollouts import Rollouts
 
 if TYPE_CHECKING:
@@ -131,15 +131,16 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     processes = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun and accelerate
     micro_batch = gcd(algorithm.batch // processes, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, processes=processes, by_adapter=BY_ADAPTER)
+    settings = config["trl"] or {}
     if Precision.from_config(config) is not None:
         reason = "TRL trains and generates in the data type of the model; engine=nemo_rl supports FP8"
         rendered.cannot("precision_plan", reason)
-    if (
-        isinstance(algorithm, PolicyGradient)
-        and algorithm.loss.mismatch is not None
-        and (config["trl"] or {}).get("use_vllm")
-    ):  # transformers generates with the weights that are trained
-        rendered.cannot("loss.mismatch", "TRL has no such limit for responses from vLLM; all of them are trained on")
+    batching = "use_transformers_continuous_batching"
+    if isinstance(algorithm, PolicyGradient) and algorithm.loss.mismatch is not None and settings.get(batching):
+        raise ValueError(
+            f"rl.loss.mismatch requires log-probabilities of generation, which trl.{batching}=true does not return; "
+            "remove one of them"
+        )
     rendered.settled(config["on_inexpressible"])
     stop = trainers.Stop(algorithm.updates_per_step)
     return _Ready(folder, tokenizer, rendered, trusted, stop, trainers)

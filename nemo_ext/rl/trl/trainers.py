@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
-from itertools import batched
+from itertools import batched, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import DynamicCache, TrainerCallback, set_seed
+from transformers import DynamicCache, LogitsProcessor, TrainerCallback, set_seed
 from transformers.masking_utils import create_causal_mask
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
@@ -23,10 +23,11 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.records import json_line
 from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.adaptive import signals_of
-from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
+from nemo_ext.rl.algorithms import Advantage, Penalties, PolicyGradient, PolicyLoss, Preference
 from nemo_ext.rl.pairs import read_pairs, token_ids
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
@@ -166,6 +167,11 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         rounds: maximum number of generation rounds per step, including the first; after these, groups without variance
             are kept. None to keep all groups.
         start: initial model, for measuring the KL divergence in validations; None to skip this.
+        clip: bound of an advantage's absolute value; None for none.
+        penalties: advantages of malformed responses.
+        loss: settings of the loss.
+        sampled: log-probabilities of the newest responses from transformers, `[rows, tokens]` each; None to not record
+            them.
         teachers: teachers whose log-probabilities replace advantages from rewards; None to learn from rewards.
         scored: prompts of the last batch whose rewards were computed, as text.
     """
@@ -173,6 +179,10 @@ class _Grpo(_OurPrompts, GRPOTrainer):
     advantage: Advantage | None = None
     rounds: int | None = None
     start: Any = None
+    clip: float | None = None
+    penalties = Penalties()
+    loss: PolicyLoss | None = None
+    sampled: list[torch.Tensor] | None = None
     teachers: Teachers | None = None
     _earned: torch.Tensor
     scored: list[str]
@@ -187,8 +197,33 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         # rows, and if no other term (KL, entropy, router loss, entropy quantile) needs them.
         others = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled or self.top_entropy_quantile < 1
         removable = self.loss_type == "dapo" and not others
-        loss: torch.Tensor = super()._compute_loss(model, _trimmed(inputs, without_advantage=not removable))
+        batch = _trimmed(inputs, without_advantage=not removable)
+        loss: torch.Tensor = super()._compute_loss(model, batch)
+        self._log_mismatch(batch)
         return loss
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        self._newest = result[0].detach()
+        return result
+
+    def _log_mismatch(self, batch: Mapping[str, Any]) -> None:
+        """Log how far generation and training differ in a trained microbatch, from the loss's own log-probabilities."""
+        if not self.model.training or "sampling_per_token_logps" not in batch:
+            return
+        policy = batch.get("old_per_token_logps")
+        generated = _generated(batch)
+        difference = _difference(self._newest if policy is None else policy, batch)
+        values = {"mismatch": (difference.abs().exp() * generated).sum()}
+        correction = None if self.loss is None else self.loss.importance_correction
+        if self.use_vllm and correction is not None and correction.cap is not None:
+            ratio = (difference if correction.level == "token" else difference.sum(dim=1, keepdim=True)).exp()
+            outside = (ratio > correction.cap) | (ratio < (correction.floor or 0))
+            values["outside_bounds"] = (outside * generated).sum()
+        for name, value in values.items():
+            total, tokens = self.accelerator.gather(torch.stack([value, generated.sum()])[None].double()).sum(dim=0)
+            if tokens:
+                self._metrics["train"][f"guards/{name}"].append(float(total / tokens))
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
         """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL).
@@ -202,14 +237,9 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         for first in range(0, len(inputs["prompt_ids"]), rows):
             batch = {name: inputs[name][first : first + rows] for name in (*_TOKENS, "tool_mask") if name in inputs}
             batch = _trimmed(batch, without_advantage=True)
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            width = batch["completion_ids"].shape[1]
-            current, initial = (
-                self._get_per_token_logps_and_entropies(policy, ids, mask, width)[0] for policy in (model, self.start)
-            )
+            current, initial = (self._logps(policy, *_inputs(batch)) for policy in (model, self.start))
             difference = (initial - current).double()
-            generated = batch["completion_mask"] * batch.get("tool_mask", 1)
+            generated = _generated(batch)
             total += float(((difference.exp() - difference - 1) * generated).sum())
             tokens += int(generated.sum())
         return total / max(1, tokens)
@@ -220,7 +250,9 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self.model.training and self.advantage is not None:
+        if not self.model.training:
+            return batch
+        if self.advantage is not None:
             # Rewards of all processes, since a group may be split between two.
             groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
             advantages = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
@@ -228,9 +260,68 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             first = self.accelerator.process_index * len(replaced)
             local = advantages.reshape(-1)[first : first + len(replaced)]
             batch["advantages"] = torch.as_tensor(local).to(replaced)
-        if self.model.training and self.teachers is not None:
+        if self.teachers is not None:
             batch["advantages"] = self._distilled(batch, self.teachers)
+        if self.penalties.any:
+            batch["advantages"] = self._penalised(batch)
+        if self.clip is not None:
+            batch["advantages"] = batch["advantages"].clamp(-self.clip, self.clip)
+        if self.loss is not None and self.loss.mismatch is not None:
+            self._exclude(batch, self.loss.mismatch)
         return batch
+
+    @torch.no_grad()
+    def _logps(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        """Return a model's log-probabilities of responses, `[rows, width]`; see `_inputs`."""
+        rows = self.args.per_device_train_batch_size
+        logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=rows)[0]
+        return logps
+
+    def _exclude(self, batch: dict[str, Any], limit: float) -> None:
+        """Exclude responses from the loss whose mean exp(|difference|) exceeds `limit`, in place (`loss.mismatch`)."""
+        policy = batch.get("old_per_token_logps")
+        policy = self._logps(self.model, *_inputs(batch)) if policy is None else policy
+        generated = _generated(batch)
+        lengths = generated.sum(dim=1)
+        difference = _difference(policy, batch).abs()
+        excluded = ((difference.exp() * generated).sum(dim=1) / lengths.clamp(min=1)) > limit
+        batch["completion_mask"] = batch["completion_mask"] * ~excluded[:, None]
+        batch["num_items_in_batch"] = self.accelerator.gather(_generated(batch).sum()).sum()
+        counts = torch.stack([excluded.sum(), (lengths > 0).sum()])[None]
+        count, responses = self.accelerator.gather(counts).sum(dim=0).tolist()
+        self._metrics["train"]["guards/masked_responses"].append(count / max(1, responses))
+
+    def _penalised(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return the advantages of tokens, `[rows, tokens]`, with penalties, and log the shares of malformed turns."""
+        generated = _generated(batch)
+        advantages = batch["advantages"]
+        advantages = (advantages if advantages.dim() == 2 else advantages[:, None]).expand(generated.shape).clone()
+        counts = [0, 0, 0]
+        for row, mask in enumerate(generated.bool().tolist()):
+            prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+            tokens = batch["completion_ids"][row].tolist()
+            end = 0
+            for is_generated, run in groupby(mask):
+                begin, end = end, end + len(list(run))
+                if not is_generated:
+                    continue
+                faults = self.rollouts.faults((prompt + tokens[:begin])[-_TAIL:], tokens[begin:end])
+                counts = [count + fault for count, fault in zip(counts, (True, *faults), strict=True)]
+                for fault, penalty in zip(faults, (self.penalties.thinking, self.penalties.tool_call), strict=True):
+                    if fault and penalty is not None:
+                        advantages[row, begin:end] = penalty
+        turns, thinking, calls = self.accelerator.gather(torch.tensor([counts], device=generated.device)).sum(dim=0)
+        for name, count in (("malformed_thinking", thinking), ("malformed_tool_calls", calls)):
+            self._metrics["train"][f"guards/{name}"].append(int(count) / max(1, int(turns)))
+        return advantages
+
+    def _generate_single_turn(self, *arguments: Any, **named: Any) -> Any:
+        self.sampled = [] if self.model.training and not self.use_vllm else None
+        responses, logprobs = super()._generate_single_turn(*arguments, **named)
+        if logprobs is None and self.sampled:
+            (rows,) = self.sampled
+            logprobs = [row[: len(ids)] for row, ids in zip(rows.tolist(), responses, strict=True)]
+        return responses, logprobs
 
     def _distilled(self, batch: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
         """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher.
@@ -239,20 +330,12 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             batch: TRL's batch of prompts and responses.
             teachers: the run's teachers.
         """
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        width, rows = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size
-
-        @torch.no_grad()
-        def measure(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-            logps: torch.Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=rows)[0]
-            return logps
-
+        ids, mask, width = _inputs(batch)
         names = [teachers.settings.teacher(self.rollouts.task(text)) for text in self.scored]
         policy = batch.get("old_per_token_logps")
-        policy = measure(self.model, ids, mask, width) if policy is None else policy
-        scored = teachers.logprobs(names, ids, mask, width, measure)
-        generated = batch["completion_mask"] * batch.get("tool_mask", 1)
+        policy = self._logps(self.model, ids, mask, width) if policy is None else policy
+        scored = teachers.logprobs(names, ids, mask, width, self._logps)
+        generated = _generated(batch)
         sums = divergences(names, scored, policy, generated)
         for name in teachers.settings.places:
             counted = torch.tensor([sums.get(name, (0.0, 0))], dtype=torch.float64, device=ids.device)
@@ -307,6 +390,27 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             }
             for at in range(0, len(prompts), self.num_generations)
         ]
+
+
+def _inputs(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a batch's token ids of prompts and responses, their mask, `[rows, tokens]`, and the responses' width."""
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask, batch["completion_ids"].shape[1]
+
+
+def _generated(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return a mask of a batch's generated tokens, `[rows, tokens]`, without observations and excluded responses."""
+    mask: torch.Tensor = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return mask
+
+
+def _difference(policy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the policy's minus the generation's log-probabilities, `[rows, tokens]`; 0 where one is unknown."""
+    return torch.nan_to_num(policy - batch["sampling_per_token_logps"], nan=0.0) * _generated(batch)
+
+
+_TAIL = 16
+"""Number of tokens before a response that are decoded to see whether they open a reasoning trace."""
 
 
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
@@ -463,13 +567,15 @@ def policy_gradient(
     trainer.rollouts, reward.trainer = rollouts, trainer
     _end_at(trainer, end_tokens(tokenizer, rollouts.prompts.template, trainer.model.generation_config))
     reads_places = "position_ids" in signature(type(trainer.model).forward).parameters
-    if trainer.accelerator.num_processes == 1 and reads_places and not trainer.model._is_stateful:
-        trainer.model.generate = partial(_generate, trainer.model)
+    shared = trainer.accelerator.num_processes == 1 and reads_places and not trainer.model._is_stateful
+    trainer.model.generate = partial(_generate, trainer.model, trainer, shared)
     if algorithm.algorithm == "grpo":
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
         trainer.rounds, trainer.teachers = algorithm.sampling.max_batches, teachers
+        trainer.clip = None if algorithm.advantage is None else algorithm.advantage.clip
+        trainer.penalties, trainer.loss = algorithm.penalties, algorithm.loss
         if algorithm.validation.kl and validation is not None and not trainer.beta:
             trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
@@ -491,9 +597,65 @@ def _end_at(trainer: Any, ends: frozenset[int]) -> None:
         trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ids
 
 
-def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
-    """Call transformers' `generate` with one prefill for adjacent equal prompts; return token ids, `[rows, tokens]`."""
-    generate = type(model).generate
+class _Recorder(LogitsProcessor):
+    """Records the log-probabilities of sampled tokens during transformers' generation, at the sampling temperature."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._sampled: list[torch.Tensor] = []
+        self._following: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.recorded(input_ids)
+        self._following = (scores.float() / self._temperature).log_softmax(dim=-1)
+        return scores
+
+    def recorded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Record the last token of `ids`, `[rows, tokens]`, and return the log-probabilities of all sampled tokens."""
+        if self._following is not None:
+            self._sampled.append(self._following.gather(1, ids[:, -1:]))
+        return torch.cat(self._sampled, dim=1) if self._sampled else ids[:, :0].float()
+
+
+def _generate(
+    model: Any,
+    trainer: Any,
+    shared: bool,
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    generation_config: Any,
+    **others: Any,
+) -> torch.Tensor:
+    """Call transformers' `generate` for a trainer and return token ids, `[rows, tokens]`.
+
+    Args:
+        model: transformers' model.
+        trainer: TRL's trainer, whose `sampled` gets the log-probabilities of the sampled tokens if it is a list.
+        shared: whether adjacent equal prompts are computed once.
+        input_ids: token ids of the prompts, `[rows, tokens]`.
+        attention_mask: `[rows, tokens]`.
+        generation_config: transformers' settings of sampling.
+        others: other arguments of `generate`.
+    """
+    recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
+    others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
+    if shared:
+        others |= _prefilled(model, input_ids, attention_mask)
+    ids: torch.Tensor = type(model).generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
+    if recorder is not None:
+        trainer.sampled.append(recorder.recorded(ids))
+    return ids
+
+
+def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty if there are none.
+
+    Args:
+        model: transformers' model.
+        input_ids: token ids of the prompts, `[rows, tokens]`.
+        attention_mask: `[rows, tokens]`.
+    """
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
@@ -509,9 +671,8 @@ def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tens
             **{_CACHE: cache},
         )
         cache.batch_select_indices(row)
-        others[_CACHE] = cache
-    generated: torch.Tensor = generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
-    return generated
+        return {_CACHE: cache}
+    return {}
 
 
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -659,8 +820,8 @@ class Log(TrainerCallback):
             values |= {
                 ("eval_" if evaluating else "") + name: value for name, value in self._rollouts.metrics().items()
             }
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **values}) + "\n")
+        with self._path.open("ab") as file:
+            file.write(json_line({"step": state.global_step} | {name: float(x) for name, x in values.items()}))
         shown = [f"{name} {values[key]:.3f}" for key, name in _SHOWN.items() if values.get(key) is not None]
         if shown:
             notice(f"step {state.global_step}/{state.max_steps}: {', '.join(shown)}")
@@ -796,21 +957,22 @@ class _Reward:
 def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | None]:
     """Generate all turns of all conversations in a batch; this is TRL's `rollout_func`."""
 
-    def generate(ids: list[list[int]], room: int) -> list[list[int]]:
+    def generate(ids: list[list[int]], room: int) -> tuple[list[list[int]], list[list[float]] | None]:
         limit = trainer.generation_config.max_new_tokens
         trainer.generation_config.max_new_tokens = min(limit, room)
         try:
-            responses, _ = trainer._generate_single_turn(ids, None, {}, trainer.num_generations)
+            responses, logprobs = trainer._generate_single_turn(ids, None, {}, trainer.num_generations)
         finally:
             trainer.generation_config.max_new_tokens = limit
-        return list(responses)
+        return list(responses), logprobs
 
     with torch.no_grad():
         rollouts = trainer.rollouts.conversations(prompts, generate)
+    logprobs = [rollout.logprobs for rollout in rollouts]
     return {
         "prompt_ids": [rollout.prompt for rollout in rollouts],
         "completion_ids": [rollout.tokens for rollout in rollouts],
         "env_mask": [rollout.mask for rollout in rollouts],
-        "logprobs": None,
+        "logprobs": logprobs if any(logprobs) else None,
         "rollout": rollouts,
     }

@@ -239,6 +239,38 @@ def test_the_router(real: Checkout) -> None:
     )
 
 
+GUARDS = {
+    "advantage": {"clip": 20.0},
+    "penalties": {"thinking": -5.0, "tool_call": -5.0},
+    "loss": {
+        "on_policy": True,
+        "mismatch": 2.0,
+        "importance_correction": {"kind": "truncated", "floor": 0.2, "cap": 5},
+    },
+    "router": {"replay": True},
+}
+
+
+def test_guards_are_rendered_and_accepted_by_the_real_config(real: Checkout, nemo_rl: ModuleType) -> None:
+    algorithm = load("nemotron3_rlvr", GUARDS)
+    rendered = render(algorithm, real)
+    if real.keys("grpo").missing("grpo.seq_logprob_error_threshold"):
+        assert {"penalties", "loss.on_policy", "loss.mismatch", "router.replay"} <= set(rendered.inexpressible)
+        return
+
+    made = compat.master_config(nemo_rl, real.config("grpo", rendered.settings))
+
+    assert not rendered.inexpressible
+    assert rendered.adapter["penalties"] == {"thinking": -5.0, "tool_call": -5.0}
+    assert (made.grpo.advantage_clip_low, made.grpo.advantage_clip_high) == (-20, 20)
+    assert made.grpo.seq_logprob_error_threshold == 2 and made.policy["router_replay"]["enabled"]
+    loss = nemo_rl.ClippedPGLossFn(made.loss_fn)
+    assert loss.force_on_policy_ratio and loss.truncated_importance_sampling_type == "tis"
+    bounds = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
+    assert bounds == (0.2, 5)
+    assert "router.replay" in render(algorithm, real, backend="dtensor").inexpressible
+
+
 def test_settings_of_the_adapter(real: Checkout) -> None:
     judged, rpo = render(load("nemotron3_rlhf"), real).adapter, render(load("rpo_offline"), real).adapter
     rloo = render(load("rloo_if"), real)

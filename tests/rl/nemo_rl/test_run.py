@@ -125,6 +125,28 @@ def test_key_figures_are_in_metrics_jsonl(tmp_path: Path) -> None:
     assert figures_of("rl", tmp_path).text == "reward 0.250 -> 0.750, validation reward 0.500 -> 0.250"
 
 
+def test_guards_and_environments_are_in_metrics_jsonl_under_the_names_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.get", lambda taken: taken)
+    actors = {"nemo_ext_math": SimpleNamespace(take_metrics=SimpleNamespace(remote=lambda: {"correct": 0.5}))}
+    metrics = tmp_path / METRICS
+    log = WithEnvironments(lambda *given, **named: None, actors, actors, metrics=metrics, limits=True)
+    log.of_step["guards"] = lambda step: {"replayed_routes": 0.98}
+
+    trained = {"token_mult_prob_error": 1.2, "num_masked_seqs_by_logprob_error": 1, "num_valid_samples": 3.0}
+    log(trained, 1, prefix="train")
+    log({"accuracy": 0.25}, 1, prefix="validation")
+
+    assert read_metrics(metrics) == [
+        {"step": 1, "guards/mismatch": 1.2, "guards/masked_responses": 0.25},
+        {"step": 1, "math/correct": 0.5},
+        {"step": 1, "guards/replayed_routes": 0.98},
+        {"step": 1, "eval_reward": 0.25},
+        {"step": 1, "eval_math/correct": 0.5},
+    ]
+
+
 def test_environments_are_logged_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, int, dict[str, Any]]] = []
     taken = SimpleNamespace(remote=lambda: {"correct": 0.5})

@@ -1,5 +1,6 @@
 """Registration of bridges in real Ray workers, with a stand-in for Megatron-Bridge."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -7,16 +8,21 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.resources import files
 from math import prod
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import FORMATS, choose, read
 from nemo_ext.job.config import compose
-from nemo_ext.rl.nemo_rl.workers import HOOK, VARIABLE, use, with_bridges
+from nemo_ext.rl.nemo_rl.job import _check_replay
+from nemo_ext.rl.nemo_rl.workers import HOOK, VARIABLE, moe_layers, use, with_bridges
 
 DRIVER = """
 import sys, ray
@@ -94,6 +100,60 @@ import megatron.bridge
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert (ended.returncode, ended.stdout) == (0, "registered\n"), ended.stderr
+
+
+def test_moe_layers_of_hybrid_models_are_those_of_the_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "nemo_rl" / "models" / "megatron"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
+    (folder / "router_replay.py").write_text("def _global_moe_layer_numbers(config): return config.frequency")
+    code = f"""
+import sys
+from types import SimpleNamespace as Config
+from nemo_ext.rl.nemo_rl.workers import _register_with_bridge as hook
+sys.path.insert(0, {str(tmp_path)!r})
+hook()
+from nemo_rl.models.megatron.router_replay import _global_moe_layer_numbers as layers
+print(layers(Config(hybrid_layer_pattern="MEM*|E-/*E")), layers(Config(hybrid_layer_pattern=None, frequency=[1, 2])))
+"""
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout) == (0, "[2, 5] [1, 2]\n"), ended.stderr
+
+
+@pytest.mark.nemo_rl
+def test_routes_go_to_the_moe_layers_of_a_real_hybrid_model(nemo_rl: object, build: Callable[..., Any]) -> None:
+    """Routes of all layers, as vLLM returns them, and of the MoE layers alone; each is its layer's number."""
+    import torch
+
+    replay = importlib.import_module("nemo_rl.models.megatron.router_replay")
+    model = build("model=nemotron3_nano_tiny", "model.pattern=MEM*E-", "+megatron.moe_enable_routing_replay=true")
+    model.config.hybrid_layer_pattern = "MEM*E-"
+    every = torch.arange(1, 7)[None, :, None].expand(5, 6, 2)
+    with patch.object(replay, "_global_moe_layer_numbers", moe_layers(replay._global_moe_layer_numbers)):
+        for routes in (every, every[:, [1, 4]]):
+            found = replay.build_router_replay_tensors(model, routes)
+            assert [int(tensor.unique()) for tensor in found] == [2, 5]
+    with pytest.raises(ValueError, match="layer axis does not match"):
+        replay.build_router_replay_tensors(model, every[:, [1, 4]])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("M*-", "no MoE blocks"),
+        ("E{topk=2}*E{topk=4}", r"different numbers of experts per token \(2, 4\)"),
+        ("E*E", ""),
+    ],
+)
+def test_models_without_routes_to_replay_are_refused(pattern: str, message: str) -> None:
+    config = compose("train", ["model=nemotron3_nano_tiny", f"model.pattern='{pattern}'"])
+    model = from_config(config)
+
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        _check_replay(model)
 
 
 def test_the_users_hook_is_kept_with_a_notice(

@@ -226,3 +226,25 @@ def test_the_page_says_what_trl_cannot_do() -> None:
 
     rendered = {preset: render(loaded(preset)).inexpressible for preset in presets()}
     assert told == {(preset, key, reason) for preset, one in rendered.items() for key, reason in one.items()}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("grpo", {"router.replay"}),
+        ("rloo", {"router.replay", "loss.mismatch", "advantage.clip", "penalties"}),
+    ],
+)
+def test_guards_that_trl_cannot_apply_are_reported(algorithm: str, expected: set[str]) -> None:
+    plain = {"algorithm": algorithm, "advantage": {"baseline": "leave_one_out", "normalise": "none"}}
+    plain["loss"] = loss(level="sequence_sum", clip_low=None, clip_high=None)
+    guarded = plain | {
+        "advantage": {**plain["advantage"], "clip": 20.0},
+        "loss": {**plain["loss"], "on_policy": True, "mismatch": 2.0},
+        "penalties": {"thinking": -5.0, "tool_call": -5.0},
+        "router": {"replay": True},
+    }
+
+    added = set(render(small(**guarded)).inexpressible) - set(render(small(**plain)).inexpressible)
+
+    assert added == expected

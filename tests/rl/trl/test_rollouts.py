@@ -84,10 +84,11 @@ def test_a_conversation_continues_until_the_task_is_done(model: Path, tmp_path: 
     scripts[1] = ["I will not."]
     seen: list[list[int]] = []
 
-    def generate_(prompts: list[list[int]], room: int) -> list[list[int]]:
+    def generate_(prompts: list[list[int]], room: int) -> tuple[list[list[int]], list[list[float]]]:
         assert room > 0
         seen.extend(prompts)
-        return [ids(made, scripts[_of(made, texts, prompt)].pop(0) + "<|eot_id|>") for prompt in prompts]
+        responses = [ids(made, scripts[_of(made, texts, prompt)].pop(0) + "<|eot_id|>") for prompt in prompts]
+        return responses, [[-float(token) for token in response] for response in responses]
 
     done, refused = made.conversations(texts, generate_)
 
@@ -98,6 +99,7 @@ def test_a_conversation_continues_until_the_task_is_done(model: Path, tmp_path: 
     assert made.tokenizer.decode(generated).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
     read = [token for token, mine in zip(done.tokens, done.mask, strict=True) if not mine]
     assert "assistant<|end_header_id|>" in made.tokenizer.decode(read)
+    assert done.logprobs == [-token * mine for token, mine in zip(done.tokens, done.mask, strict=True)]
     # Every prompt has all previous tokens, without tokenising again.
     whole = done.prompt + done.tokens
     assert all(whole[: len(prompt)] == prompt for prompt in seen if _of(made, texts, prompt) == 0)
@@ -133,7 +135,7 @@ def test_the_end_of_turn_of_the_template_ends_a_response(model: Path, tmp_path: 
 
     (one,) = made.verified([made.prompt(math("7"))], [ids(made, "\\boxed{7}<|eot_id|>")])
     (played,) = made.conversations(
-        [made.prompt(task)], lambda prompts, room: [ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts]
+        [made.prompt(task)], lambda prompts, room: ([ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts], None)
     )
 
     assert one.turn.response.finished and made.rewards([one]) == [1.0]
@@ -147,10 +149,10 @@ def test_a_long_conversation_does_not_shorten_others(model: Path, tmp_path: Path
     made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=3000)
     rooms: list[int] = []
 
-    def write(prompts: list[list[int]], room: int) -> list[list[int]]:
+    def write(prompts: list[list[int]], room: int) -> tuple[list[list[int]], None]:
         rooms.append(room)
         words = ["blah " * 400, "Hello."] if len(rooms) == 1 else ["Good bye."] * len(prompts)
-        return [ids(made, f"{text}<|eot_id|>")[:room] for text in words]
+        return [ids(made, f"{text}<|eot_id|>")[:room] for text in words], None
 
     made.conversations([made.prompt(task)] * 2, write)
 
@@ -171,7 +173,7 @@ def test_a_conversation_without_room_is_verified_in_its_state(model: Path, tmp_p
     first = call(bank.solution(task)[0]) + "<|eot_id|>"
     made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=len(first) + 10)
 
-    (found,) = made.conversations([made.prompt(task)], lambda prompts, room: [ids(made, first)])
+    (found,) = made.conversations([made.prompt(task)], lambda prompts, room: ([ids(made, first)], None))
 
     assert found.turn.verdict is not None and found.turn.verdict.outcome == "wrong"
     assert set(found.mask) == {1}
@@ -205,3 +207,23 @@ def test_rollouts_are_recorded_in_the_form_that_curricula_read(model: Path, tmp_
 def _of(made: Rollouts, texts: list[str], prompt: list[int]) -> int:
     decoded = made.tokenizer.decode(prompt)
     return next(number for number, text in enumerate(texts) if decoded.startswith(text))
+
+
+def test_malformed_responses_are_found_in_tokens(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "math")
+    end = "<|eot_id|>"
+    well, thinking, calls = (False, False), (True, False), (False, True)
+
+    for text, opened, expected in (
+        (f"2{end}", False, well),
+        (f"<think>so</think>2{end}", False, well),
+        (f"so</think>2{end}", True, well),
+        (f"so</think>2{end}", False, thinking),
+        (f"<think>so{end}", False, thinking),
+        (f"<think>so</think>2<think>{end}", False, thinking),
+        ("<think>so", False, well),  # cut off
+        (call(ToolCall(name="f", arguments={})) + end, False, well),
+        (f"<TOOLCALL>[{{</TOOLCALL>{end}", False, calls),
+    ):
+        before = ids(made, "assistant\n<think>\n" if opened else "assistant\n")
+        assert made.faults(before, ids(made, text)) == expected, text

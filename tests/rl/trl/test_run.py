@@ -306,6 +306,31 @@ def test_a_response_ends_where_the_templates_turn_does(
 
 
 @pytest.mark.slow
+def test_guards_are_applied_and_monitored(model: Path, tmp_path: Path) -> None:
+    path = letter_tasks(tmp_path, "a", "b")
+    words = (
+        *("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", "environments={instructions: {}}"),
+        *("rl.advantage.clip=1", "rl.penalties={thinking: -1, tool_call: -1}", "rl.loss.on_policy=true", *SMALL),
+        *("rl.sampling={drop_zero_variance: false, max_batches: null}", "rl.generations_per_prompt=8", "rl.batch=16"),
+    )
+
+    job(*words, "rl.loss.mismatch=1.5", f"run_dir={tmp_path / 'kept'}")
+    job(*words, "rl.loss.mismatch=1.0", "trl.temperature=0.9", f"run_dir={tmp_path / 'excluded'}")
+
+    kept = [log for log in lines(tmp_path / "kept" / "metrics.jsonl") if "loss" in log]
+    # Generation and training have the same weights, so that log-probabilities agree up to rounding.
+    assert all(1 <= log["guards/mismatch"] < 1.0001 and log["guards/masked_responses"] == 0 for log in kept)
+    assert any(log["grad_norm"] > 0 for log in kept)
+    assert all(log["guards/malformed_thinking"] == log["guards/malformed_tool_calls"] == 0 for log in kept)
+    report = (tmp_path / "kept" / "report.md").read_text()
+    assert "## Monitor" in report and "| good |" in report and (tmp_path / "kept" / "monitor.png").is_file()
+    # Rounding alone exceeds a limit of exactly 1.
+    excluded = [log for log in lines(tmp_path / "excluded" / "metrics.jsonl") if "loss" in log]
+    assert all(log["guards/masked_responses"] > 0.5 for log in excluded)
+    assert "too high at the end" in (tmp_path / "excluded" / "report.md").read_text()
+
+
+@pytest.mark.slow
 def test_rloo_trains_and_validates(model: Path, tmp_path: Path) -> None:
     path = tasks(tmp_path, "instructions")
 
@@ -332,7 +357,7 @@ def test_savings_do_not_change_results(model: Path, tmp_path: Path, monkeypatch:
     )
     job(*words, f"run_dir={tmp_path / 'run'}")
     monkeypatch.setattr(trainers, "_trimmed", lambda batch, **others: batch)
-    monkeypatch.setattr(trainers, "_generate", lambda model, **given: type(model).generate(model, **given))
+    monkeypatch.setattr(trainers, "_prefilled", lambda *given: {})
     job(*words, f"run_dir={tmp_path / 'plain'}")
 
     assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "plain" / "rollouts.jsonl")

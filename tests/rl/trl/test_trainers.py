@@ -1,6 +1,7 @@
 """Computations of our trainers that replace TRL's, without a model."""
 
 import json
+import math
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -52,6 +53,75 @@ def test_advantages_are_those_of_the_algorithm(
 
     flat = [0.0] * 4 if advantage else [7.0] * 4
     assert made.tolist() == pytest.approx(expected if process else flat, rel=1e-4)
+
+
+def bare(**attributes: Any) -> Any:
+    """Trainer without a model, on one process."""
+    from collections import defaultdict
+
+    from nemo_ext.rl.trl.trainers import _Grpo
+
+    trainer = _Grpo.__new__(_Grpo)
+    trainer.accelerator = SimpleNamespace(gather=lambda tensor: tensor)
+    trainer._metrics = {"train": defaultdict(list)}
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def test_only_the_malformed_turns_of_a_conversation_are_penalised() -> None:
+    import torch
+
+    from nemo_ext.rl.algorithms import Penalties
+
+    # Turns by their first token: 1 is well formed, 2 has malformed thinking, 3 a malformed call, 4 both.
+    faults = {1: (False, False), 2: (True, False), 3: (False, True), 4: (True, True)}
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def judged(before: list[int], response: list[int]) -> tuple[bool, bool]:
+        seen.append((before, response))
+        return faults[response[0]]
+
+    batch = {
+        "prompt_ids": torch.tensor([[0, 9], [8, 9]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1]]),
+        "completion_ids": torch.tensor([[2, 5, 7, 1, 5], [3, 7, 4, 5, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]]),
+        "advantages": torch.tensor([0.5, -0.5]),
+    }
+    trainer = bare(penalties=Penalties(thinking=-2.0, tool_call=-3.0), rollouts=SimpleNamespace(faults=judged))
+
+    advantages = trainer._penalised(batch)
+
+    assert advantages.tolist() == [[-2, -2, 0.5, 0.5, 0.5], [-3, -0.5, -3, -3, -0.5]]
+    assert seen == [([9], [2, 5]), ([9, 2, 5, 7], [1, 5]), ([8, 9], [3]), ([8, 9, 3, 7], [4, 5])]
+    metrics = trainer._metrics["train"]
+    assert metrics["guards/malformed_thinking"] == metrics["guards/malformed_tool_calls"] == [0.5]
+
+
+def test_responses_above_the_limit_are_excluded_and_bounds_are_counted() -> None:
+    import torch
+
+    differences = torch.tensor([[0.1, -0.1, 0.0], [1.5, 1.5, 9.0], [float("nan"), 0.0, 0.0]])
+    batch: dict[str, Any] = {
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0]]),
+        "sampling_per_token_logps": -differences,
+        "old_per_token_logps": torch.zeros(3, 3),
+        "num_items_in_batch": torch.tensor(7),
+    }
+    trainer = bare(use_vllm=True, loss=load("olmo_rl").loss)  # type: ignore[union-attr]
+
+    trainer._log_mismatch(batch)
+    trainer._exclude(batch, 2.0)
+
+    metrics = trainer._metrics["train"]
+    mean = (2 * math.exp(0.1) + 1 + 2 * math.exp(1.5) + 2) / 7
+    assert metrics["guards/mismatch"] == [pytest.approx(mean)]
+    assert metrics["guards/outside_bounds"] == [pytest.approx(2 / 7)]  # exp(1.5) is above the cap of 2
+    assert metrics["guards/masked_responses"] == [pytest.approx(1 / 3)]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 0]]
+    assert int(batch["num_items_in_batch"]) == 5
 
 
 @pytest.mark.parametrize(

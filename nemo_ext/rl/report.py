@@ -1,4 +1,4 @@
-"""Report on a TRL run: rewards, lengths and outcomes per step, and memory use."""
+"""Report on an RL run: rewards, lengths and outcomes per step, the monitor's verdicts, and memory use."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
 from nemo_ext.memory import report as memory
+from nemo_ext.rl import monitor
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.reprofile import Curricula
 
@@ -24,9 +25,11 @@ _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/|^teacher_kl/")
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
     """Write report.md and its plots, including the curricula made during training, and return its path."""
-    logs = read_metrics(run_dir / METRICS)
+    # NaN and infinities are null in the file.
+    logs = [{name: x for name, x in log.items() if x is not None} for log in read_metrics(run_dir / METRICS)]
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
+    monitor.add_section(report, logs)
     _plot(report, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]

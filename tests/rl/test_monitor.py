@@ -1,0 +1,45 @@
+"""Verdicts of the monitor of RL runs."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job.report import Report
+from nemo_ext.rl.monitor import FIGURES, PLOT, add_section
+
+BY_NAME = {figure.name: figure for figure in FIGURES}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "verdict"),
+    [
+        ("guards/mismatch", [1.01] * 20, "good"),
+        ("guards/mismatch", [1.01] * 9 + [1.5] + [1.01] * 10, "high in 1 of 20 steps, but not at the end"),
+        ("guards/mismatch", [1.01] * 18 + [1.2] * 2, "too high at the end"),
+        ("guards/replayed_routes", [1.0, 0.9], "too low at the end"),
+        ("entropy", [2.0, 1.0, 0.5], "good"),
+        ("entropy", [2.0, 1.0, 0.3], "too low at the end"),
+        ("grad_norm", [0.1] * 10 + [2.0] + [0.1] * 10, "high in 1 of 21 steps, but not at the end"),
+    ],
+)
+def test_a_verdict_depends_on_the_end_and_on_outliers(name: str, values: list[float], verdict: str) -> None:
+    assert BY_NAME[name].verdict(values) == verdict
+
+
+def test_the_section_has_the_figures_of_the_run_with_advice(tmp_path: Path) -> None:
+    report = Report("run")
+    logs = [{"step": step, "guards/mismatch": 1.2, "entropy": 1.0, "grad_norm": 0.0} for step in range(1, 4)]
+
+    add_section(report, [*logs, {"step": 3, "eval_reward": 1.0}])
+    text = report.write(tmp_path / "report.md").read_text()
+
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict" not in line and "--" not in line]
+    assert [row.split(" | ")[5] for row in rows] == ["too high at the end", "good"]
+    assert "rl.router.replay=true" in rows[0] and (tmp_path / PLOT).is_file()
+
+
+def test_a_run_without_figures_has_no_section() -> None:
+    report = Report("run")
+    add_section(report, [{"step": 1, "loss": 0.5}])
+
+    assert report.markdown() == "# run\n"
