@@ -15,6 +15,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
+from nemo_ext.rl.environments import GYM
 from nemo_ext.rl.plan import read_blend
 from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.settings import Settings, TrainTasks
@@ -189,8 +190,11 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:
-    """Raise ValueError for `reprofile` or `adapt` where the engine or the algorithm does not support it."""
+    """Raise ValueError for NeMo Gym, `reprofile` or `adapt` where the engine or the algorithm does not support it."""
     train = settings.tasks.train or TrainTasks()
+    for name in algorithm.environments:
+        if name.startswith(GYM) and settings.engine != "nemo_rl":
+            raise ValueError(f"environments.{name} is NeMo Gym's own and requires engine=nemo_rl; set it")
     if train.reprofile is not None and settings.engine != "trl":
         raise ValueError(
             f"tasks.train.reprofile requires engine=trl, because engine={settings.engine} cannot measure pass rates "

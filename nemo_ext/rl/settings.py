@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, StrictBool, StrictInt,
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.settings import STRICT, Open, Place, Places, Share, StringsOrNone
+from nemo_ext.rl.environments import GYM
 
 Where = Literal["generation", "training", "both"]
 Files = Annotated[Places, BeforeValidator(lambda value: value or ())]
@@ -146,23 +147,26 @@ class TaskSettings:
             raise ValueError("output=null: set it to the task file to write")
         if self.solutions == self.output:
             raise ValueError(f"solutions={self.solutions} is also the task file (output); set another file")
-        if not self.records and not self.generator:
+        recorded = bool(self.records) or (self.environment or "").startswith(GYM)
+        if not recorded and not self.generator:
             raise ValueError(
                 "generator=null: set it to a generator (docs/rl/tasks.md), or set records=FILES and environment=NAME"
             )
-        if not self.records and self.environment:
+        if not recorded and self.environment:
             raise ValueError(
                 f"environment={self.environment} applies only to records, not to generator={self.generator}; remove it"
             )
         for key in ("generator", "level", "settings"):
-            if self.records and (value := getattr(self, key)):
+            if recorded and (value := getattr(self, key)):
                 raise ValueError(f"{key}={value} applies only to generated tasks, not to records; remove it")
-        if self.records and self.solutions and self.environment != "genrm":
+        if recorded and self.solutions and self.environment != "genrm":
             raise ValueError(
                 f"solutions={self.solutions} applies only to generated tasks and environment=genrm; remove it"
             )
         if self.records and not self.environment:
-            raise ValueError("environment=null: set it to chat or genrm, the kind of tasks to make from records")
+            raise ValueError(
+                "environment=null: set it to chat, genrm or gym/NAME, the kind of tasks to make from records"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

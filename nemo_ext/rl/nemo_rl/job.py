@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
@@ -18,6 +19,7 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import Draft, put, section_of
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
+from nemo_ext.rl.nemo_rl.gym import own_servers, plays_in_gym, put_gym
 from nemo_ext.rl.nemo_rl.layout import PATHS, description_of, plan, put_layout, stated
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
@@ -61,6 +63,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
                 f"engine=nemo_rl cannot be imported ({error}); install its requirements (docs/rl/nemo_rl.md)"
             ) from None
         (run_dir / FINISHED).unlink(missing_ok=True)
+        if isinstance(algorithm, PolicyGradient) and plays_in_gym(algorithm):
+            for path, text in own_servers(algorithm, config).items():
+                write_text(path, text)
         notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
         if end.stopped:
@@ -102,6 +107,8 @@ def settings_of(
     precision = Precision.from_config(config, settings.fp8_in)
     rendered = render(algorithm, checkout, backend=settings.backend, precision=precision)
     _lay_out(config, settings, algorithm, rendered, user_values)
+    if isinstance(algorithm, PolicyGradient) and plays_in_gym(algorithm):
+        put_gym(rendered, algorithm, checkout, config)
     rendered.settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     run_values: dict[str, Any] = {
