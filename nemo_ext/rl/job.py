@@ -22,7 +22,7 @@ from nemo_ext.rl.settings import Settings, TrainTasks
 
 SAME = (
     *("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl"),
-    *("precision_plan", "seed"),
+    *("precision_plan", "seed", "lora"),
 )
 """Config keys that must not change when a run is resumed."""
 STEPS = "rl.schedule.steps"
@@ -207,6 +207,10 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
         )
     if train.reprofile is None:
         return
+    if settings.lora is not None:
+        raise ValueError(
+            "tasks.train.reprofile cannot be combined with lora, because checkpoints then have only adapters; remove one"
+        )
     if train.reprofile.plateau and not settings.tasks.validation:
         raise ValueError("tasks.train.reprofile.plateau requires validation rewards; set tasks.validation.path")
     if algorithm.group is not None and algorithm.group.judge:

@@ -96,6 +96,22 @@ class NemoRl:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Lora:
+    """Settings of the section `lora`: low-rank adapters, trained instead of all weights."""
+
+    rank: PositiveInt = 16  # rank of the adapters
+    alpha: PositiveInt | None = None  # the adapters' output is scaled by alpha / rank; null for twice the rank
+    dropout: Share = 0.0  # fraction of an adapter's inputs that is set to zero in training
+    # names of the linear layers with adapters, in the engine's words (docs/rl/lora.md); null for the engine's default
+    targets: StringsOrNone | None = None
+
+    @property
+    def scale(self) -> int:
+        """Value of alpha."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainingSettings:
     """Settings of a job that trains with a preset; hydra_conf/rl.yaml explains them."""
 
@@ -121,6 +137,7 @@ class Settings(TrainingSettings):
     template: Place | None
     pairs: Mapping[Literal["train", "validation"], Place | None]
     environments: Open | None
+    lora: Lora | None = None
     nemo_rl: NemoRl
     precision_plan: Any = None
     megatron: Open | None = None
