@@ -209,7 +209,7 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
         return
     if settings.lora is not None:
         raise ValueError(
-            "tasks.train.reprofile cannot be combined with lora, because checkpoints then have only adapters; remove one"
+            "tasks.train.reprofile cannot be combined with lora, whose checkpoints have only adapters; remove one"
         )
     if train.reprofile.plateau and not settings.tasks.validation:
         raise ValueError("tasks.train.reprofile.plateau requires validation rewards; set tasks.validation.path")

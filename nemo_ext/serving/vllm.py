@@ -189,7 +189,7 @@ def _precision(folder: Path) -> dict[str, Any]:
 
 
 def parsers(template: str | Path) -> dict[str, Any]:
-    """Return vLLM arguments that select the parsers for reasoning and tool calls in a chat template (`Template.load`)."""
+    """Return vLLM arguments that select the parsers for reasoning and tool calls, by chat template (name or folder)."""
     try:
         text = Template.load(template).source
     except ValueError:

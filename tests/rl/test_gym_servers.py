@@ -49,7 +49,11 @@ def test_shares_count_both_kinds(tmp_path: Path) -> None:
     planned = plan_tasks({"directory": str(tmp_path), "streams": streams}, steps=2, prompts=4)
 
     assert [planned[number].environment for number in range(8)].count("gym/mcqa") == 6
-    written = {"output": str(tmp_path / "servers"), "servers": ["math"], "tasks": [str(tmp_path / "gym" / "mcqa.jsonl")]}
+    written = {
+        "output": str(tmp_path / "servers"),
+        "servers": ["math"],
+        "tasks": [str(tmp_path / "gym" / "mcqa.jsonl")],
+    }
     write_gym({**written, "seed": 1})
     rows = (tmp_path / "servers/resources_servers/nemo_ext/data/gym/mcqa/tasks.jsonl").read_text().splitlines()
     assert len(rows) == 5 and json.loads(rows[0])["agent_ref"]["name"] == "mcqa_simple_agent"

@@ -1,4 +1,4 @@
-"""Runs on NeMo Gym's own environments: NeMo-RL then has Gym's agents play all tasks, so our environments are served too.
+"""Runs on NeMo Gym's own environments. Gym's agents then play all tasks, so Gym serves our environments too.
 
 NeMo-RL starts Gym in an actor, with `env.nemo_gym` as Gym's config, and Gym asks the policy through vLLM's HTTP server.
 """
@@ -40,10 +40,12 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
         config: the job's config.
 
     Raises:
-        ValueError: an environment is unknown, or Gym or NeMo-RL's path for it lacks a setting of the algorithm.
+        ValueError: an environment is unknown, or a setting of the algorithm cannot be combined with Gym.
     """
     if not checkout.plays_gym:
-        raise ValueError("environments gym/NAME: this version of NeMo-RL does not start NeMo Gym itself; use 0.7 or later")
+        raise ValueError(
+            "environments gym/NAME: this version of NeMo-RL does not start NeMo Gym itself; use 0.7 or later"
+        )
     asynchronous = algorithm.asynchronous is not None
     for key, used in {
         "rl.group": algorithm.group is not None,
@@ -51,7 +53,9 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
         "rl.sampling.drop_zero_variance with rl.asynchronous": algorithm.sampling.drop_zero_variance and asynchronous,
     }.items():
         if used:
-            raise ValueError(f"{key} cannot be combined with environments gym/NAME, whose tasks Gym's agents play; remove it")
+            raise ValueError(
+                f"{key} cannot be combined with environments gym/NAME, whose tasks Gym's agents play; remove it"
+            )
     paths = [_MODEL]
     for name, use in algorithm.environments.items():
         if name.startswith(GYM):
@@ -64,14 +68,8 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     paths += [str(path.absolute()) for path in own_servers(algorithm, config) if path.parent.name == "configs"]
     draft.put("environments", "env.should_use_nemo_gym", True)
     found = parsers(config["template"] or config["policy"])
-    draft.put_all(
-        "environments",
-        "env.nemo_gym",
-        {
-            "config_paths": paths,
-            "policy_model": {"responses_api_models": {"vllm_model": {"uses_reasoning_parser": "reasoning_parser" in found}}},
-        },
-    )
+    model = {"responses_api_models": {"vllm_model": {"uses_reasoning_parser": "reasoning_parser" in found}}}
+    draft.put_all("environments", "env.nemo_gym", {"config_paths": paths, "policy_model": model})
     chat = {"tool_parser": found.get("tool_call_parser"), "reasoning_parser": found.get("reasoning_parser")}
     if config["template"] is not None:
         chat["chat_template"] = Template.load(config["template"]).source
@@ -102,7 +100,7 @@ class RowProcessor:
     def __call__(
         self, record: Mapping[str, Any], spec: Any, tokenizer: Any, max_length: int | None, number: int
     ) -> Any:
-        """Return a sample for NeMo-RL's rollouts, as a dict; the arguments are those of `data.TaskProcessor`."""
+        """Return a sample for NeMo-RL's rollouts, as a dict; `data.TaskProcessor` describes the arguments."""
         task: Task = record["task"]
         if not task.environment.startswith(GYM):
             task = self.prompts.in_mode(task)

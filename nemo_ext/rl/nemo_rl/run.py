@@ -155,7 +155,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
     check_references(
-        planned, lambda task: local[task.environment].check(task) if task.environment in local else check_reference(task)
+        planned,
+        lambda task: local[task.environment].check(task) if task.environment in local else check_reference(task),
     )
     if distils is not None:
         check_references([train], distils.teacher)

@@ -64,7 +64,10 @@ class TestConfig:
             "resources_servers/workplace_assistant/configs/workplace_assistant.yaml",
             f"{Path(config()['run_dir'])}/gym/resources_servers/nemo_ext/configs/math.yaml",
         ]
-        assert master["policy"]["generation"]["vllm_cfg"]["http_server_serving_chat_kwargs"]["tool_parser"] == "qwen3_coder"
+        assert (
+            master["policy"]["generation"]["vllm_cfg"]["http_server_serving_chat_kwargs"]["tool_parser"]
+            == "qwen3_coder"
+        )
 
     @pytest.mark.parametrize(
         ("words", "reason"),
@@ -80,7 +83,9 @@ class TestConfig:
             rendered(config(*words), Path(nemo_rl.__file__).parents[2])
 
     def test_all_environments_of_the_tasks_are_served(self, config: Any, tokenizer: Any) -> None:
-        tasks = plan_tasks(config()["tasks"]["train"] | {"streams": [{"name": THEIRS, "weight": 1}]}, steps=1, prompts=2)
+        tasks = plan_tasks(
+            config()["tasks"]["train"] | {"streams": [{"name": THEIRS, "weight": 1}]}, steps=1, prompts=2
+        )
 
         with pytest.raises(ValueError, match=f"must also name {THEIRS}"):
             _environment_settings({"environments": {"math": {}}}, {}, tokenizer, [tasks])
@@ -110,13 +115,17 @@ def test_gym_plays_rows_of_both(
     drawn = [tasks[number] for number in range(len(tasks))]
     rows = [process({"task": task, "task_name": "x"}, None, tokenizer, None, 0)["extra_env_info"] for task in drawn]
     assert [row["agent_ref"]["name"] for row in rows].count("workplace_assistant_simple_agent") == 6
+    # A task that occurs twice is solved twice.
     answers = {json.dumps(row["responses_create_params"]["input"][-1]["content"]): row for row in rows[::2]}
 
     def model(payload: dict[str, Any]) -> Any:
         (asked,) = [said["content"] for said in payload["messages"] if said["role"] == "user"]
         row, message = answers.get(json.dumps(asked)), {"content": "I do not know."}
         if row and "ground_truth" in row and payload["messages"][-1]["role"] == "user":
-            calls = [{"id": f"call_{at}", "type": "function", "function": call} for at, call in enumerate(row["ground_truth"])]
+            calls = [
+                {"id": f"call_{at}", "type": "function", "function": call}
+                for at, call in enumerate(row["ground_truth"])
+            ]
             message = {"content": None, "tool_calls": calls}
         elif row and "ground_truth" not in row:
             message = {"content": f"\\boxed{{{row['verifier_metadata']['reference']['answer']}}}"}
@@ -125,7 +134,9 @@ def test_gym_plays_rows_of_both(
         tokens["prompt_token_ids"] += [7, 8] * seen
         choice = {"index": 0, "message": {"role": "assistant", **message, **tokens}, "finish_reason": "stop"}
         return reply(
-            body=json.dumps({"id": "chat", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}).encode()
+            body=json.dumps(
+                {"id": "chat", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            ).encode()
         )
 
     endpoint.reply = model
@@ -138,7 +149,9 @@ def test_gym_plays_rows_of_both(
     finally:
         actor.shutdown()
 
-    assert [result["full_result"]["reward"] for result in results] == [float(at % 2 == 0) for at in range(len(rows))]
+    solved = [json.dumps(row["responses_create_params"]["input"][-1]["content"]) in answers for row in rows]
+    assert [result["full_result"]["reward"] for result in results] == [float(each) for each in solved]
+    assert len(set(solved)) == 2
     assert adapter["environments"][THEIRS] == {"reward": "outcome"}
 
 

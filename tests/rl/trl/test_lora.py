@@ -5,7 +5,6 @@ import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,13 @@ BLOCKS = [
 def puzzle(random_llama: Path, tmp_path: Path) -> Path:
     """A hybrid Puzzle model with a linear block, as exported: weights, code, and the Llama's tokenizer."""
     module = import_module("nemo_ext.checkpoint.remote_code.modeling_nemo_ext_blocks")
-    sizes = {"vocab_size": 261, "hidden_size": 32, "max_position_embeddings": 4096, "hidden_act": "relu2", "gated_mlp": False}
+    sizes = {
+        "vocab_size": 261,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "hidden_act": "relu2",
+        "gated_mlp": False,
+    }
     ends = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": 4}
     torch.manual_seed(0)
     shutil.copytree(random_llama, folder := tmp_path / "puzzle")
@@ -86,7 +91,9 @@ def test_adapters_are_merged_and_a_run_resumes(
     before, after = tensors(model), tensors(merged)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert before.keys() == after.keys()
-    assert changed and not [key for key in changed if any(word in key for word in ("embed", "norm", "out_proj", "lm_head"))]
+    assert changed and not [
+        key for key in changed if any(word in key for word in ("embed", "norm", "out_proj", "lm_head"))
+    ]
     base = transformers.AutoModelForCausalLM.from_pretrained(model, **trust)
     wrapped = peft.PeftModel.from_pretrained(base, whole / "run" / "checkpoints" / "checkpoint-4")
     ids = torch.arange(5, 25)[None]
