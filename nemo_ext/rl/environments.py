@@ -53,7 +53,7 @@ class Environment:
     reach: Callable[[], Awaitable[None]] | None = None
 
 
-GYM = "gym/"
+GYM = "gym-"
 """Prefix of the names of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`), which only Gym runs."""
 GROUP = "nemo_ext.environments"
 """Group of entry points `NAME = "module"`; the module's `environment(**settings)` creates the environment."""

@@ -1,6 +1,6 @@
 """NeMo Gym's own environments, by name, and their rows as tasks. Gym is not imported, only its config files are read.
 
-The environment `gym/NAME` consists of the servers in Gym's file `resources_servers/*/configs/NAME.yaml` or
+The environment `gym-NAME` consists of the servers in Gym's file `resources_servers/*/configs/NAME.yaml` or
 `responses_api_agents/*/configs/NAME.yaml`. The reference of its tasks is Gym's row, unchanged except for `agent_ref`,
 the agent that plays it, which `gym dataset prepare` also adds.
 """
@@ -31,7 +31,7 @@ class GymServer:
     """One of NeMo Gym's own environments.
 
     Attributes:
-        name: name of the environment, with the prefix `gym/`.
+        name: name of the environment, with the prefix `gym-`.
         config: path of its config file in Gym's folder.
         agents: names of the agents in this file; at least one.
         examples: file of example rows; None if there is none.
@@ -57,16 +57,16 @@ def gym_folder(checkout: Path | None = None) -> Path:
         if (place / "resources_servers").is_dir():
             return place
     raise ValueError(
-        "environments gym/NAME are NeMo Gym's own, which is not installed; install it with "
+        "environments gym-NAME are NeMo Gym's own, which is not installed; install it with "
         "pip install 'nemo_ext[gym]', or clone NeMo-RL with --recursive"
     )
 
 
 def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
-    """Return one of Gym's environments by its name, such as `gym/mcqa`.
+    """Return one of Gym's environments by its name, such as `gym-mcqa`.
 
     Args:
-        environment: name with the prefix `gym/`.
+        environment: name with the prefix `gym-`.
         checkout: NeMo-RL's checkout, whose Gym is used if none is installed.
 
     Raises:

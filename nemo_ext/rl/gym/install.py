@@ -163,9 +163,9 @@ def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -
 
 
 def servers_of_run(folder: Path, environments: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the files of a run's own servers, one per environment: its config, configs/NAME.yaml, comes first.
+    """Return the files of the servers for a run's environments, by path; their configs are configs/NAME.yaml.
 
-    The configs name the folder in full, because NeMo-RL starts Gym in a directory of its own.
+    The configs name the folder in full, because NeMo-RL starts Gym in another directory.
 
     Args:
         folder: folder of the servers, on all nodes.
@@ -180,7 +180,7 @@ def servers_of_run(folder: Path, environments: Mapping[str, Mapping[str, Any]]) 
         if environment.judged_in_groups:
             raise ValueError(
                 f"environment {name} compares the responses of a group, which NeMo Gym cannot do in a training run; "
-                "remove it, or remove the environments gym/NAME"
+                "remove it, or remove the environments gym-NAME"
             )
         turns = None if environment.begin is None else environment.max_turns
         agent = SERVERS[name].agent if name in SERVERS else "simple_agent"

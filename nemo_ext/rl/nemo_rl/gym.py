@@ -25,9 +25,9 @@ from nemo_ext.serving.vllm import parsers
 _MODEL = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
 
-def plays_in_gym(algorithm: Any) -> bool:
+def plays_in_gym(algorithm: PolicyGradient) -> bool:
     """Return whether an algorithm uses an environment of NeMo Gym, so that Gym's agents play all tasks."""
-    return isinstance(algorithm, PolicyGradient) and any(name.startswith(GYM) for name in algorithm.environments)
+    return any(name.startswith(GYM) for name in algorithm.environments)
 
 
 def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
 
     Args:
         draft: draft of NeMo-RL's config, which is changed in place.
-        algorithm: algorithm that uses at least one environment `gym/NAME`.
+        algorithm: algorithm that uses at least one environment `gym-NAME`.
         checkout: NeMo-RL's checkout.
         config: the job's config.
 
@@ -44,7 +44,7 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     """
     if not checkout.plays_gym:
         raise ValueError(
-            "environments gym/NAME: this version of NeMo-RL does not start NeMo Gym itself; use 0.7 or later"
+            "environments gym-NAME: this version of NeMo-RL does not start NeMo Gym itself; use 0.7 or later"
         )
     asynchronous = algorithm.asynchronous is not None
     for key, used in {
@@ -54,7 +54,7 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     }.items():
         if used:
             raise ValueError(
-                f"{key} cannot be combined with environments gym/NAME, whose tasks Gym's agents play; remove it"
+                f"{key} cannot be combined with environments gym-NAME, whose tasks Gym's agents play; remove it"
             )
     paths = [_MODEL]
     for name, use in algorithm.environments.items():

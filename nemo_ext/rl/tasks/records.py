@@ -25,11 +25,11 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
 
     chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
     genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
-    gym/NAME  rows of one of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`)
+    gym-NAME  rows of one of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`)
 
     Args:
-        environment: environment of the tasks: chat, genrm or gym/NAME.
-        paths: paths and globs of JSONL or Parquet files; for gym/NAME, Gym's example rows if there are none.
+        environment: environment of the tasks: chat, genrm or gym-NAME.
+        paths: paths and globs of JSONL or Parquet files; for gym-NAME, Gym's example rows if there are none.
         report: counts of skipped records, which are updated.
 
     Raises:

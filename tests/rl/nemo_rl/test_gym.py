@@ -25,7 +25,7 @@ from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.tasks.job import run as make_tasks
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.gym]
-THEIRS = "gym/workplace_assistant"
+THEIRS = "gym-workplace_assistant"
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("words", "reason"),
         [
-            (["environments={gym/mcqq: {}}"], "did you mean 'mcqa'"),
-            (["environments={gym/mcqa: {reward: score}}"], "nemo_rl.set.env.nemo_gym.KEY"),
-            (["environments={gym/mcqa: {}, genrm: {}}"], "compares the responses of a group"),
+            (["environments={gym-mcqq: {}}"], "did you mean 'mcqa'"),
+            (["environments={gym-mcqa: {reward: score}}"], "nemo_rl.set.env.nemo_gym.KEY"),
+            (["environments={gym-mcqa: {}, genrm: {}}"], "compares the responses of a group"),
             (["rl.group={length_control: {lambda_answer: 0.1}}"], "rl.group cannot be combined"),
         ],
     )
