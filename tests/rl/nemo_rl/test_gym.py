@@ -37,13 +37,13 @@ def config(tiny_llama: Path, tmp_path: Path) -> Any:
         ("generator=arithmetic", "count=4", f"output={tmp_path}/math.jsonl"),
     ):
         make_tasks(compose("rl_tasks", words))
-    return lambda *words: compose(
+    return lambda *words, environments=f"{{math: {{}}, {THEIRS}: {{}}}}": compose(
         "rl",
         (
             *("preset=domyn_math_grpo", "engine=nemo_rl", "nemo_rl.backend=dtensor", "on_inexpressible=warn"),
             *(f"model={tiny_llama}", f"run_dir={tmp_path}/run", f"tasks.train.directory={tmp_path}"),
             *("rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4", "rl.schedule.steps=3"),
-            *("rl.lengths={prompt: 1500, response: 400}", f"environments={{math: {{}}, {THEIRS}: {{}}}}"),
+            *("rl.lengths={prompt: 1500, response: 400}", f"environments={environments}"),
             *words,
         ),
     )
@@ -70,17 +70,19 @@ class TestConfig:
         )
 
     @pytest.mark.parametrize(
-        ("words", "reason"),
+        ("environments", "words", "reason"),
         [
-            (["environments={gym-mcqq: {}}"], "did you mean 'mcqa'"),
-            (["environments={gym-mcqa: {reward: score}}"], "nemo_rl.set.env.nemo_gym.KEY"),
-            (["environments={gym-mcqa: {}, genrm: {}}"], "compares the responses of a group"),
-            (["rl.group={length_control: {lambda_answer: 0.1}}"], "rl.group cannot be combined"),
+            ("{gym-mcqq: {}}", (), "did you mean 'mcqa'"),
+            ("{gym-mcqa: {reward: score}}", (), "nemo_rl.set.env.nemo_gym.KEY"),
+            ("{gym-mcqa: {}, genrm: {}}", (), "compares the responses of a group"),
+            ("{gym-mcqa: {}}", ("rl.group={length_control: {answer: 0.1}}",), "rl.group cannot be combined"),
         ],
     )
-    def test_what_gym_cannot_do(self, config: Any, nemo_rl: ModuleType, words: list[str], reason: str) -> None:
+    def test_what_gym_cannot_do(
+        self, config: Any, nemo_rl: ModuleType, environments: str, words: tuple[str, ...], reason: str
+    ) -> None:
         with pytest.raises(ValueError, match=reason):
-            rendered(config(*words), Path(nemo_rl.__file__).parents[2])
+            rendered(config(*words, environments=environments), Path(nemo_rl.__file__).parents[2])
 
     def test_all_environments_of_the_tasks_are_served(self, config: Any, tokenizer: Any) -> None:
         tasks = plan_tasks(
@@ -104,7 +106,7 @@ def test_gym_plays_rows_of_both(
         (venv / ".venv").symlink_to(sys.prefix, target_is_directory=True)
     composed = config(
         f"nemo_rl.set.env.nemo_gym={{uv_venv_dir: {tmp_path}/venvs, skip_venv_if_present: true}}",
-        f"environments={{math: {{}}, {THEIRS}: {{weight: 3}}}}",
+        environments=f"{{math: {{}}, {THEIRS}: {{weight: 3}}}}",
     )
     adapter, master = rendered(composed, Path(nemo_rl.__file__).parents[2])
     for path, text in own_servers(checked_algorithm(composed), composed).items():
