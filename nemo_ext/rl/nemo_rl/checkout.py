@@ -20,10 +20,10 @@ from nemo_ext.job.settings import nearest
 
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
-_READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
+_VLLM = "policy.generation.vllm_cfg"
+"""Path of vLLM's section, whose class the class of the master config does not name."""
+_READ_AS = {_VLLM: "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
 """Mapping from a section's path to the variable from which NeMo-RL's modules read the section."""
-_VLLM = ("policy.generation.vllm_cfg", "VllmSpecificArgs", "nemo_rl.models.generation.vllm.config")
-"""Section for vLLM, and the class and module of its keys, which the class of the master config does not name."""
 
 
 @dataclass
@@ -105,9 +105,9 @@ class Checkout:
             keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
             for path, name in _READ_AS.items():
                 keys.merge(_nested(path, Keys({key: Keys() for key in self._read_from(name)})))
-            path, *named = _VLLM
-            if not (found := sources.keys_of(*named)).open:
-                keys.merge(_nested(path, found))
+            vllm = sources.keys_of("VllmSpecificArgs", "nemo_rl.models.generation.vllm.config")
+            if not vllm.open:
+                keys.merge(_nested(_VLLM, vllm))
             sections[section] = keys
         return sections
 
