@@ -209,7 +209,7 @@ MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 def put_lora(draft: Draft, lora: Lora, backend: Backend) -> None:
     """Set the keys for low-rank adapters; NeMo-RL merges them into the weights that generate."""
-    values = {"enabled": True, "dim": lora.rank, "alpha": lora.scale, "dropout": lora.dropout}
+    values: dict[str, Any] = {"enabled": True, "dim": lora.rank, "alpha": lora.scale, "dropout": lora.dropout}
     if backend == "megatron":
         # The example's lora_dtype is the text None.
         values |= {"target_modules": list(lora.targets or MEGATRON_TARGETS), "lora_dtype": None}
