@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, Share, check_keys, checked, nearest
-from nemo_ext.rl.environments import known_environments
+from nemo_ext.rl.environments import GYM, known_environments
 from nemo_ext.rl.task import Task
 
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -411,7 +411,8 @@ class PolicyGradient(_Training):
             value = getattr(self.penalties, name)
             if clip is not None and value is not None and -value > clip:
                 raise ValueError(f"penalties.{name}={value:g} exceeds {section}.clip={clip:g}; raise {section}.clip")
-        check_keys(self.environments, known_environments(), required=(), where="environments")
+        known = {*known_environments(), *(name for name in self.environments if name.startswith(GYM))}
+        check_keys(self.environments, sorted(known), required=(), where="environments")
         super().__post_init__()
 
     def _check_distillation(self) -> None:

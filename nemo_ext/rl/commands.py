@@ -88,7 +88,7 @@ RL_JOB = Job(
     group="reinforcement learning",
     help="train by GRPO, RLOO, DPO or RPO with the papers' presets, on TRL or NeMo-RL",
     run="nemo_ext.rl.job:run",
-    extras=lambda config: ("trl",) if config["engine"] == "trl" else (),
+    extras=lambda config: () if config["engine"] != "trl" else ("lora",) if config["lora"] else ("trl",),
     resumable=True,
     findings="nemo_ext.rl.preflight:findings",
     inputs=lambda config: training_inputs(config, "policy"),

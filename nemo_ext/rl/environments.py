@@ -53,6 +53,8 @@ class Environment:
     reach: Callable[[], Awaitable[None]] | None = None
 
 
+GYM = "gym-"
+"""Prefix of the names of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`), which only Gym runs."""
 GROUP = "nemo_ext.environments"
 """Group of entry points `NAME = "module"`; the module's `environment(**settings)` creates the environment."""
 
@@ -93,6 +95,8 @@ def settings_of(name: str) -> dict[str, bool]:
 
 
 def _module(name: str) -> Any:
+    if name.startswith(GYM):
+        raise ValueError(f"environment {name}: only engine=nemo_rl trains on NeMo Gym's own environments; set it")
     point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None:
         raise ValueError(f"unknown environment {name!r}: {nearest(name, known_environments())}")

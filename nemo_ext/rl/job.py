@@ -15,13 +15,14 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
+from nemo_ext.rl.environments import GYM
 from nemo_ext.rl.plan import read_blend
 from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.settings import Settings, TrainTasks
 
 SAME = (
     *("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl"),
-    *("precision_plan", "seed"),
+    *("precision_plan", "seed", "lora"),
 )
 """Config keys that must not change when a run is resumed."""
 STEPS = "rl.schedule.steps"
@@ -189,8 +190,11 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:
-    """Raise ValueError for `reprofile` or `adapt` where the engine or the algorithm does not support it."""
+    """Raise ValueError for NeMo Gym, `reprofile` or `adapt` where the engine or the algorithm does not support it."""
     train = settings.tasks.train or TrainTasks()
+    for name in algorithm.environments:
+        if name.startswith(GYM) and settings.engine != "nemo_rl":
+            raise ValueError(f"environments.{name} is NeMo Gym's own and requires engine=nemo_rl; set it")
     if train.reprofile is not None and settings.engine != "trl":
         raise ValueError(
             f"tasks.train.reprofile requires engine=trl, because engine={settings.engine} cannot measure pass rates "
@@ -203,6 +207,10 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
         )
     if train.reprofile is None:
         return
+    if settings.lora is not None:
+        raise ValueError(
+            "tasks.train.reprofile cannot be combined with lora, whose checkpoints have only adapters; remove one"
+        )
     if train.reprofile.plateau and not settings.tasks.validation:
         raise ValueError("tasks.train.reprofile.plateau requires validation rewards; set tasks.validation.path")
     if algorithm.group is not None and algorithm.group.judge:

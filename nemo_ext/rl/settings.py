@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, StrictBool, StrictInt,
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.settings import STRICT, Open, Place, Places, Share, StringsOrNone
+from nemo_ext.rl.environments import GYM
 
 Where = Literal["generation", "training", "both"]
 Files = Annotated[Places, BeforeValidator(lambda value: value or ())]
@@ -95,6 +96,22 @@ class NemoRl:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Lora:
+    """Settings of the section `lora`: low-rank adapters, trained instead of all weights."""
+
+    rank: PositiveInt = 16  # rank of the adapters
+    alpha: PositiveInt | None = None  # the adapters' output is scaled by alpha / rank; null for twice the rank
+    dropout: Share = 0.0  # fraction of an adapter's inputs that is set to zero in training
+    # names of the linear layers with adapters, in the engine's words (docs/rl/lora.md); null for the engine's default
+    targets: StringsOrNone | None = None
+
+    @property
+    def scale(self) -> int:
+        """Value of alpha."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainingSettings:
     """Settings of a job that trains with a preset; hydra_conf/rl.yaml explains them."""
 
@@ -120,6 +137,7 @@ class Settings(TrainingSettings):
     template: Place | None
     pairs: Mapping[Literal["train", "validation"], Place | None]
     environments: Open | None
+    lora: Lora | None = None
     nemo_rl: NemoRl
     precision_plan: Any = None
     megatron: Open | None = None
@@ -146,23 +164,26 @@ class TaskSettings:
             raise ValueError("output=null: set it to the task file to write")
         if self.solutions == self.output:
             raise ValueError(f"solutions={self.solutions} is also the task file (output); set another file")
-        if not self.records and not self.generator:
+        recorded = bool(self.records) or (self.environment or "").startswith(GYM)
+        if not recorded and not self.generator:
             raise ValueError(
                 "generator=null: set it to a generator (docs/rl/tasks.md), or set records=FILES and environment=NAME"
             )
-        if not self.records and self.environment:
+        if not recorded and self.environment:
             raise ValueError(
                 f"environment={self.environment} applies only to records, not to generator={self.generator}; remove it"
             )
         for key in ("generator", "level", "settings"):
-            if self.records and (value := getattr(self, key)):
+            if recorded and (value := getattr(self, key)):
                 raise ValueError(f"{key}={value} applies only to generated tasks, not to records; remove it")
-        if self.records and self.solutions and self.environment != "genrm":
+        if recorded and self.solutions and self.environment != "genrm":
             raise ValueError(
                 f"solutions={self.solutions} applies only to generated tasks and environment=genrm; remove it"
             )
         if self.records and not self.environment:
-            raise ValueError("environment=null: set it to chat or genrm, the kind of tasks to make from records")
+            raise ValueError(
+                "environment=null: set it to chat, genrm or gym-NAME, the kind of tasks to make from records"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -82,7 +82,7 @@ def command(
         "pipeline_parallel_size": settings.nodes if settings.nodes > 1 else None,
         "trust_remote_code": may_run_code(str(folder), config) or None,
         **_precision(folder),
-        **_parsers(folder),
+        **parsers(folder),
     }
     if settings.draft is not None:
         check_drafts(read_json(folder / CONFIG), str(folder), folder)
@@ -188,19 +188,19 @@ def _precision(folder: Path) -> dict[str, Any]:
     return {"kv_cache_dtype": "fp8"} if low else {}
 
 
-def _parsers(folder: Path) -> dict[str, Any]:
-    """Return vLLM arguments that select the parsers for reasoning and tool calls in the directory's chat template."""
+def parsers(template: str | Path) -> dict[str, Any]:
+    """Return vLLM arguments that select the parsers for reasoning and tool calls, by chat template (name or folder)."""
     try:
-        text = Template.load(folder).source
+        text = Template.load(template).source
     except ValueError:
         return {}
-    parsers: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     style = next((parser for mark, parser in _STYLES.items() if mark in text), None)
     if style is not None:
-        parsers |= {"enable_auto_tool_choice": True, "tool_call_parser": style}
+        found |= {"enable_auto_tool_choice": True, "tool_call_parser": style}
     if "<think>" in text:
-        parsers["reasoning_parser"] = _REASONING.get(style or "", _OTHER_REASONING)
-    return parsers
+        found["reasoning_parser"] = _REASONING.get(style or "", _OTHER_REASONING)
+    return found
 
 
 @contextmanager

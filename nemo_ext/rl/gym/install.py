@@ -18,14 +18,14 @@ from nemo_ext import __version__
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked, nearest
-from nemo_ext.rl.environments import make
-from nemo_ext.rl.gym.rows import to_gym
+from nemo_ext.rl.environments import GYM, make
+from nemo_ext.rl.gym.rows import SERVER, agent_of, to_gym
+from nemo_ext.rl.gym_servers import check_reference, gym_row
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.settings import GymSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 
-SERVER = "nemo_ext"
 EXAMPLES = 5
 """Number of rows in example.jsonl, as required by `gym env test`."""
 _JUDGE = {
@@ -134,15 +134,20 @@ def run(config: Mapping[str, Any]) -> str:
 
 def server_config(name: str) -> dict[str, Any]:
     """Return Gym's config of a server and its agent, called nemo_ext_NAME and nemo_ext_NAME_agent."""
-    served, instance = SERVERS[name], f"{SERVER}_{name}"
+    served = SERVERS[name]
+    data = {"name": "example", "type": "example", "jsonl_fpath": f"resources_servers/{SERVER}/{_example(name)}"}
+    return _instance(name, served, SERVER, {"datasets": [data]})
+
+
+def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a server's config, given its folder below Gym's resources_servers and more keys of its agent."""
+    instance = f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
         "resources_server": {"type": "resources_servers", "name": instance},
         "model_server": {"type": "responses_api_models", "name": "policy_model"},
         **({} if served.max_steps is None else {"max_steps": served.max_steps}),
-        "datasets": [
-            {"name": "example", "type": "example", "jsonl_fpath": f"resources_servers/{SERVER}/{_example(name)}"}
-        ],
+        **more,
     }
     server = {
         "entrypoint": served.entrypoint,
@@ -152,14 +157,45 @@ def server_config(name: str) -> dict[str, Any]:
         **served.config,
     }
     return {
-        instance: {"resources_servers": {SERVER: server}},
-        f"{instance}_agent": {"responses_api_agents": {served.agent: agent}},
+        instance: {"resources_servers": {folder: server}},
+        agent_of(name): {"responses_api_agents": {served.agent: agent}},
     }
+
+
+def servers_of_run(folder: Path, environments: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
+    """Return the files of the servers for a run's environments, by path; their configs are configs/NAME.yaml.
+
+    The configs name the folder in full, because NeMo-RL starts Gym in another directory.
+
+    Args:
+        folder: folder of the servers, on all nodes.
+        environments: mapping from our environments to their `settings` and `reward`.
+
+    Raises:
+        ValueError: a setting is invalid, or an environment compares the responses of a group.
+    """
+    files: dict[Path, str] = {}
+    for name, use in environments.items():
+        environment = make(name, use.get("settings"))
+        if environment.judged_in_groups:
+            raise ValueError(
+                f"environment {name} compares the responses of a group, which NeMo Gym cannot do in a training run; "
+                "remove it, or remove the environments gym-NAME"
+            )
+        turns = None if environment.begin is None else environment.max_turns
+        agent = SERVERS[name].agent if name in SERVERS else "simple_agent"
+        served = Served("other", f"Environment {name}", "", {"environment": name, **use}, agent=agent, max_steps=turns)
+        config = _instance(name, served, str(folder.absolute()), {})
+        files[folder / "configs" / f"{name}.yaml"] = yaml.safe_dump(config, sort_keys=False)
+    if files:
+        files[folder / "app.py"] = _APP.format(module="server", server="VerifierServer")
+        files[folder / "requirements.txt"] = _requirement() + "\n"
+    return files
 
 
 def environment_config(name: str) -> dict[str, Any]:
     """Return the config of the environment server through which Gym 0.7 and later calls a server's agent."""
-    agent = {"type": "responses_api_agents", "name": f"{SERVER}_{name}_agent"}
+    agent = {"type": "responses_api_agents", "name": agent_of(name)}
     server = {"legacy_agent": {"entrypoint": "app.py", "agent_server": agent}}
     return {f"{SERVER}_{name}_environment": {"environment_servers": server}}
 
@@ -203,7 +239,8 @@ def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]
     by_environment: dict[str, list[dict[str, Any]]] = {}
     for path in tasks:
         for task in _tasks(path):
-            by_environment.setdefault(task.environment, []).append(to_gym(task))
+            row = gym_row(task) if task.environment.startswith(GYM) else to_gym(task)
+            by_environment.setdefault(task.environment, []).append(row)
     for environment, rows in by_environment.items():
         files[f"data/{environment}/tasks.jsonl"] = _lines(rows)
     return files
@@ -215,7 +252,9 @@ def _tasks(path: Path) -> list[Task]:
     check = functools.cache(lambda name: make(name).check)
     for task, place in zip(file.tasks, file.places, strict=True):
         try:
-            if task.environment != "judge":
+            if task.environment.startswith(GYM):
+                check_reference(task)
+            elif task.environment != "judge":
                 check(task.environment)(task.reference)
         except ValueError as error:
             raise ValueError(f"{place}: task {task.id!r} cannot be verified: {error}") from None

@@ -17,6 +17,8 @@ from nemo_ext.chat.tool_calls import check_tools, read_openai_calls
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.task import Task
 
+SERVER = "nemo_ext"
+"""Prefix of our servers' names in Gym, and the name of their folder."""
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {"code": {"max_tests": 1000}}
 """Settings of environments whose defaults differ in Gym, because its code tasks have up to several hundred tests."""
@@ -36,12 +38,22 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
     if task.tools:
         parameters["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in task.tools]
     if task.thinking is not None:
-        parameters["metadata"] = {"chat_template_kwargs": json.dumps({thinking_key: task.thinking})}
+        parameters["metadata"] = mode(task.thinking, thinking_key)
     metadata: dict[str, Any] = {"id": task.id, "environment": task.environment, "domain": task.domain}
     metadata["reference"] = dict(task.reference)
     if task.thinking is not None:
         metadata["thinking"] = task.thinking
     return {PARAMETERS: parameters, METADATA: metadata}
+
+
+def mode(thinking: bool, key: str = "enable_thinking") -> dict[str, str]:
+    """Return the metadata of a request with which Gym's vllm_model sets variable `key` of the chat template."""
+    return {"chat_template_kwargs": json.dumps({key: thinking})}
+
+
+def agent_of(server: str) -> str:
+    """Return the name of the agent of one of our servers."""
+    return f"{SERVER}_{server}_agent"
 
 
 def of_gym(row: Mapping[str, Any], environment: str) -> Task:

@@ -7,7 +7,7 @@ master config, and from the example config.
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,9 @@ from nemo_ext.job.settings import nearest
 
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
-_READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
+_VLLM = "policy.generation.vllm_cfg"
+"""Path of vLLM's section, whose class the class of the master config does not name."""
+_READ_AS = {_VLLM: "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
 """Mapping from a section's path to the variable from which NeMo-RL's modules read the section."""
 
 
@@ -102,7 +104,10 @@ class Checkout:
             keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
             keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
             for path, name in _READ_AS.items():
-                keys.merge(_nested(path, self._read_from(name)))
+                keys.merge(_nested(path, Keys({key: Keys() for key in self._read_from(name)})))
+            vllm = sources.keys_of("VllmSpecificArgs", "nemo_rl.models.generation.vllm.config")
+            if not vllm.open:
+                keys.merge(_nested(_VLLM, vllm))
             sections[section] = keys
         return sections
 
@@ -167,6 +172,11 @@ class Checkout:
         collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
         text = collector.read_text(encoding="utf-8") if collector.is_file() else ""
         return "_compute_teacher_logprobs" in text and "def _enqueue_rollout_group" in text
+
+    @cached_property
+    def plays_gym(self) -> bool:
+        """True if `grpo.setup` starts NeMo Gym, so that its agents play all tasks."""
+        return "_spinup_nemo_gym" in self._names_in("nemo_rl/algorithms/grpo.py", "setup")
 
     def _names_in(self, file: str, function: str) -> frozenset[str]:
         """Return all identifiers and string constants in a function; empty if it is not in the file."""
@@ -290,9 +300,8 @@ def _keys_read(module: ast.Module, name: str) -> set[str]:
     return keys
 
 
-def _nested(path: str, keys: Iterable[str]) -> Keys:
-    """Return `Keys` with the given keys nested at a dotted path; empty if there are no keys."""
-    mapping = Keys({key: Keys() for key in keys})
+def _nested(path: str, mapping: Keys) -> Keys:
+    """Return `Keys` with a mapping's keys nested at a dotted path; empty if there are no keys."""
     if not mapping.children:
         return mapping
     for word in reversed(path.split(".")):

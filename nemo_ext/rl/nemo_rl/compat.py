@@ -107,6 +107,16 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
     policy["generation"] = configure(policy["generation"], tokenizer, **_known(configure, more))
 
 
+def with_gym(config: dict[str, Any], tokenizer: Any, validation: int) -> None:
+    """Complete a master config for a run in NeMo Gym, in place, as NeMo-RL's own script does before `setup`.
+
+    `validation` is the number of validation tasks, which Gym plays all at once.
+    """
+    sections = SimpleNamespace(policy=config["policy"], env=config["env"])
+    _module("nemo_rl.environments.nemo_gym").setup_nemo_gym_config(sections, tokenizer)
+    config["grpo"] |= {"max_val_samples": validation, "val_batch_size": validation}
+
+
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
     """Call `grpo.setup` and return its results as named attributes; raise ValueError if their number is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)

@@ -19,6 +19,7 @@ from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
+from nemo_ext.rl.lora import merge_saved
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
 from nemo_ext.rl.nemo_rl.render import ALL
@@ -180,16 +181,21 @@ def _convert(
     template: str | None,
     config: Mapping[str, Any],
 ) -> None:
-    if kind := _adapters(policy):
+    if ((policy.get("megatron_cfg") or {}).get("peft") or {}).get("enabled") and policy["megatron_cfg"].get("enabled"):
         raise ValueError(
-            f"only adapters were trained ({kind}); convert them as in NeMo-RL's docs/design-docs/checkpointing.md"
+            "Megatron saves only the adapters; merge them with NeMo-RL's examples/converters/convert_lora_to_hf.py, as "
+            "in its docs/design-docs/checkpointing.md"
         )
     own_tokenizer = saved.path / "policy" / "tokenizer"
     tokenizer = str(own_tokenizer) if own_tokenizer.is_dir() else str(policy["tokenizer"]["name"])
     iteration = _iteration(saved)
+    adapter = next((path.parent for path in saved.weights.rglob("adapter_config.json")), None)
     consolidated = next((path for path in saved.weights.rglob("consolidated") if any(path.glob("*.safetensors"))), None)
     if iteration is not None:
         compat.convert_megatron(root, saved.path / "config.yaml", iteration, to, log)
+    elif adapter is not None:
+        model = str(policy["model_name"])
+        merge_saved(model, adapter, to, trust_remote_code=may_run_code(model, config))
     elif consolidated is not None:
         shutil.copytree(consolidated, to)
     elif any(saved.weights.rglob("*.safetensors")) and not any(saved.weights.rglob(".metadata")):
@@ -218,15 +224,6 @@ def _convert(
     for file in (base / "generation_config.json", *base.glob("*.py")):
         if file.is_file() and not (to / file.name).exists():
             shutil.copyfile(file, to / file.name)
-
-
-def _adapters(policy: Mapping[str, Any]) -> str | None:
-    """Return the config section that enables adapters, whose checkpoints are not whole models; None if none does."""
-    for backend, section in (("dtensor_cfg", "lora_cfg"), ("megatron_cfg", "peft")):
-        above = policy.get(backend) or {}
-        if above.get("enabled") and (above.get(section) or {}).get("enabled"):
-            return f"policy.{backend}.{section}"
-    return None
 
 
 def _iteration(saved: Saved) -> Path | None:

@@ -11,19 +11,22 @@ from typing import Any
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import write_text
 from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
 from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
+from nemo_ext.rl.lora import FUSED, check_targets
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import Draft, put, section_of
 from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model, leave_model, saved_in
+from nemo_ext.rl.nemo_rl.gym import own_servers, plays_in_gym, put_gym
 from nemo_ext.rl.nemo_rl.layout import PATHS, description_of, plan, put_layout, stated
-from nemo_ext.rl.nemo_rl.render import render
+from nemo_ext.rl.nemo_rl.render import Backend, render
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.report import write_report
-from nemo_ext.rl.settings import NemoRl
+from nemo_ext.rl.settings import Lora, NemoRl
 from nemo_ext.rl.vocabulary import check_vocabulary
 
 TEACHER = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
@@ -63,6 +66,9 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
                 f"engine=nemo_rl cannot be imported ({error}); install its requirements (docs/rl/nemo_rl.md)"
             ) from None
         (run_dir / FINISHED).unlink(missing_ok=True)
+        if isinstance(algorithm, PolicyGradient) and plays_in_gym(algorithm):
+            for path, text in own_servers(algorithm, config).items():
+                write_text(path, text)
         notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
         notice(f"report: {write_report(run_dir, algorithm)}")
@@ -105,6 +111,10 @@ def settings_of(
     precision = Precision.from_config(config, settings.fp8_in)
     rendered = render(algorithm, checkout, backend=settings.backend, precision=precision)
     _lay_out(config, settings, algorithm, rendered, user_values)
+    if isinstance(algorithm, PolicyGradient) and plays_in_gym(algorithm):
+        put_gym(rendered, algorithm, checkout, config)
+    if config.get("lora") is not None:
+        put_lora(rendered, checked(Lora, config["lora"], "lora"), settings.backend)
     rendered.settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     run_values: dict[str, Any] = {
@@ -208,6 +218,27 @@ def _check_replay(model: Description) -> None:
         )
 
 
+LORA = {"dtensor": "policy.dtensor_cfg.lora_cfg", "megatron": "policy.megatron_cfg.peft"}
+"""Sections of low-rank adapters, by backend."""
+MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Default targets with Megatron: the linear layers of attention and MLPs."""
+
+
+def put_lora(draft: Draft, lora: Lora, backend: Backend) -> None:
+    """Set the keys for low-rank adapters; NeMo-RL merges them into the weights that generate."""
+    values: dict[str, Any] = {"enabled": True, "dim": lora.rank, "alpha": lora.scale, "dropout": lora.dropout}
+    if backend == "megatron":
+        # The example's lora_dtype is the text None.
+        values |= {"target_modules": list(lora.targets or MEGATRON_TARGETS), "lora_dtype": None}
+    else:
+        check_targets(lora)
+        excluded = [] if lora.targets else [f"*{FUSED}*", "*lm_head*"]  # without targets, all other linear layers
+        values |= {"target_modules": list(lora.targets or ()), "exclude_modules": excluded, "match_all_linear": False}
+        values["use_triton"] = False  # its kernels require a tensor-parallel size of 1
+        draft.put("lora", "policy.dtensor_cfg._v2", True)
+    draft.put_all("lora", LORA[backend], values)
+
+
 def _teacher_nodes(algorithm: Algorithm, user_values: Mapping[str, Any]) -> int:
     """Return the number of nodes that the teachers of on-policy distillation take; 0 without teachers."""
     if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None:
@@ -221,6 +252,8 @@ def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any
     dtensor = policy.get("dtensor_cfg") or {}
     if not dtensor.get("enabled"):
         return {}
+    if (dtensor.get("lora_cfg") or {}).get("enabled"):
+        return {"checkpointing": {"model_save_format": "safetensors", "save_consolidated": False}}
     if not dtensor.get("_v2"):
         # DTensor's first version has one format, which must not be named.
         return {"checkpointing": {"model_save_format": None}}

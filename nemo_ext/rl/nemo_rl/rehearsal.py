@@ -148,6 +148,9 @@ def _stand_ins(module: Any) -> Iterator[None]:
                 (workers, "RayWorkerGroup", _Workers),
             ):
                 stack.enter_context(patch.object(where, name, stand_in))
+        for name in ("NemoGym", "spinup_nemo_gym_actor"):  # the latter since main of 2026-08
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, MagicMock()))
         # Also set by `nemo_ext.rl.nemo_rl.run`.
         stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

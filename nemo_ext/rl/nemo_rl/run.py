@@ -10,7 +10,7 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,17 @@ from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.algorithms import Distillation
-from nemo_ext.rl.environments import known_environments
+from nemo_ext.rl.environments import GYM, known_environments
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
+from nemo_ext.rl.gym_servers import check_reference
 from nemo_ext.rl.job import READS_AHEAD
 from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
+from nemo_ext.rl.nemo_rl.gym import RowProcessor
 from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
@@ -154,18 +156,26 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     template = Prompts.from_tokenizer(tokenizer, config.get("template"))
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
-    check_references(planned, lambda task: local[task.environment].check(task))
+    check_references(
+        planned,
+        lambda task: local[task.environment].check(task) if task.environment in local else check_reference(task),
+    )
     if distils is not None:
         check_references([train], distils.teacher)
-    processor = TaskProcessor(template)
+    gym = bool(master["env"].get("should_use_nemo_gym"))
+    processor = RowProcessor(template) if gym else TaskProcessor(template)
     max_length = master["data"].get("max_input_seq_length")
-    process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)
+    names = {name for tasks in planned for name in tasks.environments()}
+    process = functools.partial(_processed, names=names, tokenizer=tokenizer, processor=processor, length=max_length)
     adaptive = None if shares is None else AdaptiveTasks(train, shares, process)
     datasets = (process(train) if adaptive is None else adaptive, None if validation is None else process(validation))
     compat.with_generation(master, tokenizer)
+    if gym:
+        compat.with_gym(master, tokenizer, 0 if validation is None else len(validation))
+        settings = {}  # NeMo-RL's `setup` starts Gym, which serves all environments
     environments = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in settings}
     # Validation has separate actors, to keep its metrics apart from the training metrics.
-    validated = [] if validation is None else validation.environments()
+    validated = [name for name in ([] if validation is None else validation.environments()) if name in settings]
     validators = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in validated}
     try:
         module = compat.grpo()
@@ -200,6 +210,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
                 routes = stack.enter_context(guards.replayed())
                 watched.of_step["guards"] = lambda step: routes
             clocks = stack.enter_context(compat.clocks(module))
+            if gym:
+                environments = validators = {"nemo_gym": ready.nemo_gym}
             compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
@@ -371,10 +383,15 @@ class WithEnvironments:
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
-    """Return a mapping from the name of each environment that the tasks in `planned` use to its actor's settings."""
+    """Return a mapping from each of our environments that the tasks in `planned` use to its actor's settings."""
     section = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
-    check_keys(section, known_environments(), required=(), where="environments")
+    theirs = [name for name in section if name.startswith(GYM)]
+    check_keys(section, [*known_environments(), *theirs], required=(), where="environments")
+    if missing := [name for name in used if name not in section and (theirs or name.startswith(GYM))]:
+        raise ValueError(
+            f"environments must also name {', '.join(missing)}, which tasks have, so that NeMo Gym serves all of them"
+        )
     if unused := [name for name in section if name not in used]:
         notice(f"environments.{', environments.'.join(unused)}: ignored, because no task has this environment")
     source = str(tokenizer.name_or_path)
@@ -385,11 +402,12 @@ def _environment_settings(
         "tokenizer": source,
         "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
     }
-    return {name: {"name": name, **common, **(section.get(name) or {})} for name in used}
+    ours = [name for name in used if not name.startswith(GYM)]
+    return {name: {"name": name, **common, **(section.get(name) or {})} for name in ours}
 
 
 def _processed(
-    tasks: PlannedTasks | Mapping[int, Task], *, names: Mapping[str, Any], tokenizer: Any, processor: Any, length: Any
+    tasks: PlannedTasks | Mapping[int, Task], *, names: Iterable[str], tokenizer: Any, processor: Any, length: Any
 ) -> Any:
     datasets = importlib.import_module("nemo_rl.data.datasets")
     spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec

@@ -36,7 +36,7 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: the config is invalid, or no task can be made.
     """
     settings = checked(TaskSettings, config)
-    tasks = _from_records(settings) if settings.records else _generated(settings)
+    tasks = _generated(settings) if settings.generator else _from_records(settings)
     if settings.without:
         tasks = _new(tasks, settings.without)
     if settings.thinking is not None:

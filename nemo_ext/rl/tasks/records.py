@@ -1,6 +1,7 @@
 """Tasks made from existing records: prompts of conversations, and comparisons for training a reward model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_ext.chat.formats import FormatError, to_sample
@@ -8,7 +9,8 @@ from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.sources import ConversationReport, ConversationSource
 from nemo_ext.data.text.user_files import value_at
 from nemo_ext.job.settings import nearest
-from nemo_ext.rl.environments import make
+from nemo_ext.rl.environments import GYM, make
+from nemo_ext.rl.gym_servers import GymServer, gym_server, gym_task
 from nemo_ext.rl.rewards.genrm import instructed_messages
 from nemo_ext.rl.task import Task
 
@@ -23,23 +25,30 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
 
     chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
     genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
+    gym-NAME  rows of one of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`)
 
     Args:
-        environment: environment of the tasks, chat or genrm.
-        paths: paths and globs of JSONL or Parquet files.
+        environment: environment of the tasks: chat, genrm or gym-NAME.
+        paths: paths and globs of JSONL or Parquet files; for gym-NAME, Gym's example rows if there are none.
         report: counts of skipped records, which are updated.
 
     Raises:
         ValueError: the environment does not support tasks from records, or a file cannot be read.
     """
-    if environment not in _READERS:
-        raise ValueError(
-            f"environment={environment!r}: tasks cannot be made from records for it: {nearest(environment, _READERS)}"
-        )
+    reader = _READERS.get(environment)
+    if environment.startswith(GYM):
+        server = gym_server(environment)
+        reader = partial(_rows, server=server)
+        if not paths and server.examples is None:
+            raise ValueError(f"records=[]: NeMo Gym has no example rows of {environment}; set records=FILES")
+        paths = paths or [str(server.examples)]
+    if reader is None:
+        known = nearest(environment, (*_READERS, f"{GYM}NAME"))
+        raise ValueError(f"environment={environment!r}: tasks cannot be made from records for it: {known}")
     source = ConversationSource(name=environment, path=tuple(paths))
     seen: set[str] = set()
     for part in source.parts(max_documents=_RECORDS, max_size=_BYTES):
-        for task, where in _READERS[environment](source, part, report):
+        for task, where in reader(source, part, report):
             if task.id in seen:
                 report.skip("with a duplicate id", where)
                 continue
@@ -106,6 +115,14 @@ def _comparison(record: Mapping[str, Any]) -> Task:
         reference=reference,
         domain=task,
     )
+
+
+def _rows(
+    source: ConversationSource, part: Any, report: ConversationReport, *, server: GymServer
+) -> Iterator[tuple[Task, str]]:
+    for number, row in source.files.records(part, report):
+        where = source.files.place(part, number)
+        yield gym_task(row, server, where), where
 
 
 _Reader = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]

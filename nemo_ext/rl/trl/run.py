@@ -20,18 +20,20 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
 from nemo_ext.job.seeds import digest
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.memory import sampler
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
+from nemo_ext.rl.lora import adapters as adapters_of
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.rendering import Rendered
 from nemo_ext.rl.report import write_report
 from nemo_ext.rl.reprofile import Change, Curricula
+from nemo_ext.rl.settings import Lora
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import render
 from nemo_ext.rl.trl.rollouts import Rollouts
@@ -87,6 +89,7 @@ class _Ready:
         tokenizer: Hugging Face tokenizer with its chat template.
         rendered: the algorithm translated for TRL.
         trusted: True if Python files in the model's folder may be run.
+        adapters: peft's config of low-rank adapters; None to train all weights.
         stop: callback that ends training after a signal.
         trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
     """
@@ -95,6 +98,7 @@ class _Ready:
     tokenizer: Any
     rendered: Rendered
     trusted: bool
+    adapters: Any
     stop: Any
     trainers: Any
 
@@ -143,7 +147,9 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
         )
     rendered.settled(config["on_inexpressible"])
     stop = trainers.Stop(algorithm.updates_per_step)
-    return _Ready(folder, tokenizer, rendered, trusted, stop, trainers)
+    lora = None if config.get("lora") is None else checked(Lora, config["lora"], "lora")
+    adapters = None if lora is None else adapters_of(lora)
+    return _Ready(folder, tokenizer, rendered, trusted, adapters, stop, trainers)
 
 
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
@@ -175,7 +181,10 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
             notice(f"loading the model {model}")
             used = validation if validated else None
             return trainers.policy_gradient(
-                algorithm, str(model), settings, tokenizer, rollouts, train, used, drawn=drawn, teachers=teachers
+                *(algorithm, str(model), settings, tokenizer, rollouts, train, used),
+                drawn=drawn,
+                teachers=teachers,
+                adapters=ready.adapters,
             )
 
         if curricula is not None:
@@ -187,7 +196,9 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         notice(f"loading the model {ready.model} and the pairs")
         prompts = Prompts.from_tokenizer(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
-        trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
+        trainer = trainers.preference(
+            algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo, adapters=ready.adapters
+        )
     model_config = trainer.model.config
     if getattr(model_config, "num_nextn_predict_layers", 0):
         notice(
@@ -226,6 +237,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     for folder in (unfinished, run_dir / MODEL):
         shutil.rmtree(folder, ignore_errors=True)
     with phases.during("checkpoint"):
+        if ready.adapters is not None:
+            trainer.model = trainer.model.merge_and_unload()
         trainer.save_model(str(unfinished))
         tokenizer.save_pretrained(unfinished)
     unfinished.rename(run_dir / MODEL)

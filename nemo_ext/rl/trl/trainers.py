@@ -527,6 +527,7 @@ def policy_gradient(
     *,
     drawn: Mapping[str, Any] | None = None,
     teachers: Teachers | None = None,
+    adapters: Any = None,
 ) -> GRPOTrainer | RLOOTrainer:
     """Create a GRPO or RLOO trainer on tasks.
 
@@ -541,6 +542,7 @@ def policy_gradient(
         drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
         teachers: teachers of on-policy distillation; None for advantages from rewards.
+        adapters: peft's config of low-rank adapters; None to train all weights.
 
     Raises:
         ValueError: TRL does not have a setting, or RLOO is used with a multi-turn environment.
@@ -562,13 +564,15 @@ def policy_gradient(
         eval_dataset=None if validation is None else _dataset(rollouts, validation, len(validation)),
         reward_funcs=[reward],
         processing_class=tokenizer,
+        peft_config=adapters,
         **arguments,
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
     _end_at(trainer, end_tokens(tokenizer, rollouts.prompts.template, trainer.model.generation_config))
-    reads_places = "position_ids" in signature(type(trainer.model).forward).parameters
-    shared = trainer.accelerator.num_processes == 1 and reads_places and not trainer.model._is_stateful
-    trainer.model.generate = partial(_generate, trainer.model, trainer, shared)
+    inner = trainer.model if adapters is None else trainer.model.get_base_model()  # which contains the adapters
+    reads_places = "position_ids" in signature(type(inner).forward).parameters
+    shared = trainer.accelerator.num_processes == 1 and reads_places and not inner._is_stateful
+    trainer.model.generate = partial(_generate, inner, trainer, shared)
     if algorithm.algorithm == "grpo":
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
@@ -731,6 +735,8 @@ def preference(
     prompts: Prompts | None,
     pairs: Mapping[str, Any],
     rpo: Mapping[str, Any] | None = None,
+    *,
+    adapters: Any = None,
 ) -> DPOTrainer:
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
@@ -742,6 +748,7 @@ def preference(
         prompts: the model's chat template; None if it has none and the pairs are already rendered.
         pairs: mapping from splits (train, validation) to paths.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
+        adapters: peft's config of low-rank adapters; None to train all weights.
 
     Raises:
         ValueError: a file is missing, invalid or lacks true rewards, or TRL does not have a setting.
@@ -761,6 +768,7 @@ def preference(
         train_dataset=loaded["train"],
         eval_dataset=loaded.get("validation"),
         processing_class=tokenizer,
+        peft_config=adapters,
     )
 
 

@@ -160,8 +160,8 @@ def test_only_the_user_interrupts(
         ("model/shard-00001-model-00001-of-00001.safetensors", {}, "save_consolidated=true"),
         (
             "adapter.bin",
-            {"dtensor_cfg": {"enabled": True, "lora_cfg": {"enabled": True}}},
-            "only adapters were trained",
+            {"megatron_cfg": {"enabled": True, "peft": {"enabled": True}}},
+            "convert_lora_to_hf.py",
         ),
     ],
 )
@@ -176,6 +176,21 @@ def test_checkpoints_that_no_converter_reads(
     leave_model(tmp_path, 3, master_of(tmp_path, **policy), "dpo", tmp_path)
 
     assert message in capsys.readouterr().err and not (tmp_path / "model").exists()
+
+
+def test_adapters_of_dtensor_are_merged(tiny_llama: Path, tmp_path: Path) -> None:
+    """Automodel saves them in peft's format."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    weights = checkpoint(tmp_path, 3)
+    (weights / ".metadata").unlink()
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.save_pretrained(weights / "model")
+
+    leave_model(tmp_path, 3, master_of(tmp_path, tiny_llama), "dpo", tmp_path)
+
+    assert not same_weights(tmp_path / "model", AutoModelForCausalLM.from_pretrained(tiny_llama))
+    assert same_weights(tmp_path / "model", model.merge_and_unload())
 
 
 def test_a_consolidated_checkpoint_is_a_model_already(tiny_llama: Path, tmp_path: Path) -> None:

@@ -13,9 +13,14 @@ import torch
 from nemo_ext.chat.sample import Sample
 from nemo_ext.chat.template import Template
 from nemo_ext.job.config import INTERRUPTED, compose
+from nemo_ext.rl.job import checked_algorithm
 from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.nemo_rl.checkout import Checkout
-from nemo_ext.rl.nemo_rl.job import _save_format
+from nemo_ext.rl.nemo_rl.compat import setting
+from nemo_ext.rl.nemo_rl.draft import Draft
+from nemo_ext.rl.nemo_rl.job import LORA, MEGATRON_TARGETS, _save_format, put_lora, settings_of
+from nemo_ext.rl.nemo_rl.rehearsal import rehearse
+from nemo_ext.rl.settings import Lora
 from nemo_ext.rl.tasks import arithmetic
 
 GRPO = (
@@ -63,6 +68,23 @@ class Worker:
 
         found, wanted = AutoModelForCausalLM.from_pretrained(folder).state_dict(), self.model.state_dict()
         return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.nemo_rl
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_setup_accepts_adapters(backend: str, tiny_llama: Path, nemo_rl: Any, tmp_path: Path) -> None:
+    words = (*GRPO, *COMMON, f"nemo_rl.backend={backend}", f"model={tiny_llama}", f"run_dir={tmp_path}")
+    config = compose("rl", (*words, "tasks.train.path=t", "lora={rank: 4}", "rl.schedule.steps=2"))
+    root = Path(nemo_rl.__file__).parents[2]
+
+    _, master = settings_of(config, checked_algorithm(config), Checkout(root))
+
+    rehearse(master, "grpo")
+    section = setting(master, *LORA[backend].split("."))
+    assert section["enabled"] and section["dim"] == 4 and section["alpha"] == 8
+    assert section["target_modules"] == ([] if backend == "dtensor" else list(MEGATRON_TARGETS))
+    with pytest.raises(ValueError, match="out_proj cannot have adapters"):
+        put_lora(Draft(Checkout(root), checked_algorithm(config)), Lora(targets=("out_proj",)), "dtensor")
 
 
 @pytest.mark.nemo_rl

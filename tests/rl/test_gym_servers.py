@@ -1,0 +1,79 @@
+"""NeMo Gym's own environments, from the files of the installed package."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job.config import compose
+from nemo_ext.rl import gym_servers
+from nemo_ext.rl.environments import make
+from nemo_ext.rl.gym.install import run as write_gym
+from nemo_ext.rl.gym_servers import gym_row, gym_server, gym_task
+from nemo_ext.rl.job import checked_algorithm
+from nemo_ext.rl.plan import TaskFile, plan_tasks
+from nemo_ext.rl.tasks.job import run as make_tasks
+
+pytestmark = pytest.mark.gym
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    pytest.importorskip("nemo_gym", reason="needs nemo-gym")
+
+
+def tasks(folder: Path, name: str, *words: str) -> Path:
+    make_tasks(compose("rl_tasks", [f"environment=gym-{name}", f"output={folder}/gym-{name}.jsonl", *words]))
+    return folder / f"gym-{name}.jsonl"
+
+
+@pytest.mark.parametrize("name", ["mcqa", "workplace_assistant", "swe_pivot", "swebench_openhands_training"])
+def test_tasks_keep_rows_unchanged(name: str, tmp_path: Path) -> None:
+    server = gym_server(f"gym-{name}")
+    assert server.examples is not None
+    rows = [json.loads(line) for line in server.examples.read_text().splitlines()]
+
+    made = TaskFile(tasks(tmp_path, name)).tasks
+
+    sent = [gym_row(task) for task in made]
+    agents = [row.pop("agent_ref")["name"] for row in sent]
+    assert sent == [{key: value for key, value in row.items() if key != "agent_ref"} for row in rows]
+    assert set(agents) <= set(server.agents) and all(task.prompt[-1].content for task in made)
+
+
+def test_shares_count_both_kinds(tmp_path: Path) -> None:
+    tasks(tmp_path, "mcqa")
+    make_tasks(compose("rl_tasks", ["generator=arithmetic", "count=5", f"output={tmp_path}/math.jsonl"]))
+    streams = [{"name": "math", "weight": 1}, {"name": "gym-mcqa", "weight": 3}]
+
+    planned = plan_tasks({"directory": str(tmp_path), "streams": streams}, steps=2, prompts=4)
+
+    assert [planned[number].environment for number in range(8)].count("gym-mcqa") == 6
+    written = {
+        "output": str(tmp_path / "servers"),
+        "servers": ["math"],
+        "tasks": [str(tmp_path / "gym-mcqa.jsonl")],
+    }
+    write_gym({**written, "seed": 1})
+    rows = (tmp_path / "servers/resources_servers/nemo_ext/data/gym-mcqa/tasks.jsonl").read_text().splitlines()
+    assert len(rows) == 5 and json.loads(rows[0])["agent_ref"]["name"] == "mcqa_simple_agent"
+
+
+def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="did you mean 'mcqa'"):
+        gym_server("gym-mcqq")
+    with pytest.raises(ValueError, match=r"physics_judge/configs/judge_openai\.yaml has no agent"):
+        gym_server("gym-judge_openai")
+    with pytest.raises(ValueError, match="this one has question, answer"):
+        gym_task({"question": "?", "answer": 1}, gym_server("gym-mcqa"), "rows.jsonl:1")
+    row = {"responses_create_params": {"input": "Fix it."}}
+    with pytest.raises(ValueError, match="must be swe_agents_train or swe_agents_val"):
+        gym_task(row, gym_server("gym-swebench_openhands_training"), "rows.jsonl:1")
+    with pytest.raises(ValueError, match="only engine=nemo_rl"):
+        make("gym-mcqa")
+    words = ["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={gym-mcqa: {}}"]
+    with pytest.raises(ValueError, match="requires engine=nemo_rl"):
+        checked_algorithm(compose("rl", words))
+    monkeypatch.setattr(gym_servers, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'nemo_ext\[gym\]'"):
+        gym_server("gym-mcqa", tmp_path)
