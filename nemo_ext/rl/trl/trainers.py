@@ -27,11 +27,11 @@ from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.adaptive import signals_of
 from nemo_ext.rl.algorithms import Advantage, PolicyGradient, Preference
-from nemo_ext.rl.pairs import read_pairs, token_ids
+from nemo_ext.rl.pairs import read_pairs, token_ids, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.reprofile import Curricula
-from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
+from nemo_ext.rl.rewards.advantages import group_advantages, group_factors, zero_variance
 from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import make_config, scaled
@@ -163,6 +163,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     Attributes:
         advantage: settings of advantages; None to use TRL's advantages.
+        by_group: True for a mean over groups, each the mean over its tokens, instead of TRL's mean over all tokens.
         rounds: maximum number of generation rounds per step, including the first; after these, groups without variance
             are kept. None to keep all groups.
         start: initial model, for measuring the KL divergence in validations; None to skip this.
@@ -171,6 +172,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
     """
 
     advantage: Advantage | None = None
+    by_group: bool = False
     rounds: int | None = None
     start: Any = None
     teachers: Teachers | None = None
@@ -230,6 +232,14 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             batch["advantages"] = torch.as_tensor(local).to(replaced)
         if self.model.training and self.teachers is not None:
             batch["advantages"] = self._distilled(batch, self.teachers)
+        if self.model.training and self.by_group:
+            advantages = batch["advantages"]
+            trained = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum(dim=1)
+            counts = self.accelerator.gather(trained).view(-1, self.num_generations).cpu().numpy()
+            factors = torch.as_tensor(group_factors(counts)).repeat_interleave(self.num_generations).to(advantages)
+            first = self.accelerator.process_index * len(advantages)
+            local = factors[first : first + len(advantages)]
+            batch["advantages"] = advantages * local.view(-1, *[1] * (advantages.dim() - 1))
         return batch
 
     def _distilled(self, batch: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
@@ -469,6 +479,7 @@ def policy_gradient(
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
+        trainer.by_group = algorithm.loss.level == "group"
         trainer.rounds, trainer.teachers = algorithm.sampling.max_batches, teachers
         if algorithm.validation.kl and validation is not None and not trainer.beta:
             trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
@@ -591,7 +602,9 @@ def preference(
             raise ValueError(f"pairs.{split}={path}: no such file; write it with `nemo-ext preference_data`")
     limit = settings.get("max_length")
     loaded = {
-        split: _pairs(path, f"pairs.{split}", prompts, tokenizer, limit, with_rewards=rpo is not None)
+        split: _pairs(
+            path, f"pairs.{split}", prompts, tokenizer, limit, algorithm.lengths.prompt, with_rewards=rpo is not None
+        )
         for split, path in files.items()
     }
     return (partial(_Rpo, **rpo) if rpo else _Dpo)(
@@ -604,7 +617,14 @@ def preference(
 
 
 def _pairs(
-    path: Path, where: str, prompts: Prompts | None, tokenizer: Any, limit: int | None, *, with_rewards: bool
+    path: Path,
+    where: str,
+    prompts: Prompts | None,
+    tokenizer: Any,
+    limit: int | None,
+    max_prompt: int | None,
+    *,
+    with_rewards: bool,
 ) -> Dataset:
     """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
 
@@ -614,10 +634,12 @@ def _pairs(
         prompts: the model's chat template; None if the pairs are already rendered.
         tokenizer: Hugging Face tokenizer.
         limit: maximum length of prompt and response together, in tokens; None for no limit.
+        max_prompt: maximum length of the prompt in tokens, above which pairs are excluded; None for no limit.
         with_rewards: whether the pairs must have true rewards.
     """
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
+        pairs = with_short_prompts(pairs, tokenizer, max_prompt)
     except ValueError as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
     rows: list[dict[str, Any]] = []
