@@ -70,7 +70,9 @@ def with_short_prompts(pairs: Sequence[Pair], tokenizer: Any, limit: int | None)
         return list(pairs)
     short = [pair for pair in pairs if len(tokenizer(pair.prompt, add_special_tokens=False)["input_ids"]) <= limit]
     if not short:
-        raise ValueError(f"all {len(pairs):,} pairs have prompts of more than rl.lengths.prompt={limit} tokens; raise it")
+        raise ValueError(
+            f"all {len(pairs):,} pairs have prompts of more than rl.lengths.prompt={limit} tokens; raise it"
+        )
     if len(short) < len(pairs):
         count = len(pairs) - len(short)
         notice(f"excluded {count:,} pairs with prompts of more than rl.lengths.prompt={limit} tokens")

@@ -241,7 +241,9 @@ def by_group(train: Callable[..., Any], generations: int) -> Callable[..., Any]:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(dim=1)
         factors = torch.as_tensor(group_factors(tokens.view(-1, generations).cpu().numpy()))
         scaled = copy.copy(data)
-        scaled["advantages"] = data["advantages"] * factors.repeat_interleave(generations)[:, None].to(data["advantages"])
+        scaled["advantages"] = data["advantages"] * factors.repeat_interleave(generations)[:, None].to(
+            data["advantages"]
+        )
         return train(scaled, *arguments, **keywords)
 
     return train_by_group
