@@ -1,4 +1,4 @@
-"""Rewards of the answers to a task from a judge that sees all of them, for `nemo-ext rollouts` and `nemo-ext online`."""
+"""Rewards from a judge that sees all answers to a task, for `nemo-ext rollouts` and `nemo-ext online`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

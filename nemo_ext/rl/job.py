@@ -214,7 +214,8 @@ def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:
         if dropped != curriculum.drop_from:
             problem = (
                 f"tasks.train.curriculum={train.curriculum} was made with filters.drop_from={dropped}, but "
-                f"rl.curriculum.drop_from={curriculum.drop_from}; make it again, or set rl.curriculum.drop_from={dropped}"
+                f"rl.curriculum.drop_from={curriculum.drop_from}; make it again, or set rl.curriculum.drop_from to "
+                f"{dropped}"
             )
         elif curriculum.easy_to_hard and not falling:
             problem = (

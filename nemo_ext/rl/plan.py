@@ -270,9 +270,9 @@ def check_thinking_share(files: Iterable[TaskFile], share: float | None) -> None
         if differing > max(1, SHARE_TOLERANCE * len(modes)):
             actual = sum(modes) / len(modes)
             raise ValueError(
-                f"{file.path}: {actual:.1%} of the tasks with a thinking mode have it on, but rl.thinking_share={share}; "
-                "remove `thinking` from the tasks, so that the run sets it, or set rl.thinking_share to their share "
-                f"({actual:.3g}, or null)"
+                f"{file.path}: {actual:.1%} of the tasks with a thinking mode have it on, but "
+                f"rl.thinking_share={share}; remove `thinking` from the tasks, so that the run sets it, or set "
+                f"rl.thinking_share to their share ({actual:.3g}, or null)"
             )
 
 

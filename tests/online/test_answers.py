@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.evaluation import job
+from nemo_ext.evaluation import job, judged
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.config import compose
-from nemo_ext.evaluation import judged
 from nemo_ext.online.answers import Generation, generate
 from nemo_ext.online.report import summary
 from nemo_ext.rl.groups import Member

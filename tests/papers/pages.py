@@ -1,4 +1,4 @@
-"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs. From stages.yaml and the configs.
+"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs; from stages.yaml and configs.
 
 python tests/papers/pages.py          # writes them
 """

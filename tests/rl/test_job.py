@@ -79,7 +79,7 @@ def test_tasks_have_the_order_of_the_preset(tmp_path: Path, capsys: pytest.Captu
     words = ["preset=llama_nemotron_grpo", "model=m", "rl.environments.judge.settings.judge.endpoint=e"]
     ordered = [*words, f"tasks.train.curriculum={tmp_path}"]
 
-    with pytest.raises(ValueError, match="drop_from=0.75, easy_to_hard=true.* set tasks.train.curriculum=FOLDER"):
+    with pytest.raises(ValueError, match=r"drop_from=0.75, easy_to_hard=true.* set tasks.train.curriculum=FOLDER"):
         checked_algorithm(compose("rl", [*words, "tasks.train.path=t"]))
     checked_algorithm(compose("rl", ordered))  # an earlier job makes it
     (tmp_path / "curriculum.json").write_text(json.dumps({"settings": settings}))

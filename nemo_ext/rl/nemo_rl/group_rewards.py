@@ -233,17 +233,14 @@ def by_group(train: Callable[..., Any], generations: int) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def train_by_group(data: Any, *arguments: Any, **keywords: Any) -> Any:
-        if len(data["advantages"]) % generations:
-            raise ValueError(
-                f"a batch of {len(data['advantages'])} responses is not divisible into groups of {generations}"
-            )
+        advantages = data["advantages"]
+        if len(advantages) % generations:
+            raise ValueError(f"a batch of {len(advantages)} responses is not divisible into groups of {generations}")
         # The first token of a sequence is not predicted.
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(dim=1)
         factors = torch.as_tensor(group_factors(tokens.view(-1, generations).cpu().numpy()))
         scaled = copy.copy(data)
-        scaled["advantages"] = data["advantages"] * factors.repeat_interleave(generations)[:, None].to(
-            data["advantages"]
-        )
+        scaled["advantages"] = advantages * factors.repeat_interleave(generations)[:, None].to(advantages)
         return train(scaled, *arguments, **keywords)
 
     return train_by_group

@@ -46,8 +46,8 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft:
     elif plan.recipe != "blockwise":
         draft.cannot(
             "precision_plan.recipe",
-            f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}: it does not reload weights layer by "
-            "layer, as vLLM's other schemes require",
+            f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}: it does not reload weights "
+            "layer by layer, as vLLM's other schemes require",
         )
     if ignored:
         draft.put("precision_plan.rules", f"{GENERATION}.{IGNORED}", ignored)

@@ -216,8 +216,8 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum", "group"):
         raise ValueError(
-            f"loss.level must be sequence_sum or group, not {level!r}; for NeMo-RL's token or sample level, remove loss.level "
-            "and set loss_fn.token_level_loss to true or false"
+            f"loss.level must be sequence_sum or group, not {level!r}; for NeMo-RL's token or sample level, remove "
+            "loss.level and set loss_fn.token_level_loss to true or false"
         )
     by_token = bool(master["loss_fn"].get("token_level_loss", True))
     if level is not None and by_token != (level == "group"):
