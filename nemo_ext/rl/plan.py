@@ -165,7 +165,7 @@ class PlannedTasks:
         return stream, int(self._before[step, stream] + (streams[:slot] == stream).sum())
 
     def _in_mode(self, task: Task, number: int) -> Task:
-        """Return the task with the thinking mode of its stream's draw `number`, if it has none of its own."""
+        """Return the task with the thinking mode of its stream's draw `number`, unless it sets one."""
         share = self._thinking_share
         if share is None or task.thinking is not None:
             return task

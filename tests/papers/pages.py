@@ -1,4 +1,4 @@
-"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs; from stages.yaml and configs.
+"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs (stages.yaml and configs).
 
 python tests/papers/pages.py          # writes them
 """
