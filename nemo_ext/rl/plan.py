@@ -166,10 +166,10 @@ class PlannedTasks:
 
     def _in_mode(self, task: Task, number: int) -> Task:
         """Return the task with the thinking mode of its stream's draw `number`, unless it sets one."""
-        share = self._thinking_share
-        if share is None or task.thinking is not None:
+        if self._thinking_share is None or task.thinking is not None:
             return task
-        return replace(task, thinking=int((number + 1) * share) > int(number * share))
+        off = 1 - self._thinking_share
+        return replace(task, thinking=int((number + 1) * off) == int(number * off))
 
     def adaptive(self) -> AdaptiveShares | None:
         """Return adaptive shares in their initial state; None if the settings have no `adapt`."""
