@@ -371,7 +371,7 @@ def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, en
     job(*words, f"rl.group.judge.endpoint={endpoint.url}", "rl.group.show=instructed", f"run_dir={tmp_path / 'run'}")
 
     asked = [request for request in endpoint.requests if "messages" in request]
-    assert len(asked) == 2 * 2 * 2, "two steps, two groups, two orders"
+    assert len(asked) == 2 * 2 * 2, "two steps, two groups, each with the next and the last with the first"
     assert "Compare two responses" in asked[0]["messages"][0]["content"]
     rollouts = trained(tmp_path / "run")
     assert {line["domain"] for line in rollouts} == {"chat"}
