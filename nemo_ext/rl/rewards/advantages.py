@@ -71,7 +71,7 @@ def group_factors(tokens: npt.ArrayLike) -> Array:
         One factor per group, `[groups]`; 1 for groups without tokens.
     """
     sums = np.asarray(tokens, dtype=np.float64).sum(axis=-1)
-    return np.where(sums > 0, sums.sum() / np.maximum(sums, 1) / max(1, (sums > 0).sum()), 1.0)
+    return np.where(sums > 0, sums.sum() / np.maximum(sums, 1) / max(1, int((sums > 0).sum())), 1.0)
 
 
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
