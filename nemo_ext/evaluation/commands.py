@@ -49,7 +49,12 @@ ROLLOUTS = asking(
         settings=(
             "nemo_ext.evaluation.settings:Settings",
             ASKED,
-            {"rollouts": ("nemo_ext.evaluation.rollouts:RolloutSettings", {"environments": ENVIRONMENTS})},
+            {
+                "rollouts": (
+                    "nemo_ext.evaluation.rollouts:RolloutSettings",
+                    {"environments": ENVIRONMENTS, "group": "nemo_ext.rl.algorithms:GroupReward"},
+                )
+            },
         ),
         aliases={"model": "served"},
     ),

@@ -1,6 +1,7 @@
 """The `nemo-ext rollouts` job: samples and verifies rollouts on RL tasks, for curricula (docs/data/curriculum.md)."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -11,13 +12,16 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.evaluation import job, report
 from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.judged import JUDGED, group_rewards
 from nemo_ext.evaluation.settings import Settings
-from nemo_ext.evaluation.store import ASKED, STORE, Sample, Store
+from nemo_ext.evaluation.store import ASKED, STORE, Key, Sample, Store
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import REPLACED, STRICT, Count, Extra, Places, checked
+from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.task import Task
 
 ROLLOUTS = "rollouts.jsonl"
 
@@ -32,6 +36,7 @@ class RolloutSettings:
         temperature, top_p, extra: sampling parameters, as in `Sampling`.
         max_tokens: maximum tokens per response.
         environments: mapping from environment to its settings.
+        group: judge of a task's answers, as GRPO's `rl.group`; if None, the environments' scores are the rewards.
     """
 
     tasks: Places
@@ -41,6 +46,7 @@ class RolloutSettings:
     extra: Extra = field(default_factory=dict)
     max_tokens: Count = 4096
     environments: Annotated[Mapping[str, Mapping[str, JsonValue]], REPLACED] = field(default_factory=dict)
+    group: Mapping[str, Any] | None = None
 
     def benchmarks(self) -> list[Benchmark]:
         """Return one benchmark per environment that the tasks use.
@@ -78,11 +84,12 @@ def run(config: Mapping[str, Any]) -> None:
     """
     settings, benchmarks = _checked(config)
     run_dir = Path(settings.run_dir).expanduser()
+    check_judges((), config["rollouts"].get("group") or {})
     results = job.asked(config, settings, benchmarks)
     verifiers = {name: entry["verifier"] for name, entry in results["benchmarks"].items()}
     count = 0
     with complete_file(run_dir / ROLLOUTS) as file:
-        for line in _lines(run_dir, verifiers):
+        for line in _lines(run_dir, verifiers, checked(RolloutSettings, config["rollouts"], where="rollouts")):
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             count += 1
     print(report.summary(results))
@@ -102,12 +109,14 @@ def check(config: Mapping[str, Any]) -> None:
 
 def _checked(config: Mapping[str, Any]) -> tuple[Settings, list[Benchmark]]:
     section = checked(RolloutSettings, config["rollouts"], where="rollouts")
+    group_reward(section.group or {}, "rollouts.group")
     evaluation = {key: value for key, value in config.items() if key != "rollouts"}
     return job.read(evaluation), section.benchmarks()
 
 
-def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of rollouts.jsonl: scored answers in the format that `nemo-ext curriculum` reads."""
+def _lines(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings) -> Iterator[dict[str, Any]]:
+    """Yield the lines of rollouts.jsonl: rewarded answers in the format that `nemo-ext curriculum` reads."""
+    rewards = _judged(run_dir, verifiers, section)
     for sample, score in scored(run_dir, verifiers):
         more = {"reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
         response = {"content": sample.answer} | {key: value for key, value in more.items() if value}
@@ -115,12 +124,32 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
             "id": sample.key.problem,
             "environment": sample.key.benchmark,
             "sample": sample.key.sample,
-            "reward": score,
+            "reward": rewards.get(sample.key, score),
             "tokens": sample.completion_tokens,
             "truncated": sample.finish_reason == "length",
             # A conversation with tools has no single response.
             **({} if sample.turns else {"response": response}),
         }
+
+
+def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings) -> dict[Key, float]:
+    """Return the rewards of `rollouts.group` by answer; empty without it. Judged groups are kept in judged.jsonl."""
+    reward = group_reward(section.group or {}, "rollouts.group")
+    if reward is None:
+        return {}
+    tasks = {(task.environment, task.id): task for path in section.tasks for task in TaskFile(path).tasks}
+    answers: defaultdict[tuple[str, str], list[tuple[Sample, float]]] = defaultdict(list)
+    for sample, score in scored(run_dir, verifiers):
+        answers[sample.key.benchmark, sample.key.problem].append((sample, score))
+    groups: list[tuple[Task, list[tuple[Sample, float]]]] = [
+        (tasks[key], sorted(group, key=lambda answer: answer[0].key.sample)) for key, group in answers.items()
+    ]
+    rewards = group_rewards(groups, reward, run_dir / JUDGED)
+    return {
+        sample.key: value
+        for task, group in groups
+        for (sample, _), value in zip(group, rewards[task.environment, task.id], strict=True)
+    }
 
 
 def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:

@@ -10,38 +10,20 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.evaluation import job, rollouts
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark, Mode
-from nemo_ext.evaluation.score import said
+from nemo_ext.evaluation.judged import JUDGED, group_rewards, response_of
 from nemo_ext.evaluation.store import Sample
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.files import complete_file, write_text
-from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.records import append_lines, read_lines
-from nemo_ext.rl.groups import GroupReward, Member
+from nemo_ext.job.progress import notice
+from nemo_ext.rl.groups import GroupReward
 from nemo_ext.rl.task import Task
 
-GENERATIONS, JUDGED, RESULTS = "generations.jsonl", "judged.jsonl", "results.json"
-AT_ONCE = 64
-"""Number of groups judged at a time; their rewards are stored together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """Rewards of the responses to one task.
-
-    Attributes:
-        environment, id: environment and id of the task.
-        rewards: one reward per response, in order of sample number.
-    """
-
-    environment: str
-    id: str
-    rewards: Sequence[float]
+GENERATIONS, RESULTS = "generations.jsonl", "results.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +90,7 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
         notice(
             f"{expected - scored:,} of {expected:,} responses are missing or have no score; see {folder / 'report.md'}"
         )
-    rewards = _rewards(groups, generation.group, folder / JUDGED)
+    rewards = group_rewards(groups, generation.group, folder / JUDGED)
     with complete_file(folder / GENERATIONS) as file:
         for task, group in groups:
             line = _line(task, group, rewards[task.environment, task.id])
@@ -147,55 +129,6 @@ def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> 
         )
 
 
-def _rewards(
-    groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]], reward: GroupReward | None, path: Path
-) -> dict[tuple[str, str], Sequence[float]]:
-    """Return the rewards of all responses, as a mapping from (environment, task id) to one reward per response.
-
-    Args:
-        groups: each task with its responses and their scores.
-        reward: group reward function; if None, the scores are the rewards.
-        path: path of judged.jsonl; groups that it contains are not judged again, and new ones are appended.
-    """
-    if reward is None:
-        return {(task.environment, task.id): [score for _, score in group] for task, group in groups}
-    judged = {(line.environment, line.id): line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
-    remaining = [(task, group) for task, group in groups if (task.environment, task.id) not in judged]
-    with progress_of("judging:", len(groups), unit="prompts") as advance:
-        advance(len(groups) - len(remaining))
-        for batch in batched(remaining, AT_ONCE):
-            rewards = reward([[_member(task, *scored) for scored in group] for task, group in batch])
-            lines = [
-                Judged(environment=task.environment, id=task.id, rewards=list(task_rewards))
-                for (task, _), task_rewards in zip(batch, rewards, strict=True)
-            ]
-            append_lines(path, lines, Judged, what="rewards of a task")
-            judged |= {(line.environment, line.id): line.rewards for line in lines}
-            advance(len(batch))
-    return judged
-
-
-def _member(task: Task, sample: Sample, score: float) -> Member:
-    thinking = sample.reasoning_tokens or 0
-    return Member(
-        reward=score,
-        thinking_tokens=thinking,
-        answer_tokens=max(0, (sample.completion_tokens or 0) - thinking),
-        prompt=task.prompt,
-        response=_response(sample),
-    )
-
-
-def _response(sample: Sample) -> Any:
-    return said(
-        sample.answer,
-        sample.reasoning,
-        sample.tool_calls,
-        tokens=sample.completion_tokens,
-        finished=sample.finish_reason != "length",
-    ).response
-
-
 def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[float]) -> dict[str, Any]:
     """Return the record of a task and its responses for `nemo-ext preference_data`.
 
@@ -212,7 +145,7 @@ def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[f
         line["tools"] = record["tools"]
     line |= {"generations": [], "cut": []}
     for (sample, _), reward in zip(group, rewards, strict=True):
-        response = _response(sample)
+        response = response_of(sample)
         message: dict[str, Any] = {"role": "assistant", "content": response.answer}
         if response.thinking is not None:
             message["reasoning_content"] = response.thinking

@@ -106,7 +106,7 @@ class _Run:
                 "TRL does not train it; set serving.draft=null"
             )
         evaluation.read(evaluation_config(config, self.run_dir))
-        self.training = replace(self.algorithm, online=None, rounds=1)
+        self.training = replace(self.algorithm, online=None)
         if settings.trl and find_spec("trl") is not None:
             check_arguments(self.training, settings.trl)
         rendered = render(self.training, micro_batch=gcd(self.training.batch, settings.micro_batch))
@@ -274,7 +274,7 @@ class _Run:
 
     def _train(self, folder: Path, policy: Path) -> None:
         shared = {key: self.config[key] for key in _OF_TRAINING}
-        algorithm = {**self.config["rl"], "online": None, "rounds": 1}
+        algorithm = {**self.config["rl"], "online": None}
         round_keys = {"preset": self.config["preset"], "policy": str(policy), "run_dir": str(folder / "train")}
         pairs = {"train": str(folder / "pairs" / PAIRS), "validation": None}
         if rl.run({**compose("rl"), **shared, **round_keys, "rl": algorithm, "engine": "trl", "pairs": pairs}):

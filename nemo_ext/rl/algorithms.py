@@ -71,9 +71,10 @@ class ImportanceCorrection:
 class PolicyLoss:
     """Surrogate loss of the policy gradient."""
 
-    # mean over all tokens of a batch (`token`), or over its responses, each as the mean of its tokens (`sequence`) or
-    # as their sum (`sequence_sum`: a response is one action, as in RLOO)
-    level: Literal["token", "sequence", "sequence_sum"]
+    # mean over all tokens of a batch (`token`), or over its groups, each as the mean of all tokens of its responses
+    # (`group`), or over its responses, each as the mean of its tokens (`sequence`) or as their sum (`sequence_sum`: a
+    # response is one action, as in RLOO)
+    level: Literal["token", "group", "sequence", "sequence_sum"]
     # probability ratio per token (PPO) or per response, the geometric mean over its tokens (GSPO)
     ratio: Literal["token", "sequence"] = "token"
     clip_low: Share | None  # the ratio is clipped to 1 - clip_low ...
@@ -100,8 +101,15 @@ class PolicyLoss:
                 f"loss.dual_clip={self.dual_clip} bounds the ratio, but loss.clip_low=null and loss.clip_high=null "
                 "disable the ratio; set loss.dual_clip=null"
             )
-        if self.ratio == "sequence" and self.level == "token":
-            raise ValueError("loss.ratio=sequence requires loss.level=sequence (as in GSPO) or sequence_sum, not token")
+        if self.ratio == "sequence" and self.level in ("token", "group"):
+            raise ValueError(
+                f"loss.ratio=sequence requires loss.level=sequence (as in GSPO) or sequence_sum, not {self.level}"
+            )
+        if self.level == "group" and self.kl.coefficient:
+            raise ValueError(
+                "loss.level=group scales advantages, which a KL penalty does not have; set loss.kl.coefficient=0, or "
+                "another level"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -249,7 +257,7 @@ class GroupReward:
     # format of the judge's prompt: `genrm` for a reward model whose chat template has roles for responses,
     # `instructed` for any chat model, `reward_model` for a model that scores each response separately
     show: Literal["genrm", "instructed", "reward_model"] = "genrm"
-    both_orders: bool = True  # judge each pair in both orders: 2N comparisons of N responses instead of the paper's N
+    both_orders: bool = False  # judge each pair in both orders: 2N comparisons of N responses instead of the paper's N
     # coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
@@ -314,10 +322,10 @@ class Penalties:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
-    """Settings of `nemo-ext curriculum`, which orders the prompts."""
+    """Settings with which `nemo-ext curriculum` must have made the order of the prompts, `tasks.train.curriculum`."""
 
-    drop_from: Share | None = None  # prompts with this pass rate or a higher one are excluded
-    easy_to_hard: bool = False  # lower the target pass rate during training; otherwise the order is random
+    drop_from: Share | None = None  # prompts with this pass rate or a higher one are excluded; null for none
+    easy_to_hard: bool = False  # lower the target pass rate during training
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -379,11 +387,12 @@ class PolicyGradient(_Training):
     overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
     turns: PositiveInt = 1  # maximum number of responses in a conversation with tools
     asynchronous: Asynchronous | None = None
-    thinking_share: Share | None = None  # share of prompts in thinking mode; null for models without modes
+    # share of the prompts of each task file in thinking mode; null for the modes that the tasks set
+    thinking_share: Share | None = None
     # environments by name; empty for the environments that the task files name
     environments: Mapping[str, EnvironmentUse] = field(default_factory=dict)
     group: GroupReward | None = None
-    curriculum: Curriculum = field(default_factory=Curriculum)
+    curriculum: Curriculum | None = None  # order of the prompts by their pass rates; null for any order
 
     def __post_init__(self) -> None:
         if self.responses_per_step % self.batch:
@@ -411,6 +420,11 @@ class PolicyGradient(_Training):
             value = getattr(self.penalties, name)
             if clip is not None and value is not None and -value > clip:
                 raise ValueError(f"penalties.{name}={value:g} exceeds {section}.clip={clip:g}; raise {section}.clip")
+        if self.loss.level == "group" and (self.updates_per_step > 1 or self.algorithm != "grpo"):
+            raise ValueError(
+                "loss.level=group requires algorithm=grpo and one update per step, on whole groups; set "
+                f"batch={self.responses_per_step} and passes=1, or another level"
+            )
         known = {*known_environments(), *(name for name in self.environments if name.startswith(GYM))}
         check_keys(self.environments, sorted(known), required=(), where="environments")
         super().__post_init__()
@@ -451,7 +465,7 @@ class PolicyGradient(_Training):
 class PreferenceLoss:
     """Loss on preference pairs."""
 
-    beta: Positive  # scale of the policy's implicit rewards; the papers' KL penalty or coefficient
+    beta: Positive  # scale of the policy's implicit rewards, which the papers also call KL penalty or KL coefficient
     length_normalised: bool = False  # mean of the implicit rewards over tokens instead of their sum
     weight: NonNegative = 1.0  # weight of the preference loss
     sft_weight: NonNegative = 0.0  # weight of the chosen response's negative log-likelihood
@@ -476,7 +490,6 @@ class Preference(_Training):
 
     algorithm: Literal["dpo", "rpo"]  # `rpo` fits the margin to true rewards
     loss: PreferenceLoss
-    rounds: PositiveInt = 1  # rounds of offline training on the policy's own pairs, each from the last round's weights
     online: Online | None = None
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ async def judged(
     control: LengthControl | None,
     *,
     show: Show | None = genrm_messages,
-    both_orders: bool = True,
+    both_orders: bool = False,
 ) -> list[tuple[float, ...]]:
     """Compute the rewards of all groups by circular comparison (`nemo_ext.rl.rewards.rlhf`) or with a reward model.
 

@@ -1,5 +1,6 @@
 """The `nemo-ext rl` job: checks its settings and trains on the chosen engine."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -184,9 +185,49 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
         raise ValueError(f"{used}.train=null: set {key}=FILE, as algorithm={algorithm.algorithm} trains on {used}")
     if isinstance(algorithm, PolicyGradient):
         _check_while_training(config, settings, algorithm)
+        _check_curriculum(settings, algorithm)
     if sources[other]:
         raise ValueError(f"algorithm={algorithm.algorithm} trains on {used}, not on {other}; remove {other}.train")
     return algorithm
+
+
+def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:
+    """Check that the tasks have the preset's order by pass rates; report differences with `on_inexpressible=warn`.
+
+    A curriculum that an earlier job has yet to make is not read.
+
+    Raises:
+        ValueError: the order differs from `rl.curriculum`, with `on_inexpressible=error`.
+    """
+    curriculum, train = algorithm.curriculum, settings.tasks.train or TrainTasks()
+    if curriculum is None:
+        return
+    problem = ""
+    if not train.curriculum:
+        problem = (
+            f"rl.curriculum (drop_from={curriculum.drop_from}, easy_to_hard={str(curriculum.easy_to_hard).lower()}) "
+            "requires tasks in the order of `nemo-ext curriculum`; set tasks.train.curriculum=FOLDER, or "
+            "rl.curriculum=null for any other order"
+        )
+    elif (path := Path(train.curriculum).expanduser() / STATS).is_file():
+        made = json.loads(path.read_bytes())["settings"]
+        dropped, falling = made["filters"]["drop_from"], made["mean_first"] > made["mean_last"]
+        if dropped != curriculum.drop_from:
+            problem = (
+                f"tasks.train.curriculum={train.curriculum} was made with filters.drop_from={dropped}, but "
+                f"rl.curriculum.drop_from={curriculum.drop_from}; make it again, or set rl.curriculum.drop_from to "
+                f"{dropped}"
+            )
+        elif curriculum.easy_to_hard and not falling:
+            problem = (
+                f"tasks.train.curriculum={train.curriculum} does not go from easy to hard (mean_first="
+                f"{made['mean_first']}, mean_last={made['mean_last']}), as rl.curriculum.easy_to_hard=true requires; "
+                "make it again, or set rl.curriculum.easy_to_hard=false"
+            )
+    if problem and settings.on_inexpressible == "error":
+        raise ValueError(problem)
+    if problem:
+        notice(f"the run differs from the preset: {problem}")
 
 
 def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:

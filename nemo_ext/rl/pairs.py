@@ -9,7 +9,7 @@ NeMo-RL   {context: messages, completions: two of {rank, completion: messages, r
 If a pair does not specify its thinking mode, thinking is on if one of its responses contains reasoning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from nemo_ext.chat.formats import thinking_mode, to_sample
 from nemo_ext.data.preference.measure import Texts, rendered_pair
 from nemo_ext.data.text.user_files import record_source
+from nemo_ext.job.progress import notice
 from nemo_ext.job.records import read_json
 from nemo_ext.rl.prompts import Prompts
 
@@ -57,6 +58,25 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
     if not pairs:
         raise ValueError(f"{path}: the file contains no pairs; write them with `nemo-ext preference_data`")
     return pairs
+
+
+def with_short_prompts(pairs: Sequence[Pair], tokenizer: Any, limit: int | None) -> list[Pair]:
+    """Return the pairs whose prompts have at most `limit` tokens (None for no limit); a notice counts the others.
+
+    Raises:
+        ValueError: no pair remains.
+    """
+    if limit is None:
+        return list(pairs)
+    short = [pair for pair in pairs if len(tokenizer(pair.prompt, add_special_tokens=False)["input_ids"]) <= limit]
+    if not short:
+        raise ValueError(
+            f"all {len(pairs):,} pairs have prompts of more than rl.lengths.prompt={limit} tokens; raise it"
+        )
+    if len(short) < len(pairs):
+        count = len(pairs) - len(short)
+        notice(f"excluded {count:,} pairs with prompts of more than rl.lengths.prompt={limit} tokens")
+    return short
 
 
 def token_ids(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

@@ -14,12 +14,15 @@ directory and blend            shares of task files, given as a tree like pre-tr
 
 `adapt` changes a blend's shares during training (`nemo_ext.rl.adaptive`): `PlannedTasks.adaptive` then chooses each
 prompt's file step by step, and the plan only determines the order within each file.
+
+With a `thinking_share`, the plan sets the thinking mode of tasks that have none.
 """
 
 import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,8 @@ from nemo_ext.rl.task import Task
 
 _SUFFIX = ".jsonl"
 _OF_DATA = re.compile(r"\bdata\.(?=(?:directory|blend|streams)\b)")
+SHARE_TOLERANCE = 0.02
+"""Maximum difference from `thinking_share` of a file whose tasks set their own modes (choice)."""
 MOST_SHOWN = 20
 """Maximum number of invalid tasks listed in an error message."""
 
@@ -110,6 +115,7 @@ class PlannedTasks:
         seed: seed for all orders.
         shuffle: whether tasks are reshuffled for every epoch over a file; otherwise file order is kept.
         adapt: settings of adaptive shares; None if the shares are constant.
+        thinking_share: share of each file's draws in thinking mode, for tasks without a mode; None to set no modes.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class PlannedTasks:
         seed: int,
         shuffle: bool = True,
         adapt: Adapt | None = None,
+        thinking_share: float | None = None,
     ) -> None:
         self.names = tuple(files)
         self.files = tuple(files.values())
@@ -130,6 +137,7 @@ class PlannedTasks:
         self._shuffle = shuffle
         self._shares = {name: float(shares[name]) for name in self.names}
         self._adapt = adapt
+        self._thinking_share = None if thinking_share is None else Fraction(str(thinking_share))
         self._later: list[tuple[int, TaskFile]] = []
         self.quotas = quotas(fixed(self._shares, self.names), batch=prompts, steps=steps)
         self._before = np.concatenate([np.zeros((1, len(self.names)), dtype=np.int64), np.cumsum(self.quotas, axis=0)])
@@ -142,20 +150,26 @@ class PlannedTasks:
             raise IndexError(number)
         for first, file in reversed(self._later):
             if number >= first:
-                return file.tasks[(number - first) % len(file.tasks)]
-        stream, row = self.place(number)
-        return self.files[stream].tasks[row]
+                return self._in_mode(file.tasks[(number - first) % len(file.tasks)], number - first)
+        return self.nth(*self._drawn(number))
 
     def follow(self, first: int, file: TaskFile) -> None:
         """Replace all items from index `first` with a file's tasks in file order, repeated as needed."""
         self._later.append((first, file))
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Return an item's stream index and its task's index in the file, both according to the original plan."""
+    def _drawn(self, number: int) -> tuple[int, int]:
+        """Return an item's stream index and the number of earlier items of that stream."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])
-        return stream, self._row(stream, int(self._before[step, stream] + (streams[:slot] == stream).sum()))
+        return stream, int(self._before[step, stream] + (streams[:slot] == stream).sum())
+
+    def _in_mode(self, task: Task, number: int) -> Task:
+        """Return the task with the thinking mode of its stream's draw `number`, unless it sets one."""
+        if self._thinking_share is None or task.thinking is not None:
+            return task
+        off = 1 - self._thinking_share
+        return replace(task, thinking=int((number + 1) * off) == int(number * off))
 
     def adaptive(self) -> AdaptiveShares | None:
         """Return adaptive shares in their initial state; None if the settings have no `adapt`."""
@@ -168,7 +182,7 @@ class PlannedTasks:
             stream: index of the stream.
             number: 0-based position; beyond the last task, the file is repeated in the order of its next epoch.
         """
-        return self.files[stream].tasks[self._row(stream, number)]
+        return self._in_mode(self.files[stream].tasks[self._row(stream, number)], number)
 
     def exclude(self, unwanted: Callable[[Task], bool], because: str) -> list[str]:
         """Remove the tasks for which `unwanted` is true from all files and return their ids.
@@ -194,7 +208,13 @@ class PlannedTasks:
 
 
 def plan_tasks(
-    settings: Mapping[str, Any] | TrainTasks, *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
+    settings: Mapping[str, Any] | TrainTasks,
+    *,
+    steps: int,
+    prompts: int,
+    spare: int = 0,
+    thinking_share: float | None = None,
+    where: str = "tasks.train",
 ) -> PlannedTasks:
     """Plan a run's training tasks from the settings that the module's docstring describes.
 
@@ -203,6 +223,7 @@ def plan_tasks(
         steps: number of training steps.
         prompts: number of prompts per step.
         spare: number of additional batches that can be drawn; a curriculum repeats after its last step.
+        thinking_share: share of each file's prompts in thinking mode; None for the modes that the tasks set.
         where: key of the settings, for error messages.
 
     Raises:
@@ -216,7 +237,7 @@ def plan_tasks(
             f"{' and '.join(given) or 'none'}"
         )
     if train.directory is not None:
-        return _blended(train, steps=steps + spare, prompts=prompts, where=where)
+        return _blended(train, steps=steps + spare, prompts=prompts, thinking_share=thinking_share, where=where)
     if train.curriculum is None:
         path, shuffle = Path(str(train.path)), train.shuffle
     else:
@@ -228,10 +249,31 @@ def plan_tasks(
             f"{where}.curriculum has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
             "curriculum`, or lower rl.schedule.steps"
         )
+    check_thinking_share([file], thinking_share)
     name = path.stem
     return PlannedTasks(
-        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=train.seed, shuffle=shuffle
+        {name: file},
+        {name: Fraction(1)},
+        steps=steps + spare,
+        prompts=prompts,
+        seed=train.seed,
+        shuffle=shuffle,
+        thinking_share=thinking_share,
     )
+
+
+def check_thinking_share(files: Iterable[TaskFile], share: float | None) -> None:
+    """Raise ValueError for a file whose tasks set modes with another share in thinking mode than `share`, if any."""
+    for file in files:
+        modes = [task.thinking for task in file.tasks if task.thinking is not None]
+        differing = 0 if share is None else abs(sum(modes) - share * len(modes))
+        if differing > max(1, SHARE_TOLERANCE * len(modes)):
+            actual = sum(modes) / len(modes)
+            raise ValueError(
+                f"{file.path}: {actual:.1%} of the tasks with a thinking mode have it on, but "
+                f"rl.thinking_share={share}; remove `thinking` from the tasks, so that the run sets it, or set "
+                f"rl.thinking_share to their share ({actual:.3g}, or null)"
+            )
 
 
 def validation_tasks(path: str | Path) -> PlannedTasks:
@@ -282,7 +324,9 @@ def read_blend(settings: Mapping[str, Any], where: str = "tasks.train") -> Group
         raise ValueError(_OF_DATA.sub(f"{where}.", str(error))) from None
 
 
-def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> PlannedTasks:
+def _blended(
+    settings: TrainTasks, *, steps: int, prompts: int, thinking_share: float | None, where: str
+) -> PlannedTasks:
     root = read_blend({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams}, where)
     adapt = settings.adapt
     for leaf in root.leaves():
@@ -300,13 +344,22 @@ def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> P
         except ValueError as error:
             problems.append(str(error))
     _refuse(problems)
+    check_thinking_share(files.values(), thinking_share)
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     if adapt is not None and _is_capped(root):
         raise ValueError(f"{where}.adapt cannot respect cap_epochs in {where}.blend; remove one of the two")
     if adapt is not None and sum(map(bool, shares.values())) < 2:
         raise ValueError(f"{where}.adapt requires at least two streams with a share above 0; add one or remove adapt")
-    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=settings.seed, adapt=adapt)
+    return PlannedTasks(
+        files,
+        shares,
+        steps=steps,
+        prompts=prompts,
+        seed=settings.seed,
+        adapt=adapt,
+        thinking_share=thinking_share,
+    )
 
 
 def _is_capped(node: Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_ext.chat.response import OPEN
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.chat.template import Template
+from nemo_ext.job.progress import notice
 from nemo_ext.rl.task import Task
 
 _RESPONSE = "\ue000"  # private use character, which no template writes
@@ -58,6 +59,13 @@ class Prompts:
             return task
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         return replace(task, thinking=True) if self._ending(sample, True) != self._ending(sample, False) else task
+
+    def thinking_share(self, share: float | None) -> float | None:
+        """Return `rl.thinking_share`; None, with a notice, if the template has no thinking modes."""
+        if share is None or self.template.has_modes:
+            return share
+        notice(f"rl.thinking_share={share:g} does not apply, as the chat template has no thinking modes")
+        return None
 
     def continuation(
         self, answers: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], thinking: bool | None

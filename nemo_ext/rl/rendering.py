@@ -33,16 +33,13 @@ class Rendered:
     def surround(self, algorithm: Algorithm) -> None:
         """Fill `adapter` with the settings that nemo_ext applies around every engine.
 
-        Its keys `environments` and `group` have the form that `nemo_ext.rl.nemo_rl.run.run` reads. Its key `data` has
-        settings for the jobs that prepare the files: environment `shares`, `thinking_share`, `drop_from` and
-        `easy_to_hard` for `nemo-ext curriculum`, `max_prompt_tokens` for `nemo-ext preference_data`, and the number
-        of `rounds`, each of which trains on new pairs.
+        They have the form that `nemo_ext.rl.nemo_rl.run.run` reads.
         """
         adapter = self.adapter
         adapter["algorithm"] = algorithm.algorithm
         if not isinstance(algorithm, PolicyGradient):
-            rounds = algorithm.online.rounds if algorithm.online else algorithm.rounds
-            adapter["data"] = {"max_prompt_tokens": algorithm.lengths.prompt, "rounds": rounds}
+            if algorithm.lengths.prompt is not None:
+                adapter["max_prompt_tokens"] = algorithm.lengths.prompt
             if algorithm.online is not None:
                 self.cannot(
                     "online",
@@ -54,12 +51,8 @@ class Rendered:
             name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
             for name, use in algorithm.environments.items()
         }
-        adapter["data"] = {
-            "shares": {name: use.weight for name, use in algorithm.environments.items()},
-            "thinking_share": algorithm.thinking_share,
-            "drop_from": algorithm.curriculum.drop_from,
-            "easy_to_hard": algorithm.curriculum.easy_to_hard,
-        }
+        if algorithm.thinking_share is not None:
+            adapter["thinking_share"] = algorithm.thinking_share
         if algorithm.group is not None:
             adapter["group"] = algorithm.group.settings()
 
@@ -76,7 +69,4 @@ class Rendered:
             )
         for line in lines:
             notice(f"the run differs from the preset in {line}")
-        for key, value in self.adapter.get("data", {}).items():
-            if value and key != "shares":
-                notice(f"{key}={value} is not applied during training; prepare the data accordingly")
         return self

@@ -1,7 +1,7 @@
 """Loss of reward-aware preference optimization (RPO).
 
 DPO maximises the margin of the policy's implicit rewards without a target. RPO fits it to the margin of the true
-rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and appendix). Let
+rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2). Let
 d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)), p = sigmoid(g) and
 q = sigmoid(d). The distances are as follows, with NeMo-Aligner's names (megatron_gpt_dpo_model.py) in brackets:
 

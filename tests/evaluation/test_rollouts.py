@@ -121,3 +121,26 @@ def test_a_mistake_is_reported_in_one_line(rollouts: Rollouts, words: tuple[str,
     code, found = rollouts(*words)
 
     assert (code, said in found, "Traceback" in found) == (2, True, False), found
+
+
+def test_a_reward_model_gives_the_rewards_once(
+    rollouts: Rollouts, endpoint: Any, reply: type[Any], tmp_path: Path
+) -> None:
+    answer = endpoint.reply
+
+    def both(payload: dict[str, Any]) -> Any:
+        last = payload["messages"][-1]
+        return reply(text=f"reward:{len(last['content'])}.5") if last["role"] == "assistant" else answer(payload)
+
+    endpoint.reply = both
+    group = f"rollouts.group={{judge: {{endpoint: '{endpoint.url}', model: m}}, show: reward_model}}"
+
+    for samples in (2, 3):
+        code, output = rollouts(f"rollouts.samples={samples}", group)
+        assert code == 0, output
+        found = lines(tmp_path / "run")
+        assert len(found) == 24 * samples
+        assert {line["reward"] - len(line["response"]["content"]) for line in found} == {0.5}
+        count = len(endpoint.requests)
+        rollouts(f"rollouts.samples={samples}", group)
+        assert len(endpoint.requests) - count < 3, "only the checks of the endpoints"

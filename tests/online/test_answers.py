@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.evaluation import job
+from nemo_ext.evaluation import job, judged
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.config import compose
-from nemo_ext.online import answers
 from nemo_ext.online.answers import Generation, generate
 from nemo_ext.online.report import summary
 from nemo_ext.rl.groups import Member
@@ -49,7 +48,7 @@ def generation(reward: Any) -> Generation:
 def test_responses_are_judged_in_groups_once(
     config: dict[str, Any], endpoint: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(answers, "AT_ONCE", 1)
+    monkeypatch.setattr(judged, "AT_ONCE", 1)
     groups: list[list[Member]] = []
 
     def reward(given: Any) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""The pages docs/papers/*.md: every stage of the papers, our numbers next to theirs. From stages.yaml and the configs.
+"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs (stages.yaml and configs).
 
 python tests/papers/pages.py          # writes them
 """
@@ -104,7 +104,10 @@ def page(paper: str) -> str:
         parts.append(f"## {stage['stage']}")
         parts.append(markdown_table(("key", "paper", "here"), rows(stage)))
         config = composed(stage)
+        parts += [f"- Differs: {what}." for what in stage.get("differs") or ()]
         parts += [f"- Not reproduced: {what}." for what in config.get("not_reproduced") or ()]
+    if methods := given.get("methods"):
+        parts += ["## Methods without numbers", markdown_table(("method", "section", "here", "how"), methods)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,5 +1,6 @@
 """The number of steps, and other settings that are checked first."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_error_for_a_preset_without_steps_suggests_one_epoch(tmp_path: Path) -> 
     assert refusal(*zero, path, "rl.schedule.epochs=2").endswith(
         "2 epochs over 100 tasks with 32 per step is rl.schedule.steps=6"
     )
-    assert refusal(*zero, path, "rl.prompts_per_step=128").endswith("=1")
+    assert refusal(*zero, path, "rl.prompts_per_step=128", "rl.batch=1024").endswith("=1")
     assert refusal(*zero, f"tasks.train.directory={tmp_path}").endswith(
         "128 tasks with 32 per step is rl.schedule.steps=4"
     )
@@ -63,6 +64,7 @@ def test_nemotron3_rlvr_on_generated_tasks_needs_no_judge() -> None:
         "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
     )
     words = ["preset=nemotron3_rlvr", "model=m", streams, "rl.schedule.steps=5", "~rl.environments.judge"]
+    words += ["rl.curriculum=null"]
     words += ["+rl.environments.contains.weight=12", "+rl.environments.tool_calls.weight=1"]
 
     algorithm = checked_algorithm(compose("rl", words))
@@ -70,6 +72,24 @@ def test_nemotron3_rlvr_on_generated_tasks_needs_no_judge() -> None:
     assert isinstance(algorithm, PolicyGradient)
     assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
     assert "judge" not in algorithm.environments
+
+
+def test_tasks_have_the_order_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"batch": 72, "filters": {"drop_from": 1.0}, "mean_first": 0.8, "mean_last": 0.2}
+    words = ["preset=llama_nemotron_grpo", "model=m", "rl.environments.judge.settings.judge.endpoint=e"]
+    ordered = [*words, f"tasks.train.curriculum={tmp_path}"]
+
+    with pytest.raises(ValueError, match=r"drop_from=0.75, easy_to_hard=true.* set tasks.train.curriculum=FOLDER"):
+        checked_algorithm(compose("rl", [*words, "tasks.train.path=t"]))
+    checked_algorithm(compose("rl", ordered))  # an earlier job makes it
+    (tmp_path / "curriculum.json").write_text(json.dumps({"settings": settings}))
+    with pytest.raises(ValueError, match=r"made with filters.drop_from=1.0, but rl.curriculum.drop_from=0.75"):
+        checked_algorithm(compose("rl", ordered))
+    checked_algorithm(compose("rl", [*ordered, "rl.curriculum.drop_from=1.0"]))
+    checked_algorithm(compose("rl", [*words, "tasks.train.path=t", "rl.curriculum=null"]))
+    (tmp_path / "curriculum.json").write_text(json.dumps({"settings": settings | {"mean_last": 0.8}}))
+    checked_algorithm(compose("rl", [*ordered, "rl.curriculum.drop_from=1.0", "on_inexpressible=warn"]))
+    assert "differs from the preset: tasks.train.curriculum" in capsys.readouterr().err
 
 
 def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.chat.template import names
-from nemo_ext.rl.pairs import Pair, read_pairs
+from nemo_ext.rl.pairs import Pair, read_pairs, with_short_prompts
 from nemo_ext.rl.prompts import Prompts
 
 
@@ -170,3 +170,16 @@ def test_a_file_without_pairs(tmp_path: Path) -> None:
         read_pairs(tmp_path / "broken.jsonl", None)
     with pytest.raises(ValueError, match="no such file"):
         read_pairs(tmp_path / "nowhere.jsonl", None)
+
+
+def test_pairs_with_long_prompts_are_excluded(capsys: pytest.CaptureFixture[str]) -> None:
+    def words(text: str, add_special_tokens: bool) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
+
+    pairs = [Pair(prompt="a " * count, chosen="c", rejected="r") for count in (1, 3, 5)]
+
+    assert with_short_prompts(pairs, words, None) == pairs
+    assert with_short_prompts(pairs, words, 3) == pairs[:2]
+    assert "excluded 1 pairs with prompts of more than rl.lengths.prompt=3 tokens" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"all 3 pairs .* raise it"):
+        with_short_prompts(pairs, words, 0)

@@ -82,3 +82,30 @@ def test_tasks_of_other_files_are_the_same(tmp_path: Path, suffix: str) -> None:
         other.write_bytes({".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix](path.read_bytes()))
 
     assert TaskFile(other).tasks == TaskFile(path).tasks
+
+
+def test_a_share_of_every_files_prompts_is_in_thinking_mode(tmp_path: Path) -> None:
+    for name in ("math", "code"):
+        write(tmp_path, 7).rename(tmp_path / f"{name}.jsonl")
+    streams = [{"name": "math", "weight": 3}, {"name": "code", "weight": 1}]
+    settings = {"directory": str(tmp_path), "streams": streams}
+
+    plan = plan_tasks(settings, steps=10, prompts=8, thinking_share=0.8)
+
+    drawn = [[plan.nth(stream, number).thinking for number in range(50)] for stream in range(2)]
+    assert [(modes.count(True), modes.count(False)) for modes in drawn] == [(40, 10)] * 2
+    assert sum(plan[number].thinking is True for number in range(80)) == 64
+    assert plan_tasks(settings, steps=1, prompts=8)[0].thinking is None
+
+
+@pytest.mark.parametrize("on", [79, 50])
+def test_tasks_with_modes_must_have_the_share(tmp_path: Path, on: int) -> None:
+    path = write(tmp_path, 100)
+    records = [json.loads(line) | {"thinking": number < on} for number, line in enumerate(path.open())]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    if on == 79:
+        assert plan_tasks({"path": str(path), "shuffle": False}, steps=1, prompts=8, thinking_share=0.8)[7].thinking
+        return
+    with pytest.raises(ValueError, match=r"50.0% of the tasks .* rl.thinking_share=0.8; remove `thinking`"):
+        plan_tasks({"path": str(path)}, steps=1, prompts=8, thinking_share=0.8)

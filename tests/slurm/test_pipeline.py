@@ -41,7 +41,16 @@ def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
     return next(each.words for each in found.stages if each.name == stage)
 
 
-LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b", "puzzle")
+LARGE = (
+    "nemotron3_nano",
+    "llama_nemotron_nano",
+    "llama_nemotron_super",
+    "llama_nemotron_ultra",
+    "olmo1",
+    "olmo3_7b",
+    "olmo3_32b",
+    "puzzle",
+)
 STAGES = {
     "domyn_small": [
         *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo"),

@@ -8,6 +8,7 @@ A record has a prompt and either a list of generations or one answer:
 
 Records with the same id form one group, of which only one record needs the prompt. Without an id, the prompt is the id.
 The answers in a run's rollouts.jsonl have no prompts; the tasks of `nemo-ext rl_tasks` have them under the same ids.
+Answers with `truncated: true` are skipped.
 """
 
 import json
@@ -108,7 +109,11 @@ def to_group(
         prompt = sample.messages if sample else ()
         many = value_at(record, keys.generations)
         if many is None:
-            generations = [] if _is_task(record, sample, keys) else [_generation(record, keys, "", side)]
+            # Truncated rollouts would teach a model to end there.
+            cut = record.get("truncated") is True
+            if cut and report is not None:
+                report.skip("truncated answer", str(value_at(record, keys.id)))
+            generations = [] if cut or _is_task(record, sample, keys) else [_generation(record, keys, "", side)]
         else:
             generations = _listed(many, keys, side, report)
     identifier = value_at(record, keys.id)

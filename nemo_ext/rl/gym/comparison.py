@@ -43,7 +43,7 @@ class ComparisonConfig(OwnConfig):
     group_size: Annotated[int, Field(ge=2)]
     wait_seconds: Seconds = 3600.0
     show: Literal["genrm", "instructed"] = "genrm"
-    both_orders: bool = True
+    both_orders: bool = False
     length_control: dict[str, Any] = Field(default_factory=dict)
     thinking_opened: bool = False
 

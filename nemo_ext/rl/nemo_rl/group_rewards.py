@@ -17,6 +17,8 @@ are merged into one group.
 """
 
 import contextlib
+import copy
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from nemo_ext.rl.algorithms import Advantage
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import GroupReward, Member, group_reward
 from nemo_ext.rl.nemo_rl import compat
+from nemo_ext.rl.rewards.advantages import group_factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +221,29 @@ def scored(
             else:
                 stack.enter_context(patch.object(module, "BatchedDataDict", _rewriting_batches(rewrite)))
         yield
+
+
+def by_group(train: Callable[..., Any], generations: int) -> Callable[..., Any]:
+    """Return NeMo-RL's `policy.train` with a mean over groups, each the mean over its tokens (`group_factors`).
+
+    Args:
+        train: method that divides the loss of a step's batch by its number of tokens.
+        generations: number of responses per prompt, which are adjacent in the batch.
+    """
+
+    @functools.wraps(train)
+    def train_by_group(data: Any, *arguments: Any, **keywords: Any) -> Any:
+        advantages = data["advantages"]
+        if len(advantages) % generations:
+            raise ValueError(f"a batch of {len(advantages)} responses is not divisible into groups of {generations}")
+        # The first token of a sequence is not predicted.
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(dim=1)
+        factors = torch.as_tensor(group_factors(tokens.view(-1, generations).cpu().numpy()))
+        scaled = copy.copy(data)
+        scaled["advantages"] = advantages * factors.repeat_interleave(generations)[:, None].to(advantages)
+        return train(scaled, *arguments, **keywords)
+
+    return train_by_group
 
 
 def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: bool = False) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def settings_of(
     master = checkout.config(section, rendered.settings, run_values, changes)
     save_format = _save_format(master["policy"], checkout)
     master = checkout.config(section, rendered.settings, run_values, save_format, changes)
-    adapter = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
+    adapter = {key: value for key, value in rendered.adapter.items() if key != "validation"}
     adapter["template"] = config["template"]
     if isinstance(algorithm, PolicyGradient):
         adapter["tasks"] = {key: value for key, value in config["tasks"].items() if value}

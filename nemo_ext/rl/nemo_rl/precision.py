@@ -45,7 +45,9 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft:
                 draft.put("precision_plan.recipe", key, True)
     elif plan.recipe != "blockwise":
         draft.cannot(
-            "precision_plan.recipe", f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}"
+            "precision_plan.recipe",
+            f"this version generates in FP8 with blocks of 128x128, not {plan.recipe}: it does not reload weights "
+            "layer by layer, as vLLM's other schemes require",
         )
     if ignored:
         draft.put("precision_plan.rules", f"{GENERATION}.{IGNORED}", ignored)

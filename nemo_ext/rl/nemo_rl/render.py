@@ -148,8 +148,8 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
 
 def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     loss = algorithm.loss
-    draft.put("loss.level", "loss_fn.token_level_loss", loss.level == "token")
-    if loss.level == "sequence_sum":
+    draft.put("loss.level", "loss_fn.token_level_loss", loss.level in ("token", "group"))
+    if loss.level in ("sequence_sum", "group"):
         draft.adapter["loss"] = {"level": loss.level}
     draft.put("loss.ratio", "loss_fn.sequence_level_importance_ratios", loss.ratio == "sequence")
     draft.put("loss.clip_low", "loss_fn.disable_ppo_ratio", loss.clip_low is None)

@@ -31,10 +31,10 @@ from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
-from nemo_ext.rl.nemo_rl.group_rewards import groups_of, scored
+from nemo_ext.rl.nemo_rl.group_rewards import by_group, groups_of, scored
 from nemo_ext.rl.nemo_rl.gym import RowProcessor
 from nemo_ext.rl.nemo_rl.pairs import PairDataset
-from nemo_ext.rl.pairs import read_pairs
+from nemo_ext.rl.pairs import read_pairs, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.settings import Tasks
@@ -42,8 +42,18 @@ from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
-_GROUP = ("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss", "penalties")
-_PAIRS = ("pairs", "rpo")
+_GROUP = (
+    "tasks",
+    "environments",
+    "tool_style",
+    "advantage",
+    "distillation",
+    "group",
+    "loss",
+    "penalties",
+    "thinking_share",
+)
+_PAIRS = ("pairs", "rpo", "max_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,13 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
             and `group`, see `group_rewards.groups_of`; `distillation`, whose `by` (environment, domain) selects
-            a task's teacher among its `teachers` (also in `on_policy_distillation`); `loss`, whose
-            `level: sequence_sum` replaces NeMo-RL's means (see `sequence_sum`); `penalties`, see `Penalties`.
+            a task's teacher among its `teachers` (also in `on_policy_distillation`); `loss`, whose `level`
+            sequence_sum or group replaces NeMo-RL's means (see `sequence_sum` and `group_rewards.by_group`);
+            `penalties`, see `Penalties`; `thinking_share`, as in `plan_tasks`.
 
             DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if the pairs are
-            already rendered); for RPO also `rpo` with `eta` and `distance`.
+            already rendered); `max_prompt_tokens`, above which pairs are excluded; for RPO also `rpo` with `eta` and
+            `distance`.
         metrics: file to which the metrics in FIGURES are appended; if None, they are not written.
 
     Returns:
@@ -132,7 +144,14 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         # Without spare data, the collector loses unfinished batches at the end and training waits for them forever.
         spare += grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
-    train = plan_tasks(tasks.train or {}, steps=steps, prompts=prompts, spare=spare)
+    template = Prompts.from_tokenizer(tokenizer, config.get("template"))
+    train = plan_tasks(
+        tasks.train or {},
+        steps=steps,
+        prompts=prompts,
+        spare=spare,
+        thinking_share=template.thinking_share(config.get("thinking_share")),
+    )
     validation = validation_tasks(tasks.validation["path"]) if tasks.validation else None
     # The dataset is already ordered; shuffling would break quotas and curricula.
     master["data"]["shuffle"] = False
@@ -153,7 +172,6 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
     planned = [tasks for tasks in (train, validation) if tasks is not None]
     settings = _environment_settings(config, master, tokenizer, planned)
-    template = Prompts.from_tokenizer(tokenizer, config.get("template"))
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
     check_references(
@@ -180,7 +198,9 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     try:
         module = compat.grpo()
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
-        if level is not None:
+        if level == "group":
+            ready.policy.train = by_group(ready.policy.train, groups.generations)
+        elif level is not None:
             # Imported late, because its class derives from NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
         limits = grpo.get("seq_logprob_error_threshold") is not None
@@ -219,20 +239,21 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Return sequence_sum if this loss level is set, which NeMo-RL itself lacks; None for NeMo-RL's own levels.
+    """Return the loss level if it is sequence_sum or group, which NeMo-RL itself lacks; None for NeMo-RL's own levels.
 
     Raises:
         ValueError: the level is unknown, or `loss_fn` in the master config contradicts it.
     """
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
-    if level not in (None, "sequence_sum"):
+    if level not in (None, "sequence_sum", "group"):
         raise ValueError(
-            f"loss.level must be sequence_sum, not {level!r}; for NeMo-RL's token or sample level, remove loss.level "
-            "and set loss_fn.token_level_loss to true or false"
+            f"loss.level must be sequence_sum or group, not {level!r}; for NeMo-RL's token or sample level, remove "
+            "loss.level and set loss_fn.token_level_loss to true or false"
         )
-    if level is not None and master["loss_fn"].get("token_level_loss", True):
-        raise ValueError("loss.level=sequence_sum requires loss_fn.token_level_loss=false; set it")
+    by_token = bool(master["loss_fn"].get("token_level_loss", True))
+    if level is not None and by_token != (level == "group"):
+        raise ValueError(f"loss.level={level} requires loss_fn.token_level_loss={str(not by_token).lower()}; set it")
     return level
 
 
@@ -253,7 +274,13 @@ def _dpo(
     template = None if pairs.get("rendered") else Prompts.from_tokenizer(tokenizer, config.get("template"))
     max_length = master["data"].get("max_input_seq_length")
     train, *validation = (
-        PairDataset(read_pairs(pairs[key], template, with_rewards=with_rewards), tokenizer, max_length)
+        PairDataset(
+            with_short_prompts(
+                read_pairs(pairs[key], template, with_rewards=with_rewards), tokenizer, config.get("max_prompt_tokens")
+            ),
+            tokenizer,
+            max_length,
+        )
         for key in ("train", "validation")
         if pairs.get(key) is not None
     )

@@ -58,6 +58,22 @@ def group_advantages(
     return advantages / np.where(flat, 1.0, deviation + epsilon)
 
 
+def group_factors(tokens: npt.ArrayLike) -> Array:
+    """Compute factors of advantages that turn a loss's mean over all tokens into the mean over groups of token means.
+
+    The clipped objective is proportional to the advantage, so a factor per group changes the group's divisor from the
+    tokens of the batch to its own (OlmoRL, equation 1). Groups without trained tokens are not counted.
+
+    Args:
+        tokens: number of trained tokens of each response, `[groups, responses]`.
+
+    Returns:
+        One factor per group, `[groups]`; 1 for groups without tokens.
+    """
+    sums = np.asarray(tokens, dtype=np.float64).sum(axis=-1)
+    return np.where(sums > 0, sums.sum() / np.maximum(sums, 1) / max(1, int((sums > 0).sum())), 1.0)
+
+
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
     """Return whether each group has equal rewards, up to a difference of `tolerance`.
 

@@ -91,12 +91,12 @@ class GroupRewards:
     problem: str = ""
 
 
-def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[int, int]]:
+def circular_comparisons(size: int, *, both_orders: bool = False) -> list[tuple[int, int]]:
     """Return the pairs to compare, (shown first, shown second): each response with the next, the last with the first.
 
-    "Each response is also judged twice in different positions": each pair is shown in both orders, 2N comparisons.
-    With `both_orders=False` there are N comparisons, as in NeMo Gym: each response is shown first once and second
-    once, but against different responses. No ordered pair is repeated, and a single response has no comparison.
+    These are "exactly N comparisons", as in NeMo Gym: each response is "judged twice in different positions", once
+    first and once second, against different responses. With `both_orders=True` each pair is shown in both orders, 2N
+    comparisons. No ordered pair is repeated, and a single response has no comparison.
 
     Raises:
         ValueError: `size` is negative.

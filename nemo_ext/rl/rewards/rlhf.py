@@ -33,11 +33,11 @@ async def rlhf_rewards(
     *,
     lengths: Sequence[tuple[int, int]] | None = None,
     show: Show = genrm_messages,
-    both_orders: bool = True,
+    both_orders: bool = False,
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
-    """Compute the rewards of the responses to one prompt from 2N concurrent comparisons, or N without `both_orders`.
+    """Compute the rewards of the responses to one prompt from N concurrent comparisons, or 2N with `both_orders`.
 
     Args:
         judge: judge, which never raises or hangs; comparisons without a judgement are ignored and counted.

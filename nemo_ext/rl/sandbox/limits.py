@@ -18,10 +18,9 @@ class Limits:
     """Limits of one run; a test is one run.
 
     Attributes:
-        cpu_seconds: processor time of one process, which the kernel rounds up to whole seconds. 10 as in Domyn's code
-            environment.
+        cpu_seconds: processor time of one process, which the kernel rounds up to whole seconds.
         wall_seconds: wall clock time of the run; more than `cpu_seconds`, since a busy machine is not the program's
-            fault.
+            fault. Domyn's code environment has 10 (`domyn_multi_env_grpo`).
         memory_megabytes: resident memory of all its processes together, checked every 20 ms, less often where many
             processes run; the kernel limits the address space of each to twice that.
         processes: number of processes and threads together.

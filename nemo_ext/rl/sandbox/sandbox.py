@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Literal, TypeVar
 
+from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.sandbox.box import Box, Nursery, Run, Settings
 from nemo_ext.rl.sandbox.isolation import KINDS, BusyError, Isolation, Kind, SandboxError
@@ -63,7 +64,10 @@ class Sandbox:
         if queue_seconds is not None and not queue_seconds > 0:
             raise ValueError(f"queue_seconds must be a positive number or null, not {queue_seconds!r}")
         self.limits = limits or Limits()
-        self.concurrency = concurrency or len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
+        self.concurrency = concurrency or cores
+        if self.concurrency > cores:
+            notice(f"concurrency={self.concurrency} on {cores} cores: wall_seconds includes waiting for a core")
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
         self._settings = Settings.detect(python=python, packages=packages)

@@ -129,7 +129,8 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
         )
     draft.settings |= {
         "scale_rewards": scaled(algorithm),
-        "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
+        # The adapter scales advantages for `group`.
+        "loss_type": {"token": "dapo", "group": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
         "importance_sampling_level": loss.ratio,
         "delta": loss.dual_clip,
         # Only the gradient of the estimator, as in the papers and in NeMo-RL 0.5.

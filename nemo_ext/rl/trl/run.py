@@ -374,7 +374,13 @@ def _tasks(
         raise ValueError("rl.schedule.steps=null: set it to the number of training steps")
     rounds = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
     spare = algorithm.steps * ((rounds or 1) - 1)
-    train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step, spare=spare)
+    train = plan_tasks(
+        config["tasks"]["train"],
+        steps=algorithm.steps,
+        prompts=algorithm.prompts_per_step,
+        spare=spare,
+        thinking_share=prompts.thinking_share(algorithm.thinking_share),
+    )
     section = config["tasks"].get("validation")
     validation = validation_tasks(section["path"]) if section else None
     planned = [tasks for tasks in (train, validation) if tasks is not None]

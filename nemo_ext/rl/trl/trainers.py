@@ -28,11 +28,11 @@ from nemo_ext.job.seeds import digest
 from nemo_ext.memory.sampler import Phases
 from nemo_ext.rl.adaptive import signals_of
 from nemo_ext.rl.algorithms import Advantage, Penalties, PolicyGradient, PolicyLoss, Preference
-from nemo_ext.rl.pairs import read_pairs, token_ids
+from nemo_ext.rl.pairs import read_pairs, token_ids, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.reprofile import Curricula
-from nemo_ext.rl.rewards.advantages import group_advantages, zero_variance
+from nemo_ext.rl.rewards.advantages import group_advantages, group_factors, zero_variance
 from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import make_config, scaled
@@ -164,6 +164,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     Attributes:
         advantage: settings of advantages; None to use TRL's advantages.
+        by_group: True for a mean over groups, each the mean over its tokens, instead of TRL's mean over all tokens.
         rounds: maximum number of generation rounds per step, including the first; after these, groups without variance
             are kept. None to keep all groups.
         start: initial model, for measuring the KL divergence in validations; None to skip this.
@@ -177,6 +178,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
     """
 
     advantage: Advantage | None = None
+    by_group: bool = False
     rounds: int | None = None
     start: Any = None
     clip: float | None = None
@@ -268,6 +270,13 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             batch["advantages"] = batch["advantages"].clamp(-self.clip, self.clip)
         if self.loss is not None and self.loss.mismatch is not None:
             self._exclude(batch, self.loss.mismatch)
+        if self.by_group:
+            advantages = batch["advantages"]
+            counts = self.accelerator.gather(_generated(batch).sum(dim=1)).view(-1, self.num_generations).cpu().numpy()
+            factors = torch.as_tensor(group_factors(counts)).repeat_interleave(self.num_generations).to(advantages)
+            first = self.accelerator.process_index * len(advantages)
+            local = factors[first : first + len(advantages)]
+            batch["advantages"] = advantages * local.view(-1, *[1] * (advantages.dim() - 1))
         return batch
 
     @torch.no_grad()
@@ -577,6 +586,7 @@ def policy_gradient(
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
+        trainer.by_group = algorithm.loss.level == "group"
         trainer.rounds, trainer.teachers = algorithm.sampling.max_batches, teachers
         trainer.clip = None if algorithm.advantage is None else algorithm.advantage.clip
         trainer.penalties, trainer.loss = algorithm.penalties, algorithm.loss
@@ -759,7 +769,9 @@ def preference(
             raise ValueError(f"pairs.{split}={path}: no such file; write it with `nemo-ext preference_data`")
     limit = settings.get("max_length")
     loaded = {
-        split: _pairs(path, f"pairs.{split}", prompts, tokenizer, limit, with_rewards=rpo is not None)
+        split: _pairs(
+            path, f"pairs.{split}", prompts, tokenizer, limit, algorithm.lengths.prompt, with_rewards=rpo is not None
+        )
         for split, path in files.items()
     }
     return (partial(_Rpo, **rpo) if rpo else _Dpo)(
@@ -773,7 +785,14 @@ def preference(
 
 
 def _pairs(
-    path: Path, where: str, prompts: Prompts | None, tokenizer: Any, limit: int | None, *, with_rewards: bool
+    path: Path,
+    where: str,
+    prompts: Prompts | None,
+    tokenizer: Any,
+    limit: int | None,
+    max_prompt: int | None,
+    *,
+    with_rewards: bool,
 ) -> Dataset:
     """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
 
@@ -783,10 +802,12 @@ def _pairs(
         prompts: the model's chat template; None if the pairs are already rendered.
         tokenizer: Hugging Face tokenizer.
         limit: maximum length of prompt and response together, in tokens; None for no limit.
+        max_prompt: maximum length of the prompt in tokens, above which pairs are excluded; None for no limit.
         with_rewards: whether the pairs must have true rewards.
     """
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
+        pairs = with_short_prompts(pairs, tokenizer, max_prompt)
     except ValueError as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
     rows: list[dict[str, Any]] = []

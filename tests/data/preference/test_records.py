@@ -72,6 +72,11 @@ def test_an_rl_task_answered_by_generate_keeps_the_trace() -> None:
     (made,) = to_group({**task, "answer": "2", "reasoning": None}, keys).generations
     assert made.messages[0].reasoning is None
     assert not to_group(task, keys).generations, "the task alone"
+    report = ReadReport()
+    cut = {"id": "t1", "response": {"content": "1, 2"}, "reward": 0.0, "truncated": True}
+    assert not to_group(cut, KEYS, report=report).generations
+    assert len(to_group({**cut, "truncated": False}, KEYS).generations) == 1
+    assert report.skipped["truncated answer"] == 1
 
 
 def test_history_goes_before_the_prompt() -> None:

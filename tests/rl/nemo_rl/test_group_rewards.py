@@ -11,7 +11,7 @@ from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import Member, length_controlled
-from nemo_ext.rl.nemo_rl.group_rewards import Groups, groups_of, lengths
+from nemo_ext.rl.nemo_rl.group_rewards import Groups, by_group, groups_of, lengths
 from nemo_ext.rl.rewards.advantages import group_advantages
 from nemo_ext.rl.rewards.comparison import LengthControl
 from nemo_ext.rl.task import Task
@@ -206,3 +206,27 @@ def test_a_judge_compares_the_members_of_every_group(endpoint: Any, reply: Any) 
 
     assert rewards[0] < rewards[1] and rewards[2] > rewards[3]
     assert len(endpoint.requests) == 4  # both orders of one pair, for each of two groups
+
+
+def test_a_loss_per_group_is_the_mean_over_groups_of_token_means() -> None:
+    """The mean over all tokens of losses that are proportional to the advantage, for groups of very unequal lengths."""
+    counts = torch.tensor([1, 2, 30, 40, 5, 5, 7, 3])
+    mask = (torch.arange(41) > 0) & (torch.arange(41) <= counts[:, None])
+    sample_mask = torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0])  # a response without loss, and a group without any
+    advantages = torch.randn(8, 1, generator=torch.Generator().manual_seed(1)).expand(8, 41)
+    seen: list[torch.Tensor] = []
+
+    def train(data: dict[str, torch.Tensor], loss: str, *, timer: int) -> tuple[str, int]:
+        seen.append(data["advantages"])
+        return loss, timer
+
+    data = {"token_mask": mask.float(), "sample_mask": sample_mask, "advantages": advantages}
+    assert by_group(train, 2)(data, "loss", timer=3) == ("loss", 3)
+
+    trained = mask * sample_mask[:, None]
+    by_token = (seen[0] * trained).sum() / trained.sum()
+    groups = [(advantages * trained)[row : row + 2].sum() / trained[row : row + 2].sum() for row in (0, 2, 4)]
+    assert by_token == pytest.approx(torch.stack(groups).mean())
+    assert data["advantages"] is advantages, "the batch that NeMo-RL logs is unchanged"
+    with pytest.raises(ValueError, match="8 responses is not divisible into groups of 3"):
+        by_group(train, 3)(data)

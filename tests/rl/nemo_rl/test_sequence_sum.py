@@ -153,9 +153,10 @@ def test_terms_that_it_cannot_sum_are_refused(nemo_rl: ModuleType) -> None:
         (
             {"level": "sequence"},
             (),
-            "loss.level must be sequence_sum, not 'sequence'; for .* set loss_fn.token_level_loss",
+            "loss.level must be sequence_sum or group, not 'sequence'; for .* set loss_fn.token_level_loss",
         ),
         ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "requires loss_fn.token_level_loss=false"),
+        ({"level": "group"}, ("loss_fn.token_level_loss=false",), "requires loss_fn.token_level_loss=true"),
         ({"levl": "sequence_sum"}, (), "did you mean 'level'"),
     ],
 )

@@ -40,12 +40,12 @@ def honest(qualities: list[float], *, both_orders: bool = True) -> Judgements:
     [(0, []), (1, []), (2, [(0, 1), (1, 0)]), (4, [(0, 1), (1, 2), (2, 3), (3, 0)])],
 )
 def test_each_is_compared_with_the_next(size: int, pairs: list[tuple[int, int]]) -> None:
-    assert circular_comparisons(size, both_orders=False) == pairs
+    assert circular_comparisons(size) == pairs
 
 
 @given(st.integers(2, 64))
 def test_in_both_orders_each_is_first_as_often_as_second(size: int) -> None:
-    pairs = circular_comparisons(size)
+    pairs = circular_comparisons(size, both_orders=True)
 
     assert len(set(pairs)) == len(pairs) == (2 * size if size > 2 else 2)
     assert {(other, one) for one, other in pairs} == set(pairs)
@@ -201,7 +201,7 @@ def test_without_any_judgement_brevity_earns_nothing() -> None:
     )
 
     assert rewards.rewards == (3, 3, 3, 3)
-    assert (rewards.judged, rewards.missing) == ((False,) * 4, 8)
+    assert (rewards.judged, rewards.missing) == ((False,) * 4, 4)
 
 
 def test_a_response_that_was_not_judged_can_have_no_bonus() -> None:

@@ -65,7 +65,7 @@ def test_comparisons_without_a_judgement_are_ignored_and_counted(endpoint: Any, 
 
     endpoint.reply = but_for_two
 
-    earned = rewards(endpoint, group("5", "4", "3", "1"))
+    earned = rewards(endpoint, group("5", "4", "3", "1"), both_orders=True)
 
     assert earned.base == (5, 4, 3, 1)
     assert earned.missing == 2
@@ -78,7 +78,7 @@ def test_a_judge_that_is_down_teaches_nothing(endpoint: Any, reply: Any, fault: 
     earned = rewards(endpoint, group("5", "4444", "3"), seconds=0.3)
 
     assert earned.rewards == (3, 3, 3)
-    assert (earned.judged, earned.missing) == ((False,) * 3, 6)
+    assert (earned.judged, earned.missing) == ((False,) * 3, 3)
 
 
 def test_any_chat_model_can_judge(endpoint: Any, reply: Any) -> None:

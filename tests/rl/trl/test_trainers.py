@@ -124,6 +124,32 @@ def test_responses_above_the_limit_are_excluded_and_bounds_are_counted() -> None
     assert int(batch["num_items_in_batch"]) == 5
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_loss_per_group_scales_advantages_by_the_tokens_of_all_processes(
+    process: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of two on two processes; the second has four times the tokens."""
+    import torch
+    from trl import GRPOTrainer
+
+    from nemo_ext.rl.trl.trainers import _Grpo
+
+    mask = (torch.arange(9) < torch.tensor([1, 2, 9, 4])[:, None]).int()
+    local = slice(2 * process, 2 * process + 2)
+    batch = {"advantages": torch.tensor([1.0, -1.0]), "completion_mask": mask[local]}
+    batch["tool_mask"] = (torch.arange(9) < 8).int().expand(2, 9)  # one token is an observation
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: dict(batch))
+    trainer = _Grpo.__new__(_Grpo)
+    trainer.model, trainer.num_generations, trainer.by_group = SimpleNamespace(training=True), 2, True
+    trained = (mask * (torch.arange(9) < 8)).sum(dim=1)
+    trainer.accelerator = SimpleNamespace(process_index=process, gather=lambda tokens: trained)
+
+    made = trainer._generate_and_score_completions([])["advantages"]
+
+    factor = 15 / 2 / (12 if process else 3)
+    assert made.tolist() == pytest.approx([factor, -factor])
+
+
 @pytest.mark.parametrize(
     ("form", "trace", "template"),
     [
