@@ -1,8 +1,8 @@
-"""A run on NeMo Gym's own environments and ours: NeMo-RL's config, its rows, and its actor with Gym's real servers."""
+"""A run on NeMo Gym's own environments and ours: NeMo-RL's config, its rows, and Gym's real servers."""
 
 import asyncio
-import importlib
 import json
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,6 @@ from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.rl.job import checked_algorithm
 from nemo_ext.rl.nemo_rl.checkout import Checkout
-from nemo_ext.rl.nemo_rl.compat import plain_class
 from nemo_ext.rl.nemo_rl.gym import RowProcessor, own_servers
 from nemo_ext.rl.nemo_rl.job import settings_of
 from nemo_ext.rl.nemo_rl.rehearsal import rehearse
@@ -97,7 +96,7 @@ class TestConfig:
 def test_gym_plays_rows_of_both(
     config: Any, nemo_rl: ModuleType, ray_cluster: None, endpoint: Any, reply: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """NeMo-RL's actor starts the servers as in training; a scripted model solves every other task."""
+    """Gym starts its servers and ours with the config of a run; a scripted model solves every other task."""
     for server in (
         *("resources_servers/nemo_ext", "resources_servers/workplace_assistant"),
         *("responses_api_agents/simple_agent", "responses_api_models/vllm_model"),
@@ -108,7 +107,7 @@ def test_gym_plays_rows_of_both(
         f"nemo_rl.set.env.nemo_gym={{uv_venv_dir: {tmp_path}/venvs, skip_venv_if_present: true}}",
         environments=f"{{math: {{}}, {THEIRS}: {{weight: 3}}}}",
     )
-    adapter, master = rendered(composed, Path(nemo_rl.__file__).parents[2])
+    _, master = rendered(composed, Path(nemo_rl.__file__).parents[2])
     for path, text in own_servers(checked_algorithm(composed), composed).items():
         write_text(path, text)
     shares = {"streams": [{"name": name, "weight": weight} for name, weight in (("math", 1), (THEIRS, 3))]}
@@ -117,7 +116,6 @@ def test_gym_plays_rows_of_both(
     drawn = [tasks[number] for number in range(len(tasks))]
     rows = [process({"task": task, "task_name": "x"}, None, tokenizer, None, 0)["extra_env_info"] for task in drawn]
     assert [row["agent_ref"]["name"] for row in rows].count("workplace_assistant_simple_agent") == 6
-    # A task that occurs twice is solved twice.
     answers = {json.dumps(row["responses_create_params"]["input"][-1]["content"]): row for row in rows[::2]}
 
     def model(payload: dict[str, Any]) -> Any:
@@ -132,37 +130,50 @@ def test_gym_plays_rows_of_both(
         elif row and "ground_truth" not in row:
             message = {"content": f"\\boxed{{{row['verifier_metadata']['reference']['answer']}}}"}
         tokens = {"prompt_token_ids": [5, 6], "generation_token_ids": [7], "generation_log_probs": [-0.5]}
-        seen = sum(said["role"] != "user" for said in payload["messages"])
-        tokens["prompt_token_ids"] += [7, 8] * seen
         choice = {"index": 0, "message": {"role": "assistant", **message, **tokens}, "finish_reason": "stop"}
-        return reply(
-            body=json.dumps(
-                {"id": "chat", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-            ).encode()
-        )
+        usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        completion = {"id": "chat", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return reply(body=json.dumps({**completion, "usage": usage}).encode())
 
     endpoint.reply = model
-    module = importlib.import_module("nemo_rl.environments.nemo_gym")
-    settings = {"model_name": "m", "base_urls": [endpoint.url], "initial_global_config_dict": master["env"]["nemo_gym"]}
-    actor = plain_class(module.NemoGym)(settings)
-    actor._spinup()
-    try:
-        results = asyncio.run(collected(actor, rows, tokenizer))
-    finally:
-        actor.shutdown()
+    results = asyncio.run(played(started(master["env"]["nemo_gym"], endpoint.url), rows))
 
+    # A task that is drawn twice is solved twice.
     solved = [json.dumps(row["responses_create_params"]["input"][-1]["content"]) in answers for row in rows]
-    assert [result["full_result"]["reward"] for result in results] == [float(each) for each in solved]
-    assert len(set(solved)) == 2
-    assert adapter["environments"][THEIRS] == {"reward": "outcome"}
+    assert [result["reward"] for result in results] == [float(each) for each in solved] and len(set(solved)) == 2
+    assert all(any(item.get("generation_token_ids") for item in result["response"]["output"]) for result in results)
 
 
-async def collected(actor: Any, rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
-    """Results in the rows' order."""
+def started(config: dict[str, Any], url: str) -> Any:
+    """Gym's helper with running servers, started as NeMo-RL's actor starts them."""
+    import ray
+    from nemo_gym.cli.env import RunHelper
+    from nemo_gym.global_config import GlobalConfigDictParserConfig
+    from omegaconf import DictConfig
+
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        head = {"host": "127.0.0.1", "port": opened.getsockname()[1]}
+    policy = {"policy_model_name": "m", "policy_api_key": "none", "policy_base_url": [url]}
+    where = {"default_host": "127.0.0.1", "ray_head_node_address": ray.get_runtime_context().gcs_address}
+    parsed = GlobalConfigDictParserConfig(
+        initial_global_config_dict=DictConfig({**config, **policy, **where, "head_server": head}),
+        skip_load_from_cli=True,
+    )
+    (helper := RunHelper()).start(global_config_dict_parser_config=parsed)
+    return helper, head
+
+
+async def played(running: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results in the rows' order; the servers are shut down at the end."""
+    from nemo_gym.rollout_collection import RolloutCollectionHelper
+    from nemo_gym.server_utils import BaseServerConfig
+
+    helper, head = running
     for at, row in enumerate(rows):
         row["_rowidx"] = at
-    if not hasattr(actor, "set_tokenizer"):  # 0.7
-        return list((await actor.run_rollouts(rows, tokenizer, "time"))[0])
-    actor.set_tokenizer(tokenizer)
-    by_row = {at: result async for at, result, _ in actor.run_rollouts(rows, "time")}
-    return [by_row[at] for at in range(len(rows))]
+    try:
+        collection = RolloutCollectionHelper().run_examples(examples=rows, head_server_config=BaseServerConfig(**head))
+        results = {row["_rowidx"]: result for row, result in [await task for task in collection]}
+    finally:
+        helper.shutdown()
+    return [results[at] for at in range(len(rows))]
