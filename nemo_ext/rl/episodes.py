@@ -158,6 +158,12 @@ class Episodes:
             turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
         )
 
+    async def judged(self, episode: Episode, response: Response) -> Turn:
+        """Return the outcome of the last response of a finished conversation, if the environment has `verify`."""
+        async with self._slots:
+            turn = await self._guarded(response, self._verified(episode, response))
+        return self._rewarded(episode, turn)
+
     async def stepped(self, conversation: Conversation, response: Response) -> Sequence[Message]:
         """Execute a response's tool calls without blocking the event loop, and return the results."""
         return await self._in_thread(conversation.step, response)
@@ -232,6 +238,9 @@ class Episodes:
         if unreadable:
             reason = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
             return Turn(response=response, verdict=Verdict.wrong(reason))
+        return await self._verified(episode, response)
+
+    async def _verified(self, episode: Episode, response: Response) -> Turn:
         assert self.environment.verify is not None
         verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
         return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)

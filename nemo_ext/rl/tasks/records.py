@@ -1,6 +1,7 @@
 """Tasks made from existing records: prompts of conversations, and comparisons for training a reward model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_ext.chat.formats import FormatError, to_sample
@@ -21,11 +22,12 @@ SCORES = ("score_1", "score_2", "ranking")
 def tasks_from_records(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
     """Yield one task per record, in file order; skipped records are counted in `report`.
 
-    chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
-    genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
+    chat         conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
+    python_tool  tasks of the environment `math`, which get Python as a tool
+    genrm        `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
 
     Args:
-        environment: environment of the tasks, chat or genrm.
+        environment: environment of the tasks, chat, genrm or python_tool.
         paths: paths and globs of JSONL or Parquet files.
         report: counts of skipped records, which are updated.
 
@@ -108,5 +110,20 @@ def _comparison(record: Mapping[str, Any]) -> Task:
     )
 
 
+def _with_python(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
+    tools = make("python_tool").tools
+    for number, record in source.files.records(part, report):
+        where = source.files.place(part, number)
+        try:
+            task = Task.from_record(record)
+        except ValueError as error:
+            report.skip("schema", f"{where}: {error}")
+            continue
+        if task.environment != "math" or task.tools:
+            report.skip("of another environment than math, or with tools", where)
+            continue
+        yield replace(task, environment="python_tool", tools=tools), where
+
+
 _Reader = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
-_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons}
+_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons, "python_tool": _with_python}

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
-from nemo_ext.chat.tool_calls import Style, calls_of
+from nemo_ext.chat.tool_calls import Style, ParsedCalls, calls_of
 from nemo_ext.job.settings import checked_whole
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.sandbox.isolation import SandboxError
@@ -47,7 +47,7 @@ class PythonTool:
 
     Attributes:
         settings: settings of the environment as JSON, from which an unpickled conversation restores it.
-        verify: `Environment.verify` of the environment that verifies the last response.
+        verify: `Environment.verify` of the environment that verifies the last response, without calls.
         sessions: Python sessions of the conversations.
         limits: limits of each call.
         max_calls: maximum number of calls per conversation.
@@ -108,8 +108,7 @@ class Conversation:
         if self.turns >= tool.max_turns or self.failure:
             return ()
         self.turns += 1
-        parsed = calls_of(response, (TOOL.schema,), tool.style)
-        self.last = Response(text=parsed.answer, answer=parsed.answer, finished=response.finished)
+        self.last, parsed = _without_calls(response, tool.style)
         if self.turns >= tool.max_turns:
             return ()
         outputs = [(self._output(call), call.id) for call in parsed.calls]
@@ -133,7 +132,7 @@ class Conversation:
         return self._counted(await verdict)
 
     def _counted(self, verdict: Verdict) -> Verdict:
-        return replace(verdict, more={**verdict.more, "tool_calls": self.calls, "failed_calls": self.failed})
+        return replace(verdict, more={**verdict.more, "calls": self.calls, "failed_calls": self.failed})
 
     def _output(self, call: ToolCall) -> str:
         if self.calls >= self.tool.max_calls:
@@ -172,6 +171,12 @@ class Conversation:
         text = run.stdout.decode(errors="replace").rstrip("\n")
         text = "\n".join(filter(None, (text, error.rstrip("\n"))))
         return _shortened(text, self.tool.characters, more=len(run.stdout) >= limits.output_bytes) or "[no output]"
+
+
+def _without_calls(response: Response, style: Style) -> tuple[Response, ParsedCalls]:
+    """Return a response without its reasoning and calls, and the calls."""
+    parsed = calls_of(response, (TOOL.schema,), style)
+    return Response(text=parsed.answer, answer=parsed.answer, finished=response.finished), parsed
 
 
 def _shortened(text: str, most: int, *, more: bool) -> str:
@@ -230,13 +235,13 @@ def environment(
         if name in (limits or {}):
             raise ValueError(f"limits.{name} is not used: set seconds, the time limit of a call")
     inner = make(verifier, {**(settings or {}), **({} if judge is None else {"judge": judge})})
-    if inner.verify is None or inner.begin is not None:
+    if (verify := inner.verify) is None or inner.begin is not None:
         raise ValueError(f"verifier={verifier} holds conversations itself: choose one that verifies single responses")
     applied = Limits(processes=16, output_bytes=1 << 20).changed({**(limits or {}), "wall_seconds": seconds})
     sandbox = Sandbox(limits=applied, concurrency=concurrency, isolation=cast(Any, isolation), strict=strict)
     tool = PythonTool(
         settings=key,
-        verify=inner.verify,
+        verify=verify,
         sessions=Sessions(sandbox, most=sessions, idle_seconds=idle_seconds),
         limits=applied,
         max_calls=max_calls,
@@ -248,7 +253,7 @@ def environment(
     return Environment(
         name=NAME,
         check=inner.check,
-        verify=inner.verify,
+        verify=lambda response, reference: verify(_without_calls(response, style)[0], reference),
         begin=lambda reference: Conversation(tool, reference),
         max_turns=turns,
         reach=inner.reach,
