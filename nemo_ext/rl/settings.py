@@ -162,7 +162,9 @@ class TaskSettings:
                 f"solutions={self.solutions} applies only to generated tasks and environment=genrm; remove it"
             )
         if self.records and not self.environment:
-            raise ValueError("environment=null: set it to chat, genrm or python_tool, the kind of tasks to make from records")
+            raise ValueError(
+                "environment=null: set it to chat, genrm or python_tool, the kind of tasks to make from records"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,7 +1,7 @@
 """Python sessions of conversations: variables and files persist between calls.
 
-A conversation keeps only the code of its calls. Its interpreter is a cache of this: one that is gone (killed, evicted, or
-in another process) is rebuilt by executing the earlier calls again.
+A conversation stores only the code of its calls. An interpreter that is gone (killed, evicted, or in another process) is
+rebuilt by executing the earlier calls again.
 """
 
 import json
@@ -36,7 +36,7 @@ class Sessions:
     def call(self, name: str, before: Sequence[str], code: str) -> Run:
         """Execute code in a session and return the result, as `Box.call` does.
 
-        A call that exceeds a limit or ends the interpreter leaves no trace: the next one starts with the state before it.
+        A call that exceeds a limit or ends the interpreter has no effect: the next one starts from the state before it.
 
         Args:
             name: name of the session.
@@ -85,9 +85,7 @@ class Sessions:
         """Remove a session's interpreter from the idle ones and return it; None if there is none in this state."""
         with self._lock:
             found = self._idle.pop(name, None)
-            expired = [
-                key for key, (_, _, used) in self._idle.items() if time.monotonic() - used > self._idle_seconds
-            ]
+            expired = [key for key, (_, _, used) in self._idle.items() if time.monotonic() - used > self._idle_seconds]
             closed = [self._idle.pop(key)[0] for key in expired]
         if found is not None and found[1] != before:
             closed.append(found[0])

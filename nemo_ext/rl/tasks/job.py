@@ -21,8 +21,8 @@ from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.settings import TaskSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
-from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.tasks.records import SCORES, tasks_from_records
+from nemo_ext.rl.verdict import Verdict
 
 COUNT = 1000
 """Default number of generated tasks."""

@@ -72,9 +72,7 @@ def _primes(random: np.random.Generator) -> tuple[str, str, int]:
 def _congruence(random: np.random.Generator) -> tuple[str, str, int]:
     modulus, power = whole(random, 50, 400), whole(random, 2, 4)
     residue = pow(whole(random, 1, modulus - 1), power, modulus)
-    question = (
-        f"How many integers x with 0 <= x < {10 * modulus} satisfy x^{power} = {residue} modulo {modulus}?"
-    )
+    question = f"How many integers x with 0 <= x < {10 * modulus} satisfy x^{power} = {residue} modulo {modulus}?"
     code = f"answer = sum(pow(x, {power}, {modulus}) == {residue} for x in range({10 * modulus}))"
     return question, code, sum(pow(x, power, modulus) == residue for x in range(10 * modulus))
 
@@ -91,7 +89,9 @@ def _payments(random: np.random.Generator) -> tuple[str, str, int]:
         for total in range(coin, amount + 1):
             ways[total] += ways[total - coin]
     values = ", ".join(map(str, coins[:-1])) + f" and {coins[-1]}"
-    question = f"In how many ways can an amount of {amount} be paid with coins worth {values}, regardless of their order?"
+    question = (
+        f"In how many ways can an amount of {amount} be paid with coins worth {values}, regardless of their order?"
+    )
     return question, code, ways[-1]
 
 

@@ -22,9 +22,9 @@ SCORES = ("score_1", "score_2", "ranking")
 def tasks_from_records(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
     """Yield one task per record, in file order; skipped records are counted in `report`.
 
-    chat         conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
-    python_tool  tasks of the environment `math`, which get Python as a tool
-    genrm        `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
+    chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
+    genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
+    python_tool    tasks of the environment `math`, which get Python as a tool
 
     Args:
         environment: environment of the tasks, chat, genrm or python_tool.

@@ -1,7 +1,7 @@
-"""Python as a tool within the response to a task that another environment verifies, as in tool-integrated reasoning.
+"""Python as a tool within the response to a task that another environment verifies (tool-integrated reasoning).
 
-Nemotron 3 Nano, sections 3.1.2 and 3.4: solutions with Python as a tool, and benchmarks "with tools". The tool has the name
-and the argument of NeMo-Skills' and NeMo Gym's (ns_tools) stateful Python tool, which the published model knows.
+Nemotron 3 Nano, sections 3.1.2 and 3.4: solutions with Python as a tool, and benchmarks "with tools". Name and argument
+are those of the stateful Python tool in NeMo-Skills, with which the paper evaluates, and in NeMo Gym's ns_tools.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
-from nemo_ext.chat.tool_calls import Style, ParsedCalls, calls_of
+from nemo_ext.chat.tool_calls import ParsedCalls, Style, calls_of
 from nemo_ext.job.settings import checked_whole
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.sandbox.isolation import SandboxError

@@ -64,11 +64,12 @@ def run_calls(wake: int) -> NoReturn:
     written to `VALUE` as a line of JSON. Standard error goes to standard output.
     """
     main = _become_main("__main__")
-    sys.stderr = sys.__stderr__ = sys.stdout
-    sys.stdin = sys.__stdin__ = io.StringIO()
     number, encode, write, process = 0, json.dumps, _write, os.getpid()
     while os.read(wake, 1):
         number += 1
+        _standard_streams()
+        sys.stderr = sys.__stderr__ = sys.stdout
+        sys.stdin = sys.__stdin__ = io.StringIO()
         source = os.pread(0, os.fstat(0).st_size, 0).decode()
         error = _executed(source, main.__dict__, f"<call {number}>")
         _flush()
