@@ -91,9 +91,9 @@ class Conversing(Client):
                 why = problems[0] if problems else "user: the model ended the conversation before its first message"
                 return Answer(key=request.key, sample=request.sample, problem=why)
             first = [*first[:-1], {"role": "user", "content": opening}]
-            playing = Playing(
-                episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
-            )
+        playing = Playing(
+            episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
+        )
         play = await playing.play(task, first)
         last, verdict = play.answers[-1], play.verdict
         problem = last.problem or next(iter(problems), "")

@@ -150,7 +150,7 @@ class TestTools:
 
     def test_python_keeps_the_variables_of_its_session(self, serve: Serve, openai: SimpleNamespace) -> None:
         (task,), client = generate("python_tool", 1, seed=5), serve(environment="python_tool")
-        tools = [{"type": "function", **task.tools[0]["function"]}]
+        tools = [{"type": "function", "strict": False, **task.tools[0]["function"]}]
         row = {"responses_create_params": {"input": "?", "tools": tools}, "expected_answer": task.reference["answer"]}
         client.post("/seed_session", json=row)  # a row of Gym's ns_tools
 
