@@ -30,7 +30,8 @@ class Sessions:
 
     def __init__(self, sandbox: Sandbox, *, most: int, idle_seconds: float) -> None:
         self._sandbox, self._most, self._idle_seconds = sandbox, most, idle_seconds
-        self._lock = threading.Lock()
+        # Reentrant, because the garbage collector may end a session in a thread that holds it.
+        self._lock = threading.RLock()
         self._idle: OrderedDict[str, tuple[Box, tuple[str, ...], float]] = OrderedDict()
 
     def call(self, name: str, before: Sequence[str], code: str) -> Run:
@@ -84,9 +85,9 @@ class Sessions:
     def _take(self, name: str, before: tuple[str, ...]) -> Box | None:
         """Remove a session's interpreter from the idle ones and return it; None if there is none in this state."""
         with self._lock:
-            found = self._idle.pop(name, None)
-            expired = [key for key, (_, _, used) in self._idle.items() if time.monotonic() - used > self._idle_seconds]
-            closed = [self._idle.pop(key)[0] for key in expired]
+            found, closed, now = self._idle.pop(name, None), list[Box](), time.monotonic()
+            while self._idle and now - next(iter(self._idle.values()))[2] > self._idle_seconds:
+                closed.append(self._idle.popitem(last=False)[1][0])
         if found is not None and found[1] != before:
             closed.append(found[0])
             found = None

@@ -246,10 +246,10 @@ class Session(Process):
 
     _cut = frozenset({1, 2, program.VALUE})
 
-    def __init__(self, place: Place, environment: Callable[..., NoReturn], limits: Mapping[str, Any]) -> None:
+    def __init__(self, place: Place, start: Callable[..., NoReturn], limits: Mapping[str, Any]) -> None:
         wake, self._wake = map(kernel.move_up, os.pipe())
         try:
-            super().__init__(place, lambda: environment(program.run_calls, wake), limits, keep=wake)
+            super().__init__(place, lambda: start(program.run_calls, wake), limits, keep=wake)
         finally:
             os.close(wake)
 
