@@ -49,7 +49,11 @@ def computing(answering: Any, reply: type[Any]) -> Any:
 def test_answers_with_python_are_scored_and_their_calls_counted(
     evaluate: Evaluate, results: Read, suite: Suite, computing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"suite={suite(rows=4)}", "evaluate.python={max_calls: 4}"
+    words = (
+        f"suite={suite(rows=4)}",
+        "evaluate.python={max_calls: 4}",
+        "evaluate.judge={endpoint: http://none, model: m}",
+    )
     code, output = evaluate(*words)
 
     assert code == 0, output

@@ -1,6 +1,6 @@
 """Python sessions of conversations: variables and files persist between calls.
 
-A conversation stores only the code of its calls. An interpreter that is gone (killed, evicted, in another process) is
+A conversation stores only the code of its calls. A lost interpreter (killed, evicted, in another process) is
 rebuilt by executing the earlier calls again.
 """
 

@@ -1,7 +1,7 @@
 """Python as a tool within the response to a task that another environment verifies (tool-integrated reasoning).
 
 Nemotron 3 Nano, sections 3.1.2 and 3.4: solutions with Python as a tool, and benchmarks "with tools". Name and argument
-are those of the stateful Python tool in NeMo-Skills, with which the paper evaluates, and in NeMo Gym's ns_tools.
+are as in NeMo-Skills' stateful Python tool, with which the paper evaluates, and NeMo Gym's ns_tools.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.chat.tool_calls import ParsedCalls, Style, calls_of
 from nemo_ext.job.settings import checked_whole
-from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.environments import Environment, make, settings_of
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
 from nemo_ext.rl.sandbox.sandbox import Sandbox
@@ -76,7 +76,7 @@ class Conversation:
         name: name of the Python session.
         turns: number of responses so far.
         calls: number of calls so far.
-        failed: number of calls that raised an error, exceeded a limit or could not be read.
+        failed: number of calls that raised an error, exceeded a limit or could not be parsed.
         executed: code of the calls that the state of the session depends on.
         last: the last response, without its reasoning and calls.
         failure: error of the sandbox, which is not the model's fault; "" if there was none.
@@ -210,7 +210,7 @@ def environment(
     Args:
         verifier: environment that verifies the last response, and whose references the tasks have.
         settings: settings of the verifier.
-        judge: settings of the verifier's judge, if it has one.
+        judge: settings of the verifier's judge; unused if it has none.
         max_calls: maximum number of calls per conversation.
         max_turns: maximum number of responses per conversation; None allows one more than `max_calls`.
         seconds: time limit of a call in seconds; 10 as in NeMo-Skills.
@@ -234,9 +234,10 @@ def environment(
     for name in ("wall_seconds", "cpu_seconds"):
         if name in (limits or {}):
             raise ValueError(f"limits.{name} is not used: set seconds, the time limit of a call")
-    inner = make(verifier, {**(settings or {}), **({} if judge is None else {"judge": judge})})
+    judged = {"judge": judge} if judge is not None and "judge" in settings_of(verifier) else {}
+    inner = make(verifier, {**(settings or {}), **judged})
     if (verify := inner.verify) is None or inner.begin is not None:
-        raise ValueError(f"verifier={verifier} holds conversations itself: choose one that verifies single responses")
+        raise ValueError(f"verifier={verifier} holds conversations itself: choose a verifier of single responses")
     applied = Limits(processes=16, output_bytes=1 << 20).changed({**(limits or {}), "wall_seconds": seconds})
     sandbox = Sandbox(limits=applied, concurrency=concurrency, isolation=cast(Any, isolation), strict=strict)
     tool = PythonTool(

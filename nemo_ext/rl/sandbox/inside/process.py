@@ -180,7 +180,7 @@ class Process:
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
 
     def _answered(self) -> bool:
-        """Whether the process has done what it was asked to, although it has not exited."""
+        """Return whether the process has finished its task without exiting."""
         return False
 
     def _take(self, reader: int) -> str:
