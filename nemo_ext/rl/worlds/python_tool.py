@@ -126,7 +126,7 @@ class Conversation:
         if self.failure:
             return Verdict.error(self.failure)
         verdict = self.tool.verify(self.last, self.reference)
-        return self._later(verdict) if inspect.isawaitable(verdict) else self._counted(cast(Verdict, verdict))
+        return self._later(verdict) if inspect.isawaitable(verdict) else self._counted(verdict)
 
     async def _later(self, verdict: Awaitable[Verdict]) -> Verdict:
         return self._counted(await verdict)

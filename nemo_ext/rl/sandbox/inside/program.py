@@ -68,8 +68,7 @@ def run_calls(wake: int) -> NoReturn:
     while os.read(wake, 1):
         number += 1
         _standard_streams()
-        sys.stderr = sys.__stderr__ = sys.stdout
-        sys.stdin = sys.__stdin__ = io.StringIO()
+        sys.stderr, sys.stdin = sys.stdout, io.StringIO()
         source = os.pread(0, os.fstat(0).st_size, 0).decode()
         error = _executed(source, main.__dict__, f"<call {number}>")
         _flush()
