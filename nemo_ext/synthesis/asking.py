@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +247,8 @@ class Asking:
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
         if isinstance(reference := record.get("reference"), Mapping):
             record["reference"] = {key: value for key, value in reference.items() if value is not None}
-        record["tools"] = record.get("tools") or self._tools(row)
-        return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
-
-    def _tools(self, row: Row) -> list[Mapping[str, Any]]:
-        """Return the tools that the environment of a row's conversation declares, for rows that declare none."""
-        assert isinstance(self.step, Converse)
-        return list(self.episodes(str(self.step.environment or row.get("environment"))).environment.tools)
+        task = Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
+        return replace(task, tools=task.tools or self.episodes(task.environment).environment.tools)
 
     def episodes(self, environment: str) -> Episodes:
         """Return the object that holds conversations in the environment with this name; the first call creates it.
@@ -340,7 +335,7 @@ class Asking:
         if isinstance(self.step, Converse):
             more = {"tokens": answer["completion_tokens"], "samples": self.step.samples}
             if not row.get("tools"):
-                more["tools"] = self._tools(row)
+                more["tools"] = list(self._task(row).tools)
             return {**new_row, **read(answer["answer"]), **more}
         if answer["finish_reason"] == "length" and not self.step.truncated:
             self.context.drop(new_row, "truncated")

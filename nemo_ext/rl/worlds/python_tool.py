@@ -162,10 +162,10 @@ class Conversation:
             reason = {
                 "exit": f"the code ended the interpreter (exit status {run.status})",
                 "signal": f"the code ended the interpreter (signal {run.status})",
-                "time": f"the call took more than {limits.wall_seconds:g} s",
-                "memory": f"the call used more than {limits.memory_megabytes} MB of memory",
-            }.get(run.ended, f"the call was {run}")
-            error = f"Error: {reason} and was stopped; variables and files are as before this call"
+                "time": f"the call took more than {limits.wall_seconds:g} s and was stopped",
+                "memory": f"the call used more than {limits.memory_megabytes} MB of memory and was stopped",
+            }.get(run.ended, f"the call was stopped ({run})")
+            error = f"Error: {reason}; it had no effect on variables and files"
         else:
             self.executed.append(code)
         text = run.stdout.decode(errors="replace").rstrip("\n")
@@ -230,6 +230,8 @@ def environment(
     checked_whole("max_calls", max_calls, least=1)
     checked_whole("characters", characters, least=100)
     checked_whole("sessions", sessions, least=1)
+    if not idle_seconds > 0:
+        raise ValueError(f"idle_seconds must be a positive number, not {idle_seconds!r}")
     turns = max_calls + 1 if max_turns is None else checked_whole("max_turns", max_turns, least=2)
     for name in ("wall_seconds", "cpu_seconds"):
         if name in (limits or {}):

@@ -82,7 +82,7 @@ def test_the_model_sees_its_errors(conversation: Conversation) -> None:
     (malformed,) = conversation.step(parse_response("<tool_call>{</tool_call>"))
 
     assert trace.startswith("so\nTraceback") and trace.endswith("ZeroDivisionError: division by zero")
-    assert stopped == "Error: the call took more than 1 s and was stopped; variables and files are as before this call"
+    assert stopped == "Error: the call took more than 1 s and was stopped; it had no effect on variables and files"
     assert state == "1"
     assert unknown.content == f"Error: unknown tool 'bash': the only tool is {TOOL.name}"
     assert wrong.content.startswith("Error: code: Field required") and malformed.content.startswith("Error: ")
