@@ -183,9 +183,12 @@ class Asking:
         if answers[-1].problem:
             return self._sample(question, number, answers[-1])
         last = self._sample(question, number, answers[-1])
+        counts = {} if play.verdict is None else play.verdict.more
         return replace(
             last,
             turns=list(play.turns),
+            calls=counts.get("calls"),
+            failed_calls=counts.get("failed_calls"),
             prompt_tokens=_sum([answer.prompt_tokens for answer in answers]),
             completion_tokens=_sum([answer.completion_tokens for answer in answers]),
             reasoning_tokens=_sum([self._reasoning(answer) for answer in answers]),

@@ -193,9 +193,13 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
             continue
         try:
             selected = problems.problems(benchmark, data_root, seed=settings.seed, limit=settings.limit)
+            benchmark, selected = problems.with_python(benchmark, selected, settings.python)
             environment = (selected[0].environment or None) if benchmark.kind == "generate" else None
             scorer = Scorer(benchmark, environment, settings.judge)
-            problems.check(benchmark, None if scorer.episodes is None else scorer.episodes.environment, selected)
+            verifier = None if scorer.episodes is None else scorer.episodes.environment
+            problems.check(benchmark, verifier, selected)
+            if verifier is not None and verifier.tools:
+                selected = [replace(problem, tools=problem.tools or verifier.tools) for problem in selected]
         except ValueError as error:
             missing[benchmark.name] = str(error)
             continue

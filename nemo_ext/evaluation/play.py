@@ -52,6 +52,9 @@ class Playing:
         answers: list[Answer] = []
         while True:
             answer = await self.answer([*messages, *turns], len(answers))
+            full = bool(answers) and answer.too_long
+            if full:  # the model did not finish within its context
+                answer = replace(answer, answer="", problem="", finish_reason="length")
             answers.append(answer)
             if answer.problem:
                 return Play(turns=turns, answers=answers)
@@ -62,7 +65,7 @@ class Playing:
                 turns += openai_messages(turn.answers, arguments_as_text=True)
                 episode = turn.following
                 continue
-            over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls
+            over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls or full
             text = None if over or self.user is None else await self.user(turns)
             if text is None:
                 return Play(turns=turns, answers=answers, verdict=turn.verdict)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,20 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
     chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
     shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
     return [_problem(benchmark, named[name][1], shots, named[name][2], name=name) for name in chosen]
+
+
+def with_python(
+    benchmark: Benchmark, found: list[Problem], python: bool | Mapping[str, Any]
+) -> tuple[Benchmark, list[Problem]]:
+    """Return a benchmark and its problems with Python as a tool, or unchanged if it is not a benchmark of mathematics.
+
+    `python` is True or the settings of the environment `python_tool`; nothing changes if it is False.
+    """
+    if python is False or benchmark.complete or not found or found[0].environment != "math":
+        return benchmark, found
+    settings = {**(python if isinstance(python, Mapping) else {}), "settings": dict(benchmark.environment_settings)}
+    problems = [replace(problem, environment="python_tool") for problem in found]
+    return replace(benchmark, environment_settings=settings), problems
 
 
 def check(benchmark: Benchmark, environment: Environment | None, found: Sequence[Problem]) -> None:

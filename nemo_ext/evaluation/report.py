@@ -174,6 +174,19 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
         for domain, values in (entry.get("domains") or {}).items()
     ]
     yield Table("Domains", ("benchmark", "domain", "result", "problems"), rows)
+    rows = [
+        [
+            Cell(name_of(name, entry), name),
+            text(entry["environment"]),
+            figure(entry["accuracy"], entry["interval"], metric=entry["metric"]),
+            number(entry["calls"]),
+            share(entry["failed_calls"]),
+        ]
+        for name, entry in entries
+        if entry.get("calls") is not None
+    ]
+    note = "Calls: mean per answer. Failed: share of all calls that raised an error or exceeded a limit."
+    yield Table("Tool calls", ("benchmark", "environment", "result", "calls", "failed"), rows, note)
     reasons = [(name, *item) for name, entry in entries for item in (entry.get("reasons") or {}).items()]
     reasons += [(name, "not requested", entry["missing"]) for name, entry in entries if entry.get("missing")]
     rows = [[text(name), text(why), number(count)] for name, why, count in reasons]

@@ -136,7 +136,8 @@ class _Table:
         """Append a scored sample; `question` is the index of its question in the plan."""
         tokens = sample.completion_tokens, sample.reasoning_tokens
         cut, traced = sample.finish_reason == "length", bool(sample.reasoning_tokens)
-        self.rows.append((question, key.sample, score.score, *tokens, cut, traced, score.found, score.more))
+        calls = sample.calls, sample.failed_calls
+        self.rows.append((question, key.sample, score.score, *tokens, cut, traced, score.found, score.more, *calls))
 
     def result(self, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return the benchmark's entry in results.json, and the headline metric of each problem, [P].
@@ -147,8 +148,8 @@ class _Table:
         names = sorted({question.problem.id for question in questions})
         numbers = {name: number for number, name in enumerate(names)}
         self.rows.sort(key=itemgetter(0, 1))
-        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
-        question_numbers, _, scores, tokens, reasoning, cut, traced, self._found, more = columns
+        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 11
+        question_numbers, _, scores, tokens, reasoning, cut, traced, self._found, more, *counts = columns
         places = np.array(question_numbers, int)
         self._scores, self._tokens, self._reasoning = (np.array(part, float) for part in (scores, tokens, reasoning))
         self._cut, self._traced = np.array(cut, bool), np.array(traced, bool)
@@ -157,6 +158,7 @@ class _Table:
         self._prompts = np.array([question.prompt for question in questions], str)[places]
         self._modes = np.array([question.mode for question in questions], object)[places]
         main = self._modes == (questions[0].mode if questions else None)
+        calls, failed_calls = (np.array(part, float)[main] for part in counts)
         modes = list(dict.fromkeys(question.mode for question in questions))
         prompts = list(dict.fromkeys(question.prompt for question in questions))
         whole, means = self._figures(main, draws, seed)
@@ -172,6 +174,9 @@ class _Table:
             "missing": self.plan.wanted - len(places) - self.failed - self.unscored,
             "reasons": dict(self.reasons.most_common(8)),
             "metrics": metrics,
+            "environment": questions[0].problem.environment if questions else "",
+            "calls": statistics.known_mean(calls),
+            "failed_calls": float(np.nansum(failed_calls) / np.nansum(calls)) if np.nansum(calls) else None,
             "weight": benchmark.weight,
             "higher_is_better": benchmark.higher_is_better and metric != BITS,
             "verifier": self.plan.verifier,

@@ -131,6 +131,10 @@ class Scorer:
                 tokens=None if sample.turns else sample.completion_tokens,
                 finished=sample.finish_reason != "length" or not last,
             )
+            if sample.turns and self.episodes.environment.verify is not None:
+                if last:
+                    return await self.episodes.judged(episode, parsed.response)
+                continue  # its calls need not be executed again
             turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
             if turn.verdict is not None:
                 return turn

@@ -25,6 +25,8 @@ class EvaluateSettings:
         tasks: names of lm-evaluation-harness tasks to run in addition to the suites.
         harness_tasks: folder with the files of lm-evaluation-harness tasks.
         judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`), for benchmarks that require one.
+        python: True, or settings of the environment `python_tool`, to let answers run Python in benchmarks that the
+            environment `math` verifies, except those that continue plain text.
         seed: seed for answers and generated problems.
         draws: number of bootstrap resamples.
         retry: True to repeat requests that the endpoint rejected (HTTP 4xx) in earlier runs.
@@ -41,6 +43,7 @@ class EvaluateSettings:
     tasks: StringsOrNone = ()
     harness_tasks: Place | None = None
     judge: Mapping[str, JsonValue] | None = None
+    python: bool | Mapping[str, JsonValue] = False
     seed: Whole = 1234
     draws: Count = 10_000
     retry: bool = False

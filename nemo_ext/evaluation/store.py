@@ -47,6 +47,7 @@ class Sample:
         reasoning: reasoning trace; None if the endpoint does not return it separately.
         tool_calls: tool calls in OpenAI's format.
         turns: messages of a conversation with tools, after the initial ones.
+        calls, failed_calls: numbers of its tool calls and of the failed ones; None if the environment does not count.
         finish_reason: finish reason; `length` for a truncated answer.
         prompt_tokens, completion_tokens, reasoning_tokens: numbers of tokens; None if not counted.
         seconds: duration of the request in seconds.
@@ -63,6 +64,8 @@ class Sample:
     reasoning: str | None = None
     tool_calls: Sequence[Mapping[str, Any]] = ()
     turns: Sequence[Mapping[str, Any]] = ()
+    calls: float | None = None
+    failed_calls: float | None = None
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

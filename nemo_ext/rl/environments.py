@@ -22,8 +22,8 @@ class Conversation(Protocol):
         """Execute a response's tool calls and return the results; empty if the conversation is over."""
         ...
 
-    def verdict(self) -> Verdict:
-        """Return the verdict on the final state, which is compared with the task's target state."""
+    def verdict(self) -> Verdict | Awaitable[Verdict]:
+        """Return the verdict on the final state, or an awaitable of it; nothing is executed afterwards."""
         ...
 
 
@@ -35,9 +35,11 @@ class Environment:
         name: name in task files.
         check: function that parses a reference; if it is invalid, raises a ValueError that names the key.
         verify: function that returns the verdict on a response, given the parsed reference. It never raises on model
-            output. None for environments with `begin`.
+            output. With `begin`, it judges the last response of a finished conversation; None if the verdict depends on
+            the conversation's state.
         begin: function that starts a conversation, given the parsed reference; None for single-turn environments.
         max_turns: maximum number of responses in one conversation.
+        tools: tools that its tasks must declare; empty if the tasks choose them.
         waits: True if `verify` waits for processes or a judge, so that many calls can run concurrently.
         judged_in_groups: True if the reward comes from a judge that compares the responses of a group.
         reach: coroutine that raises ValueError if the environment's judge cannot be reached; awaited when a run starts.
@@ -48,6 +50,7 @@ class Environment:
     verify: Callable[[Response, Any], Verdict | Awaitable[Verdict]] | None = None
     begin: Callable[[Any], Conversation] | None = None
     max_turns: int = 1
+    tools: tuple[Mapping[str, Any], ...] = ()
     waits: bool = False
     judged_in_groups: bool = False
     reach: Callable[[], Awaitable[None]] | None = None

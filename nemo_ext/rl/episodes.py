@@ -158,6 +158,16 @@ class Episodes:
             turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
         )
 
+    async def judged(self, episode: Episode, response: Response) -> Turn:
+        """Return the outcome of the last response of a finished conversation, if the environment has `verify`."""
+        async with self._slots:
+            turn = await self._guarded(response, self._verified(episode, response))
+        return self._rewarded(episode, turn)
+
+    async def stepped(self, conversation: Conversation, response: Response) -> Sequence[Message]:
+        """Execute a response's tool calls without blocking the event loop, and return the results."""
+        return await self._in_thread(conversation.step, response)
+
     def begun(self, episode: Episode) -> Episode:
         """Return a tool environment's episode with its conversation started, if it is not yet."""
         assert self.environment.begin is not None
@@ -194,6 +204,12 @@ class Episodes:
         """Raise ValueError if the environment cannot verify the task or the reward does not support it."""
         self.reference(task)
         self.reward.check(task.reference)
+        if self.environment.tools and not task.tools:
+            names = ", ".join(tool["function"]["name"] for tool in self.environment.tools)
+            raise ValueError(
+                f"environment {self.environment.name!r} needs its tools in the task's `tools`: {names}; add them with "
+                f"`nemo-ext rl_tasks environment={self.environment.name} records=FILES`"
+            )
         if self.environment.judged_in_groups and task.tools:
             raise ValueError(
                 f"environment {self.environment.name!r} is judged in groups, where the judge does not see tool calls; "
@@ -212,7 +228,8 @@ class Episodes:
         reward = self.reward.score(turn.verdict, turn.response, facts)
         outcome = {"correct": turn.verdict.outcome == "correct", "error": turn.verdict.outcome == "error"}
         parts = {f"reward/{name}": value for name, value in reward.parts.items()}
-        self._add({"episodes": 1, **outcome, "score": turn.verdict.score, "reward": reward.total, **parts})
+        numbers = {"score": turn.verdict.score, "reward": reward.total, **parts, **turn.verdict.more}
+        self._add({"episodes": 1, **outcome, **numbers})
         return replace(turn, reward=reward)
 
     async def _outcome(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
@@ -221,6 +238,9 @@ class Episodes:
         if unreadable:
             reason = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
             return Turn(response=response, verdict=Verdict.wrong(reason))
+        return await self._verified(episode, response)
+
+    async def _verified(self, episode: Episode, response: Response) -> Turn:
         assert self.environment.verify is not None
         verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
         return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
@@ -231,7 +251,7 @@ class Episodes:
         answers = [Message(role="tool", content=f"Error: {why}", tool_call_id=key) for key, why in unreadable.items()]
         # If all calls are malformed, the text next to them is not addressed to the user.
         if response.tool_calls or not unreadable:
-            answers += await self._in_thread(conversation.step, response)
+            answers += await self.stepped(conversation, response)
         if not answers or turn >= self.environment.max_turns:
             return await self._ended(response, conversation)
         following = replace(episode, turn=turn)
@@ -243,7 +263,8 @@ class Episodes:
         return Turn(response=response, answers=tuple(answers), observation=observation, following=following)
 
     async def _ended(self, response: Response, conversation: Conversation) -> Turn:
-        return Turn(response=response, verdict=await self._in_thread(conversation.verdict))
+        verdict = await self._in_thread(conversation.verdict)
+        return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
 
     def _in_thread[Result](self, function: Callable[..., Result], *arguments: Any) -> Awaitable[Result]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,8 @@ class Asking:
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
         if isinstance(reference := record.get("reference"), Mapping):
             record["reference"] = {key: value for key, value in reference.items() if value is not None}
-        return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
+        task = Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
+        return replace(task, tools=task.tools or self.episodes(task.environment).environment.tools)
 
     def episodes(self, environment: str) -> Episodes:
         """Return the object that holds conversations in the environment with this name; the first call creates it.
@@ -333,6 +334,8 @@ class Asking:
             return None
         if isinstance(self.step, Converse):
             more = {"tokens": answer["completion_tokens"], "samples": self.step.samples}
+            if not row.get("tools"):
+                more["tools"] = list(self._task(row).tools)
             return {**new_row, **read(answer["answer"]), **more}
         if answer["finish_reason"] == "length" and not self.step.truncated:
             self.context.drop(new_row, "truncated")

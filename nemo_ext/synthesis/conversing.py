@@ -1,7 +1,7 @@
 """Conversations in which a model uses an environment's tools and may talk to a model that simulates the user."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
@@ -26,7 +26,8 @@ class Play(Request):
 
 
 class Conversing(Client):
-    """Client whose answers are whole conversations, encoded as JSON: `messages`, `correct`, `score`, `why`.
+    """Client whose answers are whole conversations, encoded as JSON: `messages`, `correct`, `score`, `why`, and the
+    verdict's further numbers.
 
     Args:
         client: the model's client.
@@ -57,24 +58,17 @@ class Conversing(Client):
 
         async def answer(messages: Messages, turn: int) -> Answer:
             seed = digest(request.body["seed"], turn) >> 33
-            response = await super(Conversing, self).ask(
+            return await super(Conversing, self).ask(
                 Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
             )
-            return cut_off(response) if turn and response.too_long else response
 
         problems, spoken, full = list[str](), 0, False
 
-        def cut_off(response: Answer) -> Answer:
-            """Return an empty, truncated answer in place of the error that the context length is exceeded."""
-            nonlocal full
-            full = True
-            return replace(response, answer="", problem="", finish_reason="length")
-
         async def user(turns: Messages) -> str | None:
-            nonlocal spoken
+            nonlocal spoken, full
             assert step.user is not None and self._user is not None
             spoken += 1
-            if full or spoken > step.user.max_turns:
+            if spoken > step.user.max_turns:
                 return None
             variables = context.names(request.row, request=task.prompt[-1].content)
             system = context.text("user.system", step.user.system, variables)
@@ -83,7 +77,8 @@ class Conversing(Client):
             messages = [{"role": "system", "content": system}, *_with_swapped_roles([*before, *turns])]
             response = await self._user.ask(Request(body={"seed": seed, "messages": messages}))
             if spoken > 1 and response.too_long:
-                response = cut_off(response)
+                full = True
+                return None
             if response.problem:
                 problems.append(f"user: {response.problem}")
                 return None
@@ -96,9 +91,9 @@ class Conversing(Client):
                 why = problems[0] if problems else "user: the model ended the conversation before its first message"
                 return Answer(key=request.key, sample=request.sample, problem=why)
             first = [*first[:-1], {"role": "user", "content": opening}]
-            playing = Playing(
-                episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
-            )
+        playing = Playing(
+            episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
+        )
         play = await playing.play(task, first)
         last, verdict = play.answers[-1], play.verdict
         problem = last.problem or next(iter(problems), "")
@@ -111,6 +106,7 @@ class Conversing(Client):
             "messages": [*first, *play.turns],
             "correct": verdict.outcome == "correct" and not cut,
             "score": 0.0 if cut else verdict.score,
+            **verdict.more,
             "why": "an answer was truncated" if cut else verdict.reason,
         }
         return Answer(

@@ -11,6 +11,7 @@ import pytest
 from nemo_ext.chat.formats import to_sample
 from nemo_ext.job.config import compose
 from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.worlds.python_tool import TOOL
 from nemo_ext.rl.worlds.world import solution_calls
 from nemo_ext.synthesis.settings import Recipe
 
@@ -499,6 +500,42 @@ def test_conversations_with_tools_end_in_the_right_database(
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
     assert all(task["environment"] == "workplace" and task["thinking"] is False for task in records("tasks"))
+
+
+def test_solutions_compute_with_python(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def teacher(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        messages, wrong = payload["messages"], payload["seed"] % 3 == 0
+        assert payload["tools"] == [TOOL.schema]
+        outputs = [message["content"] for message in messages if message["role"] == "tool"]
+        total = sum_of(messages[0]["content"])
+        codes = [f"total = {total}", f"print(total + {int(wrong)})"]
+        if total == 6 or len(outputs) == 2:
+            return {"content": f"\\boxed{{{outputs[1] if outputs else total}}}", "reasoning_content": "done"}
+        code = "1 / 0" if total == 7 else codes[len(outputs)]
+        function = {"name": TOOL.name, "arguments": json.dumps({"code": code})}
+        return {
+            "content": "",
+            "reasoning_content": "so",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }
+
+    rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(1, 6)]
+
+    code, output = synthesize("recipe=python_traces", f"input={written(rows)}", f"endpoint={model(teacher).url}")
+
+    assert code == 0, output
+    found = records("conversations")
+    assert {record["id"].partition("/")[0] for record in found} == {"q3", "q4", "q5"}
+    dropped = report()["steps"]["right"]["dropped"]
+    assert dropped["without a call"] == 8 and dropped["wrong"] > 0
+    assert report()["steps"]["fate"]["dropped"] == {"never solved": 8}, "the outputs of q2 are errors"
+    sample = to_sample(found[0], id="q3")
+    assert [message.role for message in sample.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert sample.messages[-1].content == f"\\boxed{{{sample.messages[-2].content}}}"
+    assert sample.messages[1].reasoning == "so" and sample.tools == (TOOL.schema,)
+    assert {(task["environment"], len(task["tools"])) for task in records("tasks")} == {("python_tool", 1)}
 
 
 def test_calls_of_tools_that_are_not_there_are_rejected(

@@ -72,6 +72,13 @@ class Served:
 
 SERVERS: Mapping[str, Served] = {
     "math": Served("math", "Mathematics by math-verify, with a time limit", "arithmetic", {"environment": "math"}),
+    "python_tool": Served(
+        "math",
+        "Mathematics with Python as a tool, in a sandbox",
+        "python_tool",
+        {"environment": "python_tool", "settings": {"max_calls": 16}},
+        max_steps=17,
+    ),
     "domyn_math": Served(
         "math",
         "Mathematics with Domyn-Small's reward: correctness, format and length",

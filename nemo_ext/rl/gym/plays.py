@@ -25,10 +25,12 @@ class Play:
         episode: state for the next response.
         replies: mapping from the latest response's id to the reply, so that a lost request can be sent again. The
             response itself is not stored, to save memory.
+        lock: held while a call is executed.
     """
 
     episode: Episode
     replies: dict[str, "asyncio.Task[dict[str, Any]]"] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Plays:

@@ -2,8 +2,8 @@
 
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
 thinking}}, in which the prompt is OpenAI's Responses input. Rows of the following Gym servers have an equivalent
-environment here and can be read: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc
-and single_step_tool_use_with_argument_comparison.
+environment here and can be read: math_with_judge, ns_tools, mcqa, instruction_following, structured_outputs, code_gen,
+xlam_fc and single_step_tool_use_with_argument_comparison.
 """
 
 import json
@@ -255,6 +255,7 @@ def _action(row: Mapping[str, Any]) -> Mapping[str, Any]:
 Reading = tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Mapping[str, Any]]]
 _GYM: Mapping[str, tuple[Reading, ...]] = {
     "math": ((("expected_answer",), _math),),
+    "python_tool": ((("expected_answer",), _math),),
     "multiple_choice": ((("options", "expected_answer"), _multiple_choice),),
     "instructions": ((("instruction_id_list",), _instructions),),
     "structured_output": ((("schema_str",), _structured),),

@@ -136,8 +136,9 @@ class VerifierServer(SimpleResourcesServer):
             return PlainTextResponse(f"Error: {read.problems[0].partition(': ')[2]}")
         conversation = play.episode.conversation
         assert conversation is not None
-        play.episode = replace(play.episode, turn=play.episode.turn + 1)
-        results = conversation.step(Response(text="", tool_calls=read.calls))
+        async with play.lock:
+            play.episode = replace(play.episode, turn=play.episode.turn + 1)
+            results = await self._by_call.stepped(conversation, Response(text="", tool_calls=read.calls))
         return PlainTextResponse("\n\n".join(message.content for message in results).encode(errors="replace"))
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
@@ -149,7 +150,7 @@ class VerifierServer(SimpleResourcesServer):
             last = self._read(last_turn(row["response"])).response
             assert episode.conversation is not None
             if last.answer:
-                episode.conversation.step(Response(text=last.text, answer=last.answer))
+                await self._by_call.stepped(episode.conversation, Response(text=last.text, answer=last.answer))
             turn = await self._by_call.close(Turn(response=answered.response, following=episode))
         else:
             turn = await self._episodes.turn(self._episode(task), answered.response, answered.unreadable)

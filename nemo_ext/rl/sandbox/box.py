@@ -27,6 +27,7 @@ _GRACE_SECONDS = 60.0
 """Seconds that a supervisor may take beyond a program's own limits, for very busy machines."""
 
 _SENT_AHEAD = 32 << 10
+_SESSION_SECONDS = 1 << 20
 
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
@@ -48,7 +49,8 @@ class Run:
         status: exit status or signal number.
         stdout: standard output, up to the limit.
         stderr: beginning of standard error, for messages.
-        value: a function's result as JSON; the program writes it, so it is no more trustworthy than stdout.
+        value: a function's result, or `error` of a call, as JSON; the program writes it, so it is no more trustworthy
+            than stdout.
         seconds: wall clock time in seconds.
         cpu_seconds: processor time in seconds.
     """
@@ -288,6 +290,16 @@ class Box:
         finally:
             if taken < sent:
                 self.kill()
+
+    def call(self, code: str, limits: Limits) -> Run:
+        """Execute code in the box's Python session, which the first call starts; variables and files persist.
+
+        The result's `value` is {"error": traceback, or ""}, and `stdout` includes standard error and the value of the
+        last expression, cut off at the limit. If the call exceeds a limit or ends the interpreter, `value` is empty,
+        and the next call starts a new session. Processor time has no limit of its own.
+        """
+        header = {"operation": "call", "limits": {**asdict(limits), "cpu_seconds": _SESSION_SECONDS}}
+        return self._run(header, _encoded(code), limits)
 
     def kill(self) -> None:
         """Immediately end the box and everything running in it; callers waiting for it get a SandboxError."""

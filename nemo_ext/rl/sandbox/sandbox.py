@@ -122,12 +122,17 @@ class Sandbox:
             BusyError: it waited longer than `queue_seconds`.
             SandboxError: the sandbox failed.
         """
+        with self.slot(), self.open() as box:
+            return work(box)
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """Context that waits in this thread for one of the `concurrency` slots and holds it; BusyError as `session`."""
         turn = self._gate.enter()
         with self._waiting(turn):
             turn.result(self._queue_seconds)
         try:
-            with self._box() as box:
-                return work(box)
+            yield
         finally:
             self._gate.leave()
 
@@ -144,7 +149,7 @@ class Sandbox:
             failure: BaseException | None = SandboxError("sandbox: cancelled")
             try:
                 if not cancelled.is_set():
-                    with self._box() as box:
+                    with self.open() as box:
                         boxes.append(box)
                         if not cancelled.is_set():
                             result, failure = work(box), None
@@ -212,7 +217,8 @@ class Sandbox:
 
         return work
 
-    def _box(self) -> Box:
+    def open(self) -> Box:
+        """Return a new box, to be closed by the caller; its programs run only in a `slot`."""
         isolation = self.describe()
         return Box(
             self._nursery,

@@ -25,6 +25,7 @@ GENERATORS: Mapping[str, str] = {
     "tool_calls": "nemo_ext.rl.tasks.tool_calls",
     "workplace": "nemo_ext.rl.tasks.workplace",
     "bank": "nemo_ext.rl.tasks.bank",
+    "python_tool": "nemo_ext.rl.tasks.python_tool",
 }
 
 

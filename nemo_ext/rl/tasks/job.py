@@ -22,6 +22,7 @@ from nemo_ext.rl.settings import TaskSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
 from nemo_ext.rl.tasks.records import SCORES, tasks_from_records
+from nemo_ext.rl.verdict import Verdict
 
 COUNT = 1000
 """Default number of generated tasks."""
@@ -135,13 +136,15 @@ def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
         return
     conversation = environment.begin(environment.check(task.reference))
     questions = [Message(role="assistant", content="Could you tell me more?") for _ in task.reference.get("user", ())]
-    last = Message(role="assistant", content=str(task.reference.get("answer") or "Done."))
+    answer = str(task.reference.get("answer") or "Done.")
+    last = Message(role="assistant", content=f"\\boxed{{{answer}}}" if environment.verify else answer)
     for message in (*questions, Message(role="assistant", tool_calls=numbered), last):
         yield message
         yield from conversation.step(
             Response(text=message.content, answer=message.content, tool_calls=message.tool_calls)
         )
     verdict = conversation.verdict()
+    assert isinstance(verdict, Verdict)
     assert verdict.outcome == "correct", f"{task.id}: {verdict.reason}"
 
 

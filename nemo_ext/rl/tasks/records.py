@@ -1,6 +1,7 @@
 """Tasks made from existing records: prompts of conversations, and comparisons for training a reward model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,11 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
 
     chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
     genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
+    python_tool    tasks of the environment `math`, which get Python as a tool
     gym-NAME  rows of one of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`)
 
     Args:
-        environment: environment of the tasks: chat, genrm or gym-NAME.
+        environment: environment of the tasks: chat, genrm, python_tool or gym-NAME.
         paths: paths and globs of JSONL or Parquet files; for gym-NAME, Gym's example rows if there are none.
         report: counts of skipped records, which are updated.
 
@@ -125,5 +127,20 @@ def _rows(
         yield gym_task(row, server, where), where
 
 
+def _with_python(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
+    tools = make("python_tool").tools
+    for number, record in source.files.records(part, report):
+        where = source.files.place(part, number)
+        try:
+            task = Task.from_record(record)
+        except ValueError as error:
+            report.skip("schema", f"{where}: {error}")
+            continue
+        if task.environment != "math" or task.tools:
+            report.skip("of another environment than math, or with tools", where)
+            continue
+        yield replace(task, environment="python_tool", tools=tools), where
+
+
 _Reader = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
-_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons}
+_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons, "python_tool": _with_python}

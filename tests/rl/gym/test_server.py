@@ -12,7 +12,8 @@ import pytest
 
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.tasks import generate, python_tool
+from nemo_ext.rl.worlds.python_tool import TOOL
 
 pytestmark = pytest.mark.gym
 
@@ -146,6 +147,19 @@ class TestTools:
         assert verified(clients[0], row, ends)["reward"] == 1
         assert verified(clients[0], row, ends)["reward"] == 1  # a request that is sent again
         assert verified(clients[1], row, ends)["reward"] == 0
+
+    def test_python_keeps_the_variables_of_its_session(self, serve: Serve, openai: SimpleNamespace) -> None:
+        (task,), client = generate("python_tool", 1, seed=5), serve(environment="python_tool")
+        tools = [{"type": "function", "strict": False, **task.tools[0]["function"]}]
+        row = {"responses_create_params": {"input": "?", "tools": tools}, "expected_answer": task.reference["answer"]}
+        client.post("/seed_session", json=row)  # a row of Gym's ns_tools
+
+        codes = [call.arguments["code"] for call in python_tool.solution(task)]
+        outputs = [client.post(f"/{TOOL.name}", json={"code": code}).text for code in [*codes, "1 / 0"]]
+        made = verified(client, row, openai.response(openai.said(f"\\boxed{{{outputs[1]}}}")))
+
+        assert outputs[0] == "[no output]" and outputs[2].endswith("ZeroDivisionError: division by zero")
+        assert made["reward"] == 1
 
     @pytest.mark.parametrize(
         ("name", "body"),

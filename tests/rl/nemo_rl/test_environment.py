@@ -16,6 +16,7 @@ from nemo_ext.chat.sample import Message
 from nemo_ext.rl.environments import Environment, known_environments
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.task import Task
+from nemo_ext.rl.tasks import generate, python_tool
 from nemo_ext.rl.verdict import Verdict
 
 pytestmark = pytest.mark.nemo_rl
@@ -103,6 +104,22 @@ def test_the_metadata_hold_the_conversation(made: Step, template: str) -> None:
     assert all(f"heard {text}" in content for text, content in zip("ab", observed, strict=True))
     assert all("\ue000" not in content for content in observed)
     assert environment.take_metrics()["turns"] == 3
+
+
+def test_python_continues_in_the_metadata(module: ModuleType) -> None:
+    environment = module.TaskEnvironment({"name": "python_tool", "template": "nemotron3_nano"})
+    (task,) = generate("python_tool", 1, seed=3)
+    state: dict[str, Any] = {"episode": Episode(task=task, thinking_opened=False)}
+    for call in python_tool.solution(task):
+        code = call.arguments["code"]
+        text = f"<tool_call>\n<function={call.name}>\n<parameter=code>\n{code}\n</parameter>\n</function>\n</tool_call>"
+        returned = step(environment, [text], [pickle.loads(pickle.dumps(state))])
+        state = closed(returned)
+
+    assert f"<tool_response>\n{task.reference['answer']}\n</tool_response>" in returned.observations[0]["content"]
+    last = step(environment, [f"\\boxed{{{task.reference['answer']}}}"], [state])
+    assert last.terminateds[0] and last.rewards[0] == 1
+    assert environment.take_metrics()["calls"] == 2
 
 
 def test_a_conversation_requires_a_template(made: Step) -> None:

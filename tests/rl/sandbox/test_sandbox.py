@@ -388,6 +388,79 @@ def test_cancelled_programs_end(sandbox: Sandbox) -> None:
     assert asyncio.run(cancelled()) < 5
 
 
+def called(sandbox: Sandbox, *codes: str, limits: Limits = TIGHT) -> list[Run]:
+    with sandbox.open() as box:
+        return [box.call(code, limits) for code in codes]
+
+
+def test_variables_and_files_persist_between_calls(sandbox: Sandbox) -> None:
+    first, second, third = called(
+        sandbox,
+        "x = 6\nopen('f', 'w').write('7')",
+        "import sys\nprint(x)\nprint(1, file=sys.stderr)",
+        "x * int(open('f').read())",
+    )
+
+    assert (first.stdout, second.stdout, third.stdout) == (b"1\n", b"6\n1\n", b"42\n")
+    assert json.loads(third.value) == {"error": ""}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f():\n    return 1 / 0\n\nf()", "ZeroDivisionError: division by zero"),
+        ("x = = 1", "SyntaxError: invalid syntax"),
+        ("input()", "EOFError"),
+        ("exit(3)", "SystemExit: 3"),
+        ("def f(n): return f(n + 1)\nf(0)", "RecursionError: maximum recursion depth exceeded"),
+        ("import socket\nsocket.socket()", "PermissionError: [Errno 1] Operation not permitted"),
+        ("open('/etc/passwd')", "[Errno"),
+    ],
+)
+def test_an_error_of_a_call_is_its_traceback(sandbox: Sandbox, code: str, said: str) -> None:
+    failed, next_ = called(sandbox, code, "1 + 1")
+
+    trace = json.loads(failed.value)["error"]
+    assert said in trace and "program.py" not in trace and next_.stdout == b"2\n"
+    if "Zero" in said:
+        assert 'File "<call 1>", line 2, in f\n    return 1 / 0' in trace
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("while True: print('y' * 1000)", {"time"}),
+        ("import os\nos._exit(3)", {"exit"}),
+        ("import os\nos.kill(os.getpid(), 9)", {"signal"}),
+        ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", {"time", "processes", "memory"}),
+    ],
+)
+def test_a_call_that_ends_the_interpreter_starts_a_new_one(sandbox: Sandbox, code: str, ended: set[str]) -> None:
+    _, stopped, next_ = called(sandbox, "x = 1", code, "print('x' in globals())")
+
+    assert stopped.ended in ended and len(stopped.stdout) <= TIGHT.output_bytes and not stopped.value
+    assert next_.stdout == b"False\n"
+
+
+def test_nothing_runs_between_calls(sandbox: Sandbox) -> None:
+    count = """
+import threading, time
+ticks = [0]
+def tick():
+    while True:
+        ticks[0] += 1
+        time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+while not ticks[0]: time.sleep(0.001)
+"""
+    with sandbox.open() as box:
+        before = box.call(count + "ticks[0]", LIMITS)
+        time.sleep(1)
+        after = box.call("ticks[0]", LIMITS)
+
+    assert 0 < int(before.stdout) <= int(after.stdout) < int(before.stdout) + 500
+
+
 def test_a_dead_nursery_is_replaced(sandbox: Sandbox) -> None:
     nursery = sandbox._nursery._process
     assert nursery is not None
@@ -404,6 +477,8 @@ def test_a_host_that_dies_takes_its_programs_along(sandbox: Sandbox) -> None:
 import psutil, threading, time
 from nemo_ext.rl.sandbox.sandbox import Sandbox
 sandbox = Sandbox(isolation={kind!r})
+box = sandbox.open()
+box.call("import subprocess; subprocess.Popen(['sleep', '60'])", sandbox.limits)  # stopped when the host dies
 threading.Thread(target=sandbox.run, args=("import time\\ntime.sleep(60)",), daemon=True).start()
 while sandbox._nursery is None or sandbox._nursery._process is None: time.sleep(0.01)
 while not psutil.Process(sandbox._nursery._process.pid).children(): time.sleep(0.01)

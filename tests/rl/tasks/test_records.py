@@ -7,7 +7,9 @@ import pytest
 from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.rewards.genrm import genrm_reward
+from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run
+from nemo_ext.rl.worlds.python_tool import TOOL
 
 CHATS = [
     {
@@ -52,6 +54,21 @@ def test_conversations_become_prompts(tmp_path: Path, capsys: pytest.CaptureFixt
         assert reason in said
 
 
+def test_tasks_of_mathematics_get_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks, output = [*generate("arithmetic", 2, seed=1), *generate("tables", 1, seed=1)], tmp_path / "tasks.jsonl"
+
+    job(
+        f"records={written(tmp_path / 'math.jsonl', [task.record() for task in tasks])}",
+        "environment=python_tool",
+        f"output={output}",
+    )
+
+    made = TaskFile(output).tasks
+    assert [(task.prompt, task.reference) for task in made] == [(task.prompt, task.reference) for task in tasks[:2]]
+    assert all(task.environment == "python_tool" and task.tools == (TOOL.schema,) for task in made)
+    assert "1 of another environment than math" in capsys.readouterr().out
+
+
 def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [comparison(), comparison(id="q", ranking=7), comparison(id="r", messages=[])]
     output = tmp_path / "tasks.jsonl"
@@ -89,7 +106,7 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["environment=chats"], "did you mean 'chat'"),
-        ([], "environment=null: set it to chat, genrm or gym-NAME"),
+        ([], "environment=null: set it to chat, genrm, python_tool or gym-NAME"),
         (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl applies only to generated tasks and"),
         (["environment=chat", "level=1"], "level=1 applies only to generated tasks"),
         (["environment=genrm"], "none of the 5 records can be made into a task"),

@@ -45,7 +45,7 @@ def test_solutions_are_right_and_other_tasks_solutions_are_not(environments: dic
     assert sum(swapped) < len(made) / 3
 
 
-@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace", "python_tool"])
 def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
     many = list(generate(name, 20, seed=1))
     assert list(generate(name, 7, seed=1)) == many[:7]
@@ -54,13 +54,13 @@ def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
     assert len({task.prompt for task in generate(name, 20, seed=1, level=3)}) == 20
 
 
-@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace", "python_tool"])
 def test_tasks_are_lines_of_a_task_file(name: str) -> None:
     for task in generate(name, 10, seed=1):
         assert Task.from_record(json.loads(json.dumps(task.record()))) == task
 
 
-@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace", "python_tool"])
 def test_levels(name: str) -> None:
     levels = import_module(f"nemo_ext.rl.tasks.{name}").LEVELS
     assert {task.id.split("/")[2] for task in generate(name, levels, seed=1)} == {str(n + 1) for n in range(levels)}

@@ -12,7 +12,7 @@ from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import group_reward
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import bank, generate
+from nemo_ext.rl.tasks import bank, generate, python_tool
 from nemo_ext.rl.trl.rollouts import Rollouts
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -103,6 +103,24 @@ def test_a_conversation_continues_until_the_task_is_done(model: Path, tmp_path: 
     # Every prompt has all previous tokens, without tokenising again.
     whole = done.prompt + done.tokens
     assert all(whole[: len(prompt)] == prompt for prompt in seen if _of(made, texts, prompt) == 0)
+
+
+def test_outputs_of_python_are_not_trained_on(model: Path, tmp_path: Path) -> None:
+    made = rollouts(model, tmp_path / "r.jsonl", "python_tool")
+    (task,) = generate("python_tool", 1, seed=3)
+    calls = python_tool.solution(task)
+    answer, failing = task.reference["answer"], ToolCall(name=calls[0].name, arguments={"code": "1 / 0"})
+    steps = [*map(call, (*calls, failing)), f"\\boxed{{{answer}}}"]
+
+    (found,) = made.conversations(
+        [made.prompt(task)], lambda prompts, room: [ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts]
+    )
+
+    assert made.rewards([found]) == [1.0]
+    read = made.tokenizer.decode([token for token, mine in zip(found.tokens, found.mask, strict=True) if not mine])
+    assert answer in read and "ZeroDivisionError: division by zero" in read and "boxed" not in read
+    metrics = made.metrics()
+    assert (metrics["python_tool/calls"], metrics["python_tool/failed_calls"]) == (3, 1)
 
 
 def test_equal_ids_in_different_files(model: Path, tmp_path: Path) -> None:

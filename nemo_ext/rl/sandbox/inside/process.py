@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from nemo_ext.rl.sandbox.inside import confinement as confined
-from nemo_ext.rl.sandbox.inside import processes, program
+from nemo_ext.rl.sandbox.inside import kernel, processes, program
 from nemo_ext.rl.sandbox.inside.confinement import Confinement
 
 _WATCH_EVERY = 0.02
@@ -82,6 +82,9 @@ class Process:
         compiler: True for the C++ compiler, which may start processes.
     """
 
+    _cut = frozenset({2})
+    """Descriptors whose excess output is dropped, since nothing compares it; elsewhere it ends the process."""
+
     def __init__(
         self,
         place: Place,
@@ -121,6 +124,9 @@ class Process:
             seconds = time.monotonic() - began
         finally:
             cpu, code = self._end()
+        return self._ended(over, seconds, cpu, code)
+
+    def _ended(self, over: str, seconds: float, cpu: float, code: int) -> Ended:
         for reader in list(self._open):
             over = self._take(reader) or over
         for descriptor in (self._handle, *self._readers):
@@ -164,7 +170,7 @@ class Process:
                 over = self._take(descriptor) or over
                 if descriptor not in self._open:
                     waiting.unregister(descriptor)
-            if over or self._handle in ready:
+            if over or self._handle in ready or self._answered():
                 return over
             if time.monotonic() >= watch_next:
                 over = self._over_limits()
@@ -172,6 +178,10 @@ class Process:
                     return over
                 # The cost of the check grows with the machine's processes; keep it a small share of the time.
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
+
+    def _answered(self) -> bool:
+        """Return whether the process has finished its task without exiting."""
+        return False
 
     def _take(self, reader: int) -> str:
         """Read the output available in the pipe `reader`; return "output" if it exceeds the limit, else ""."""
@@ -187,8 +197,7 @@ class Process:
             held = self._read[number]
             room = self._most[number] - len(held)
             held += part[: max(0, room)]
-            # Excess stderr is dropped, since nothing compares it.
-            if len(part) > room and number != 2:
+            if len(part) > room and number not in self._cut:
                 return "output"
 
     def _over_limits(self) -> str:
@@ -230,3 +239,51 @@ class Process:
             os._exit(125)
         finally:
             os._exit(125)
+
+
+class Session(Process):
+    """Process that executes one piece of code after another (`program.run_calls`) and is stopped in between."""
+
+    _cut = frozenset({1, 2, program.VALUE})
+
+    def __init__(self, place: Place, start: Callable[..., NoReturn], limits: Mapping[str, Any]) -> None:
+        wake, self._wake = map(kernel.move_up, os.pipe())
+        try:
+            super().__init__(place, lambda: start(program.run_calls, wake), limits, keep=wake)
+        finally:
+            os.close(wake)
+
+    def call(self, code: bytes, limits: Mapping[str, Any]) -> tuple[Ended, bool]:
+        """Execute code; return the result, and whether the process is still there.
+
+        It is killed if it exceeds a limit. Nothing that it has started runs until the next call.
+
+        Raises:
+            HostGoneError: the host is gone; the process has been killed.
+        """
+        self._limits = limits
+        self._most = dict.fromkeys(self._read, limits["output_bytes"])
+        self._read = {number: bytearray() for number in self._read}
+        self._place.prepare(code)
+        processes.send(self._place.confinement, signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):  # it has exited since the last call
+            os.write(self._wake, b"+")
+        began = time.monotonic()
+        try:
+            over = self._listen(began)
+        except BaseException:
+            self._end()
+            raise
+        seconds = time.monotonic() - began
+        if not over and self._answered():
+            processes.send(self._place.confinement, signal.SIGSTOP)
+            for reader in list(self._open):
+                self._take(reader)
+            outputs = {number: bytes(held) for number, held in self._read.items()}
+            return Ended("exit", 0, seconds, 0.0, outputs), True
+        os.close(self._wake)
+        self._read[program.VALUE].clear()
+        return self._ended(over, seconds, *self._end()), False
+
+    def _answered(self) -> bool:
+        return self._read[program.VALUE].endswith(b"\n")

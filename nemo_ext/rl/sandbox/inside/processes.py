@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_ext.rl.sandbox.inside.confinement import Confinement, become
@@ -33,34 +34,46 @@ def usage(confinement: Confinement) -> Usage:
 
 def end(confinement: Confinement) -> None:
     """Kill all processes that a program has started, and wait for them, so that no zombies are left."""
+    send(confinement, signal.SIGKILL)
     if confinement.namespaces:
-        # Sent by process 1 of a namespace, this reaches all other processes in it and none outside.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
         _reap(seconds=None)
         return
-    if confinement.user is not None:
-        _end_all_of(confinement.user)
     deadline = time.monotonic() + 10
     while members := _members(confinement):
         # Stopped first, so that none can start another in the meantime.
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in members:
-                with contextlib.suppress(OSError):
-                    os.kill(process, number)
+            _send_each(members, number)
         _reap(seconds=0.05)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {members} are still running 10 s after SIGKILL")
     _reap(seconds=0.05)
 
 
-def _end_all_of(user: int) -> None:
-    """Kill all processes of a user in one call, made as that user so that no others are signalled."""
+def send(confinement: Confinement, number: int) -> None:
+    """Send the signal with this number to all processes that a program has started."""
+    if confinement.namespaces:
+        # Sent by process 1 of a namespace, this reaches all other processes in it and none outside.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
+    elif confinement.user is not None:
+        _send_all_of(confinement.user, number)
+    else:
+        _send_each(_members(confinement), number)
+
+
+def _send_each(members: Iterable[int], number: int) -> None:
+    for process in members:
+        with contextlib.suppress(OSError):
+            os.kill(process, number)
+
+
+def _send_all_of(user: int, number: int) -> None:
+    """Signal all processes of a user in one call, made as that user so that no others are signalled."""
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError):
             become(user)
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, number)
         os._exit(0)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(child, 0)

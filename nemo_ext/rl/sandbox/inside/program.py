@@ -4,9 +4,12 @@ Python programs do not start an interpreter but run in a fork of an existing one
 compares or parses as JSON.
 """
 
+import ast
 import builtins
 import contextlib
+import io
 import json
+import linecache
 import marshal
 import os
 import signal
@@ -20,6 +23,7 @@ VALUE = 3
 """Descriptor for a function's result, or for the compiled program.
 
 A program that writes to it directly gains nothing that it could not get by returning a value."""
+_TRACEBACK = 16_384
 
 
 def compile_python(source: bytes, prelude: str) -> NoReturn:
@@ -53,6 +57,46 @@ def run_python(code: bytes, function: str | None) -> NoReturn:
     _leave(_run(marshal.loads(code), function))
 
 
+def run_calls(wake: int) -> NoReturn:
+    """Execute pieces of code in one namespace, as a notebook does.
+
+    For every byte from the descriptor `wake`, the code is read from descriptor 0, and {"error": traceback, or ""} is
+    written to `VALUE` as a line of JSON. Standard error goes to standard output.
+    """
+    main = _become_main("__main__")
+    number, encode, write, process = 0, json.dumps, _write, os.getpid()
+    while os.read(wake, 1):
+        number += 1
+        _standard_streams()
+        sys.stderr, sys.stdin = sys.stdout, io.StringIO()
+        source = os.pread(0, os.fstat(0).st_size, 0).decode()
+        error = _executed(source, main.__dict__, f"<call {number}>")
+        _flush()
+        if os.getpid() != process:  # a fork that the code made
+            os._exit(0)
+        write(VALUE, encode({"error": error}).encode() + b"\n")
+    os._exit(0)
+
+
+def _executed(source: str, namespace: dict[str, Any], name: str) -> str:
+    """Execute code and print the value of its last expression; return the traceback, or "" if there is none."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    try:
+        tree = ast.parse(source, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+            if value is not None:
+                print(repr(value))
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and not trace.tb_frame.f_code.co_filename.startswith("<call"):
+            trace = trace.tb_next  # not the code's own frame
+        return "".join(traceback.format_exception(type(error), error, trace, limit=-5))[-_TRACEBACK:]
+    return ""
+
+
 def _needed(prelude: str, source: bytes) -> str:
     """Return those lines of the prelude that import a name used in the source; each line imports one name.
 
@@ -77,16 +121,9 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
         codes: compiled prelude and program, which are executed in this order.
         function: name of a function to call afterwards; None to call none.
     """
-    _standard_streams()
-    sys.argv = ["main.py"]
-    # Elsewhere the module `site` defines these; it is not loaded here.
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    sys.set_int_max_str_digits(50_000)
-    sys.setrecursionlimit(50_000)
     # If a function is called, a script's `if __name__ == "__main__"` must not run.
-    main = types.ModuleType("__main__" if function is None else "solution")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules[main.__name__] = main
+    main = _become_main("__main__" if function is None else "solution")
+    sys.setrecursionlimit(50_000)
     encode, write = json.dumps, _write
     status = 0
     try:
@@ -105,6 +142,19 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
         if name in sys.modules:
             getattr(sys.modules[name], last)()
     return status
+
+
+def _become_main(name: str) -> types.ModuleType:
+    """Set up the interpreter for a program, and return the program's module."""
+    _standard_streams()
+    sys.argv = ["main.py"]
+    # Elsewhere the module `site` defines these; it is not loaded here.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    sys.set_int_max_str_digits(50_000)
+    main = types.ModuleType(name)
+    main.__dict__["__builtins__"] = builtins
+    sys.modules[name] = main
+    return main
 
 
 def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from nemo_ext.rl.sandbox.inside import confinement as confined
 from nemo_ext.rl.sandbox.inside import kernel, processes, program, wire
-from nemo_ext.rl.sandbox.inside.process import Ended, HostGoneError, Place, Process
+from nemo_ext.rl.sandbox.inside.process import Ended, HostGoneError, Place, Process, Session
 
 _SOURCE, _BINARY = "main.cpp", "main.out"
 _CODE_BYTES = 64 << 20
@@ -45,10 +45,16 @@ class Supervisor:
         self._code: bytes | None = None
         self._function: str | None = None
         self._executable: int | None = None
+        self._session: Session | None = None
 
     def serve(self) -> None:
         """Answer messages until the host is gone."""
-        operations = {"compile_python": self._compile_python, "compile_cpp": self._compile_cpp, "run": self._run}
+        operations = {
+            "compile_python": self._compile_python,
+            "compile_cpp": self._compile_cpp,
+            "run": self._run,
+            "call": self._call,
+        }
         while (message := wire.receive(self._host)) is not None:
             header, blobs = message
             ended = operations[header["operation"]](header, blobs[0])
@@ -102,6 +108,15 @@ class Supervisor:
         return self._once(
             lambda: self._python(program.run_python, code, self._function), limits, value_bytes=limits["output_bytes"]
         )
+
+    def _call(self, header: dict[str, Any], code: bytes) -> Ended:
+        if self._session is None:
+            self._place.confinement.empty_directory()
+            self._session = Session(self._place, self._python, header["limits"])
+        ended, alive = self._session.call(code, header["limits"])
+        if not alive:
+            self._session = None
+        return ended
 
     def _python(self, run: Callable[..., NoReturn], *given: Any) -> NoReturn:
         os.environ.clear()
