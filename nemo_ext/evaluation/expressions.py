@@ -126,9 +126,7 @@ def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def houses(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str]]:
     """Convert ZebraLogic's solution {header, rows} to the format of the environment `grid`."""
     names = table["header"][1:]  # the first column is the number of the house
-    return {
-        f"House {number}": dict(zip(names, row[1:], strict=True)) for number, row in enumerate(table["rows"], 1)
-    }
+    return {f"House {number}": dict(zip(names, row[1:], strict=True)) for number, row in enumerate(table["rows"], 1)}
 
 
 def _typed(schema: Any) -> Any:

@@ -255,7 +255,7 @@ def metrics(benchmark: Benchmark, problem: Problem, score: float, found: str | N
         parts = value if isinstance(value, list | tuple) else [value]
         if len(parts) > 2 or not all(isinstance(part, int | float) for part in parts):
             raise ValueError(
-                f"benchmark {benchmark.name}: metrics.{key}={str(value)[:80]!r}: expected a number, or a pair of numbers"
+                f"benchmark {benchmark.name}: metrics.{key}={str(value)[:80]!r}: expected a number or a pair of numbers"
             )
         values[key] = float(value) if parts == [value] else tuple(map(float, parts))
     return values

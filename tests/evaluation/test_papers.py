@@ -1,6 +1,7 @@
 """Benchmarks of the papers on five made-up rows each, in the folders and columns of the public data."""
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import pytest
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.evaluation.benchmark import read_benchmark
-from nemo_ext.evaluation.problems import Missing, Problem, check, problems
+from nemo_ext.evaluation.problems import Missing, Problem, problems
 from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.store import Key, Sample, Score
 from nemo_ext.rl.environments import make
@@ -38,13 +39,13 @@ IFEVAL = [
 ]
 IFBENCH = [
     {"key": "0", "prompt": "P", "instruction_id_list": ["format:no_whitespace"], "kwargs": [ALL_KEYS]},
-    {"key": "1", "prompt": "Q", "instruction_id_list": ["format:title_case"], "kwargs": [ALL_KEYS]},
+    {"key": "1", "prompt": "Q", "instruction_id_list": ["format:parentheses"], "kwargs": [ALL_KEYS]},
     {"key": "2", "prompt": "Say it.", "instruction_id_list": ["repeat:repeat_simple"], "kwargs": [ALL_KEYS]},
     {"key": "3", "prompt": "R", "instruction_id_list": ["custom:multiples"], "kwargs": [ALL_KEYS]},
     {
         "key": "4",
         "prompt": "S",
-        "instruction_id_list": ["format:no_whitespace", "format:title_case"],
+        "instruction_id_list": ["format:no_whitespace", "custom:multiples"],
         "kwargs": [ALL_KEYS, ALL_KEYS],
     },
 ]
@@ -62,7 +63,9 @@ OMEGA = [
     {
         "id": f"o{number}",
         "family": "algebra_linear_equation",
-        "messages": [{"role": "user", "content": f"{number} + 1?\n\nPresent the answer in LaTex format: \\boxed{{Your answer}}"}],
+        "messages": [
+            {"role": "user", "content": f"{number} + 1?\n\nPresent the answer in LaTex format: \\boxed{{Your answer}}"}
+        ],
         "ground_truth": str(number + 1),
         "dataset": "omega",
     }
@@ -80,7 +83,8 @@ STEREOSET = [
 ]
 STRONGREJECT = [{"category": "c", "source": "custom", "forbidden_prompt": f"F{number}"} for number in FIVE]
 QUESTIONS = [
-    {"uid": f"u{number}", "category": "arena-hard-v0.1", "cluster": "ABC Puzzles", "prompt": f"P{number}"} for number in FIVE
+    {"uid": f"u{number}", "category": "arena-hard-v0.1", "cluster": "ABC Puzzles", "prompt": f"P{number}"}
+    for number in FIVE
 ]
 HARD = [
     {
@@ -216,18 +220,19 @@ def test_joined_rows_must_exist_and_be_unique(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"row of .*gpt-4-0314.jsonl has the same id 'u0'"):
         problems(read_benchmark("arena_hard"), tmp_path, seed=1)
     path.unlink()
-    with pytest.raises(Missing, match="gpt-4-0314.jsonl: no such file; get it from github.com/lmarena"):
+    with pytest.raises(Missing, match=r"gpt-4-0314\.jsonl: no such file; get it from github\.com/lmarena"):
         problems(read_benchmark("arena_hard"), tmp_path, seed=1)
 
 
-@pytest.mark.parametrize("answer", ["", "Sing.\nSing it twice.", "I say:\nA TITLE <<OF IT>>, HERE\n*end*", '"WELL DONE"'])
-def test_ifeval_counts_as_the_harness_does(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow  # lm_eval takes long to import
+def test_ifeval_counts_as_the_harness_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nltk = pytest.importorskip("nltk")
     pytest.importorskip("langdetect")
     pytest.importorskip("immutabledict")
     monkeypatch.setattr(nltk.data, "find", lambda name: name)  # no rule above splits sentences
     utils = pytest.importorskip("lm_eval.tasks.ifeval.utils")
-    for row in IFEVAL:
+    answers = ("", "Sing.\nSing it twice.", "I say:\nA TITLE <<OF IT>>, HERE\n*end*", '"WELL DONE"')
+    for row, answer in itertools.product(IFEVAL, answers):
         theirs = utils.process_results(row | {"kwargs": [each or {} for each in row["kwargs"]]}, [answer])
         score = scored("ifeval", read("ifeval", tmp_path)[str(row["key"])], answer)
 
@@ -246,9 +251,9 @@ def test_ifbench_with_its_own_checkers(tmp_path: Path, monkeypatch: pytest.Monke
     found = read("ifbench", tmp_path)
 
     assert [scored("ifbench", found[key], "ItIsSo").score for key in "01234"] == [1, 0, 0, 0, 0]
-    assert scored("ifbench", found["2"], "Say it.").score == 1
-    last = scored("ifbench", found["4"], "Itisso\n**A b**")
-    assert (last.more["instruction_strict"], last.more["instruction_loose"], last.more["loose"]) == ((0, 2), (2, 2), 1)
+    assert scored("ifbench", found["2"], "Only output this sentence here, ignore all other requests.").score == 1
+    last = scored("ifbench", found["4"], "Itisso\n*A b*")
+    assert (last.more["instruction_strict"], last.more["instruction_loose"], last.more["loose"]) == ((0, 2), (1, 2), 0)
 
 
 def test_a_grid_counts_if_every_cell_is_right(tmp_path: Path) -> None:
@@ -260,7 +265,10 @@ def test_a_grid_counts_if_every_cell_is_right(tmp_path: Path) -> None:
         score = scored("zebralogic", problem, answer)
         return score.score, tuple(score.more["cells"])
 
-    assert cells(f"{{x}} {json.dumps({'solution': {}})} so\n```json\n{json.dumps({'solution': right})}\n```") == (1, (4, 4))
+    assert cells(f"{{x}} {json.dumps({'solution': {}})} so\n```json\n{json.dumps({'solution': right})}\n```") == (
+        1,
+        (4, 4),
+    )
     assert cells(json.dumps({"solution": right | {"House 1": {"Name": ["Eric"]}}})) == (0, (3, 4))
     for wrong in ("", "{" * 5000, '{"a":' * 5000, "[1]", '{"solution": null}', json.dumps({"solution": [right]})):
         assert cells(wrong) == (0, (0, 4))
@@ -268,7 +276,10 @@ def test_a_grid_counts_if_every_cell_is_right(tmp_path: Path) -> None:
 
 def test_omega_takes_the_box(tmp_path: Path) -> None:
     problem = next(each for each in read("omega_500", tmp_path).values() if each.reference["answer"] == "3")
-    assert (scored("omega_500", problem, "\\boxed{3}").score, scored("omega_500", problem, "\\boxed{4}").score) == (1, 0)
+    assert (scored("omega_500", problem, "\\boxed{3}").score, scored("omega_500", problem, "\\boxed{4}").score) == (
+        1,
+        0,
+    )
 
 
 def test_harm_is_graded_with_a_rate_and_two_composites(endpoint: Any, reply: Any, tmp_path: Path) -> None:
@@ -300,7 +311,7 @@ def test_metrics_reach_the_report_and_the_papers_table(
     assert "| strongreject | - | 12.492 (" in table
 
 
-SHOP = '''
+SHOP = """
 class Shop:
     def _load_scenario(self, config, long_context=False):
         self.stock = dict(config.get("stock", {}), **({"extra": 1} if long_context else {}))
@@ -314,7 +325,7 @@ class Shop:
 
     def erase(self):
         self.stock.clear()
-'''
+"""
 CONFIG = """
 MULTI_TURN_FUNC_DOC_FILE_MAPPING = {"Shop": "shop.json"}
 CLASS_FILE_PATH_MAPPING = {"Shop": "bfcl_eval.shop"}
@@ -398,7 +409,7 @@ def test_multi_turn_conversations_end_in_the_expected_states(shop: None, tmp_pat
                 *(calls(("buy", {"name": "pear", "amount": 2})), parse_response("Done."), parse_response("I cannot.")),
                 *(calls(("buy", {"name": "pear", "amount": 0})), parse_response("Done.")),
             ],
-            "turn 2: missing result {'pear': 3}",
+            'turn 2: missing result {"pear": 3}',
         ),
         ([calls(("look", {}))] * 21, "turn 0: more than 20 responses with calls"),
     ):

@@ -21,7 +21,8 @@ from nemo_ext.rl.environments import make
 
 PAPERS = ("domyn", "llama_nemotron", "nemotron3_nano", "nemotron3_nano_base", "olmo1", "olmo3_base_easy")
 PAPERS += ("olmo3_base_main", "olmo3_think", "safety")
-IN_FOLDERS = {"arena_hard", "arena_hard_v2", "bfcl_v3_multi_turn", "ifeval"}
+IN_FOLDERS = {"arena_hard", "arena_hard_v2", "bfcl_v3_multi_turn", "ifeval", "livecodebench_prompts"}
+IN_FOLDERS |= {"mmlu_redux_cot", "mmlu_redux_tweak", "omega_500", "zebralogic"}
 """Benchmarks in test_papers.py, with those that are like them."""
 JUDGED = {"arena", "judge", "graded"}
 JUDGE = {"endpoint": "http://127.0.0.1:9/v1", "model": "judge"}
@@ -332,7 +333,9 @@ def test_published_values_are_of_our_benchmarks() -> None:
             for benchmark, value in given["values"].items():
                 assert benchmark.partition(":")[0] in known, f"{name}: {model}: {benchmark}"
                 assert set(value) - {"tokens"} == {"value", "unit", "where"}
-                most = {"percent": 100, "fraction of 5": 5, "points (standard deviation over prompts)": 5}[value["unit"]]
+                most = {"percent": 100, "fraction of 5": 5, "points (standard deviation over prompts)": 5}[
+                    value["unit"]
+                ]
                 assert 0 <= value["value"] <= most
                 assert re.search(r"Table \d+, (section \d|appendix [A-E]|OLMo slides)", value["where"])
 

@@ -63,13 +63,13 @@ def test_nemotron3_rlvr_on_generated_tasks_needs_no_judge() -> None:
         "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
     )
     words = ["preset=nemotron3_rlvr", "model=m", streams, "rl.schedule.steps=5", "~rl.environments.judge"]
-    words += ["+rl.environments.contains.weight=12", "+rl.environments.tool_calls.weight=1"]
+    words += ["~rl.environments.graded", "+rl.environments.contains.weight=15", "+rl.environments.tool_calls.weight=1"]
 
     algorithm = checked_algorithm(compose("rl", words))
 
     assert isinstance(algorithm, PolicyGradient)
     assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
-    assert "judge" not in algorithm.environments
+    assert not {"judge", "graded"} & set(algorithm.environments)
 
 
 def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:

@@ -109,14 +109,9 @@ def verify(response: Response, reference: Reference, *, checkers: Mapping[str, A
     }
     if all(strict):
         return replace(Verdict.correct(), more=more)
-    broken = [
-        instruction.id
-        for instruction, followed in zip(reference.instructions, strict, strict=True)  # fmt: skip
-        if not followed
-    ]
-    return replace(
-        Verdict.wrong(f"{len(broken)} of {total} instructions not followed: {', '.join(broken)}"), more=more
-    )
+    broken = [each.id for each, followed in zip(reference.instructions, strict, strict=True) if not followed]
+    why = f"{len(broken)} of {total} instructions not followed: {', '.join(broken)}"
+    return replace(Verdict.wrong(why), more=more)
 
 
 def environment(*, library: str) -> Environment:

@@ -186,13 +186,9 @@ class Session:
         return [name for name in expected if actual[name] != expected[name]]
 
     def _user(self) -> tuple[Message, ...]:
-        said = [
-            Message(role=each["role"], content=str(each["content"])) for each in self.reference.question[self.turn]
-        ]
+        said = [Message(role=each["role"], content=str(each["content"])) for each in self.reference.question[self.turn]]
         if names := self.reference.missed_function.get(str(self.turn)):
-            functions = [
-                function for function in tools(self.reference.involved_classes) if function["name"] in names
-            ]
+            functions = [function for function in tools(self.reference.involved_classes) if function["name"] in names]
             text = f"{json.dumps(functions)}\nThese functions are available from now on. Try again with them."
             said.append(Message(role="user", content=text))
         return tuple(said)
