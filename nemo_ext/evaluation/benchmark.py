@@ -145,19 +145,8 @@ class Benchmark:
             raise ValueError("set exactly one of data, tasks and generator")
         if self.tasks or self.generator in GENERATORS:
             origin = "tasks" if self.tasks else f"generator={self.generator}"
-            ignored = [
-                "join",
-                "where",
-                "id",
-                "domain",
-                "prompt",
-                "messages",
-                "reference",
-                "metrics",
-                "tools",
-                "choices",
-            ]
-            ignored += [] if self.tasks else ["environment"]
+            ignored = ["join", "where", "id", "domain", "prompt", "messages", "reference", "metrics", "tools"]
+            ignored += ["choices"] if self.tasks else ["choices", "environment"]
             if unused := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
                 raise ValueError(f"{unused[0]} is not used with {origin}, which yields complete problems; remove it")
             if self.kind != "generate":

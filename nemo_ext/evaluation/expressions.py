@@ -1,6 +1,6 @@
 """Functions and filters for the Jinja templates and expressions of benchmarks.
 
-They access neither the network nor files, except for those of an installed package, and execute no code from the data.
+They execute no code from the data, and access neither the network nor files, except data of the package bfcl-eval.
 """
 
 import base64

@@ -44,7 +44,7 @@ class Problem:
         choices: continuations of the prompt to compare.
         gold: index of the correct choice, from 0.
         thinking: reasoning mode (true for on) that the problem requires of models with modes; None if it requires none.
-        row: the row, for the expressions of a benchmark's metrics.
+        row: the row, if the benchmark has metrics, whose expressions use it.
     """
 
     id: str
@@ -238,7 +238,7 @@ def _problem(
         tools=tuple(tools),
         choices=tuple(map(str, choices)),
         gold=gold,
-        row=row,
+        row=row if benchmark.metrics else {},
     )
 
 

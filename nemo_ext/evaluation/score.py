@@ -116,11 +116,9 @@ class Scorer:
         assert turn.verdict is not None
         verdict = turn.verdict
         value = None if verdict.outcome == "error" else verdict.score
-        more = (
-            verdict.more
-            if value is None
-            else {**verdict.more, **metrics(self.benchmark, problem, value, verdict.answer)}
-        )
+        more = dict(verdict.more)
+        if value is not None:
+            more |= metrics(self.benchmark, problem, value, verdict.answer)
         return Score(**identity, score=value, why=verdict.reason, found=verdict.answer, more=more)
 
     async def _replay(self, problem: Problem, sample: Sample) -> Turn:

@@ -84,6 +84,7 @@ STEREOSET = {
     "context": "C.",
     "sentences": {"sentence": ["u", "anti", "stereo"], "gold_label": [2, 0, 1]},
 }
+COMP_MATH = {"id": "aime25-0", "subset_for_metrics": "aime25", "problem": "P", "expected_answer": "73"}
 AIME = {"problem": "P", "answer": "073", "id": 1, "url": "", "year": "2024", "solution": ""}
 OLYMPIAD = {"id": 1, "question": "Q", "final_answer": ["2", "3"], "is_multiple_answer": True, "subfield": "Algebra"}
 SCIQ = {"question": "Q", "correct_answer": "c", "distractor1": "1", "distractor2": "2", "distractor3": "3"}
@@ -137,7 +138,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any] | str]] = [
     ("aime24", AIME, {"answer": "73"}),
     ("aime25", {"question": "P", "answer": "336^\\circ"}, {"answer": "336"}),
     ("aime25", {"question": "P", "answer": 0}, {"answer": "0"}),
-    ("comp_math_24_25", {"problem": "P", "answer": 73}, {"answer": "73"}),
+    ("comp_math_24_25", COMP_MATH, {"answer": "73"}),
     ("gsm8k", {"question": "Q", "answer": "1 + 1 = 2\n#### 1,002"}, {"answer": "1002"}),
     ("gsm8k_8shot", {"question": "Q", "answer": "#### 2"}, {"answer": "2", "format": "text"}),
     ("mgsm", MGSM, {"answer": "1050"}),

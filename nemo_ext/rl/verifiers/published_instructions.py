@@ -65,7 +65,7 @@ def check(reference: Mapping[str, Any], *, known: Mapping[str, Any]) -> Referenc
     """Parse a task's reference: {instructions: [{id, kwargs}], prompt: string}.
 
     Raises:
-        ValueError: the reference is invalid, or has an id that is not among those of the checkers, `known`.
+        ValueError: the reference is invalid, or has an id without a checker in `known`.
     """
     parsed = checked(Reference, reference, where="reference", strict=True)
     for instruction in parsed.instructions:
@@ -118,7 +118,7 @@ def environment(*, library: str) -> Environment:
     """Create the environment `published_instructions`.
 
     Args:
-        library: `ifeval`, lm-evaluation-harness's checkers of its 25 rules; `ifbench`, those of allenai/IFBench.
+        library: `ifeval`, lm-evaluation-harness's checkers of its 25 rules; `ifbench`, the checkers of allenai/IFBench.
 
     Raises:
         ValueError: the library is unknown, or it or its data are not installed.

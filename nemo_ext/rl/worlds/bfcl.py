@@ -1,7 +1,7 @@
 """Multi-turn conversations of the Berkeley Function-Calling Leaderboard (BFCL v3), with its own simulated programs.
 
-The programs are those of the package `bfcl-eval` (Apache-2.0), version 2026.3.23 or compatible; they only change their
-own state. As in its `multi_turn_checker`, after each user turn the state must equal that after the expected calls, and
+The programs come from the package `bfcl-eval` (Apache-2.0), version 2026.3.23 or compatible; they only change their own
+state. As in its `multi_turn_checker`, after each user turn the state must equal that after the expected calls, and
 the results so far must include theirs. Calls go to methods that the leaderboard documents, and nothing is evaluated.
 """
 
@@ -63,7 +63,7 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def tools(involved_classes: Sequence[str], missed_function: Mapping[str, Sequence[str]] | None = None) -> list[Any]:
-    """Return the leaderboard's descriptions of the programs' functions, without those that are held back."""
+    """Return the leaderboard's descriptions of the programs' functions, without the held-back functions."""
     missed = {name for names in (missed_function or {}).values() for name in names}
     functions = [function for name in involved_classes for function in _documents(name)]
     return [function for function in functions if function["name"] not in missed]
