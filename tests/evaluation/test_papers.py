@@ -327,7 +327,8 @@ class Shop:
         self.stock.clear()
 """
 CONFIG = """
-MULTI_TURN_FUNC_DOC_FILE_MAPPING = {"Shop": "shop.json"}
+MULTI_TURN_FUNC_DOC_FILE_MAPPING = {"Shop": "shop.json", "Web": "shop.json"}
+OMIT_STATE_INFO_CLASSES = ["Web"]
 CLASS_FILE_PATH_MAPPING = {"Shop": "bfcl_eval.shop"}
 STATELESS_CLASSES = []
 """
@@ -394,6 +395,8 @@ def test_multi_turn_conversations_end_in_the_expected_states(shop: None, tmp_pat
     assert [each.content for each in session.step(parse_response("Done."))] == ["Look."]
     (result,) = session.step(calls(("erase", {})))  # not documented
     assert result.content == "Error during execution: name 'erase' is not defined"
+    (result,) = session.step(calls(("buy", {"name": "pear", "exponent": 10**9})))
+    assert result.content == "Error during execution: numbers over 1000 are not allowed here"
     (added,) = session.step(parse_response("I cannot."))
     assert '"name": "look"' in added.content
     session.step(calls(("look", {})))
@@ -420,5 +423,5 @@ def test_multi_turn_conversations_end_in_the_expected_states(shop: None, tmp_pat
         assert why in session.verdict().reason
     with pytest.raises(ValueError, match=r"ground_truth: 'buy\(open\(\)\)' is not a call with literal arguments"):
         environment.check({**problem.reference, "ground_truth": [["buy(open())"], [], []]})
-    with pytest.raises(ValueError, match="unknown program 'Bank'"):
-        environment.check({**problem.reference, "involved_classes": ["Bank"]})
+    with pytest.raises(ValueError, match="unknown program 'Web'"):
+        environment.check({**problem.reference, "involved_classes": ["Web"]})

@@ -25,6 +25,8 @@ from nemo_ext.rl.verdict import Verdict
 MOST_STEPS = 20
 """Maximum number of responses with calls in a user turn; more end the conversation."""
 _MOST_TURNS = 100 * MOST_STEPS
+_MOST = 1000
+"""Maximum of exponents and of decimal places, which could otherwise keep the programs busy for hours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,9 @@ def tools(involved_classes: Sequence[str], missed_function: Mapping[str, Sequenc
 
 @lru_cache(maxsize=32)
 def _documents(program: str) -> list[Any]:
-    files = _package("constants.executable_backend_config").MULTI_TURN_FUNC_DOC_FILE_MAPPING
-    if program not in files:
+    config = _package("constants.executable_backend_config")
+    files = config.MULTI_TURN_FUNC_DOC_FILE_MAPPING
+    if program not in files or program in config.OMIT_STATE_INFO_CLASSES:  # these search the web or keep files
         raise ValueError(f"unknown program {program!r}: {nearest(program, files)}")
     file = resources.files("bfcl_eval") / "data" / "multi_turn_func_doc" / files[program]
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
@@ -114,6 +117,8 @@ class Programs:
 
     def call(self, name: str, /, *arguments: Any, **named: Any) -> str:
         """Call a documented function and return its result as text, or the error as the leaderboard words it."""
+        if any(isinstance(named.get(key), int) and abs(named[key]) > _MOST for key in ("exponent", "precision")):
+            return f"Error during execution: numbers over {_MOST} are not allowed here"
         for program, instance in self.instances.items():
             if any(function["name"] == name for function in _documents(program)):
                 try:
