@@ -248,7 +248,7 @@ def metrics(benchmark: Benchmark, problem: Problem, score: float, found: str | N
     Raises:
         ValueError: a value is neither a number nor a pair of numbers.
     """
-    values = {}
+    values: dict[str, Metric] = {}
     names = {**problem.row, "score": score, "found": found}
     for key, expression in benchmark.metrics.items():
         value = _value(benchmark, f"metrics.{key}", expression, names, f"problem {problem.id}")

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.verdict import Verdict
+from nemo_ext.rl.verdict import Metric, Verdict
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS
 
 
@@ -102,7 +102,7 @@ def verify(response: Response, reference: Reference, *, checkers: Mapping[str, A
         except Exception as error:
             return Verdict.error(f"the published checker {instruction.id} raised {type(error).__name__}: {error}"[:200])
     total = len(strict)
-    more = {
+    more: dict[str, Metric] = {
         "loose": float(all(loose)),
         "instruction_strict": (sum(strict), total),
         "instruction_loose": (sum(loose), total),
