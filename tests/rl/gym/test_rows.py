@@ -99,7 +99,7 @@ def test_gyms_own_rows_are_read(environment: str, row: dict[str, Any], reference
     task = of_gym(asked(**row), environment)
 
     assert task.reference == reference
-    judge = {"judge": {"endpoint": "http://localhost:1/v1"}} if environment == "graded" else None
+    judge = {"judge": {"endpoint": "http://localhost:1/v1", "model": "m"}} if environment == "graded" else None
     make(environment, judge).check(task.reference)
 
 
