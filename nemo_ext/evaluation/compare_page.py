@@ -214,13 +214,14 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
 
 
 def _part_cell(run: Run, name: str) -> str:
-    """Format a run's result on a benchmark, or for BENCHMARK:PART one of its other metrics or domains."""
+    """Format a run's result on a benchmark; BENCHMARK:PART is another metric, a domain or the deviation over prompts."""
     benchmark, _, part = name.partition(":")
     entry = run.benchmarks.get(benchmark)
     if entry is None or not part:
         return _cell(entry)
-    domain = (entry.get("domains") or {}).get(part, {}).get("accuracy")
-    value = (entry.get("metrics") or {}).get(part, domain)
+    parts = {name: domain["accuracy"] for name, domain in (entry.get("domains") or {}).items()}
+    parts |= entry.get("metrics") or {}
+    value = {"deviation": (entry.get("sensitivity") or {}).get("std"), **parts}.get(part)
     return "-" if value is None else _value(entry, value)
 
 
