@@ -69,6 +69,7 @@ class Benchmark:
             `nemo_ext.evaluation.generators`.
         settings: arguments of the generator.
         count: number of generated problems.
+        join: files whose rows have the same ids as the data's rows, to which they add their columns, such as answers.
         where: expression that selects rows; None selects all.
         id: expression for a unique row id; if None, a hash of the row is the id.
         domain: expression for the row's group, such as a subject; None if there are no groups.
@@ -80,6 +81,9 @@ class Benchmark:
         environment: name of the verifier (`nemo_ext.rl.environments`).
         environment_settings: the verifier's settings.
         reference: mapping from the keys of the verifier's reference to expressions.
+        metrics: mapping from further metrics to expressions, with `score` and `found`, the answer that the verifier
+            compared (or none), as further variables. The value is a number, averaged over problems, or a pair of
+            numbers, each summed over all samples and then divided.
         tools: expression for the declared tools.
         choices: for `choice`, expression for the list of choices, each as it follows the context.
         gold: for `choice`, expression for the index of the correct choice, from 0.
@@ -105,6 +109,7 @@ class Benchmark:
     generator: str | None = None
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
     count: Count = 100
+    join: StringsOrNone = ()
     where: str | None = None
     id: str | None = None
     domain: str | None = None
@@ -115,6 +120,7 @@ class Benchmark:
     environment: str | None = None
     environment_settings: Mapping[str, JsonValue] = field(default_factory=dict)
     reference: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)
     tools: str | None = None
     choices: str | None = None
     gold: str | None = None
@@ -139,8 +145,8 @@ class Benchmark:
             raise ValueError("set exactly one of data, tasks and generator")
         if self.tasks or self.generator in GENERATORS:
             origin = "tasks" if self.tasks else f"generator={self.generator}"
-            ignored = ["where", "id", "domain", "prompt", "messages", "reference", "tools", "choices"]
-            ignored += [] if self.tasks else ["environment"]
+            ignored = ["join", "where", "id", "domain", "prompt", "messages", "reference", "metrics", "tools"]
+            ignored += ["choices"] if self.tasks else ["choices", "environment"]
             if unused := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
                 raise ValueError(f"{unused[0]} is not used with {origin}, which yields complete problems; remove it")
             if self.kind != "generate":
@@ -152,6 +158,10 @@ class Benchmark:
         if self.kind != "generate" and (self.messages is not None or self.environment is not None):
             key = "messages" if self.messages is not None else "environment"
             raise ValueError(f"{key} requires kind=generate, but kind is {self.kind}")
+        if self.metrics and self.kind != "generate":
+            raise ValueError(f"metrics requires kind=generate, but kind is {self.kind}")
+        if self.join and (self.id is None or not self.data):
+            raise ValueError("join requires data and id, an expression whose value is the same in the rows of both")
         if self.kind == "choice" and (self.choices is None or self.gold is None):
             raise ValueError("kind=choice requires choices and gold, the index of the correct choice")
         if self.generator is not None and self.shots:

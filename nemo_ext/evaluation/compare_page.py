@@ -204,13 +204,25 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
     places = list(dict.fromkeys(value["where"] for model in models.values() for value in model["values"].values()))
     rows = []
     for name in (*ours, *(name for name in theirs if name not in ours)):
-        cells = [_cell(run.benchmarks.get(name)) for run in comparison.runs]
+        cells = [_part_cell(run, name) for run in comparison.runs]
         rows.append([name, *cells, *(_published_cell(model["values"].get(name), places) for model in models.values())])
     text = [f"Published values: {paper.get('source', 'no source given')}."]
     text += [f"{name}: {model['about']}." for name, model in models.items() if model.get("about")]
     text += ["Places in the paper:", "; ".join(f"({number}) {place}" for number, place in enumerate(places, 1)) + "."]
     columns = ("benchmark", *(run.name for run in comparison.runs), *models)
     return Table(f"Compared with {paper['name']}", columns, rows, " ".join(text))
+
+
+def _part_cell(run: Run, name: str) -> str:
+    """Format a run's result on BENCHMARK or BENCHMARK:PART, a metric, a domain or the `deviation` over prompts."""
+    benchmark, _, part = name.partition(":")
+    entry = run.benchmarks.get(benchmark)
+    if entry is None or not part:
+        return _cell(entry)
+    parts = {name: domain["accuracy"] for name, domain in (entry.get("domains") or {}).items()}
+    parts |= entry.get("metrics") or {}
+    value = {"deviation": (entry.get("sensitivity") or {}).get("std"), **parts}.get(part)
+    return "-" if value is None else _value(entry, value)
 
 
 def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> str:
@@ -223,8 +235,8 @@ def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> s
     if value is None:
         return "-"
     unit, number = str(value.get("unit", "percent")), float(value["value"])
-    if unit == "fraction":
-        unit, number = "percent", 100 * number
+    if unit.startswith("fraction"):  # "fraction", or "fraction of 5" for a scale from 0 to 5
+        unit, number = "percent", 100 * number / float(unit.partition(" of ")[2] or 1)
     shown = f"{number:.1f}" if round(number, 1) == number else f"{number:g}"
     tokens = f", {_number(value['tokens'])} tokens" if value.get("tokens") else ""
     return f"{shown}{'' if unit == 'percent' else f' {unit}'}{tokens} ({places.index(value['where']) + 1})"

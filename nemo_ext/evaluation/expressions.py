@@ -1,6 +1,6 @@
 """Functions and filters for the Jinja templates and expressions of benchmarks.
 
-All are pure functions: they access neither files nor the network, and execute no code from the data.
+They execute no code from the data, and access neither the network nor files, except data of the package bfcl-eval.
 """
 
 import base64
@@ -14,6 +14,7 @@ from typing import Any
 from nemo_ext.evaluation.store import digest_of
 from nemo_ext.job.records import read_json
 from nemo_ext.rl.answers import last_boxed
+from nemo_ext.rl.worlds import bfcl
 
 _MOST_BYTES = 1 << 30
 _PICKLED_TEXT = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "BINPUT", "STOP"}
@@ -122,6 +123,12 @@ def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def houses(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str]]:
+    """Convert ZebraLogic's solution {header, rows} to the format of the environment `grid`."""
+    names = table["header"][1:]  # the first column is the number of the house
+    return {f"House {number}": dict(zip(names, row[1:], strict=True)) for number, row in enumerate(table["rows"], 1)}
+
+
 def _typed(schema: Any) -> Any:
     """Rename a schema's types to those of JSON Schema; a property may itself be named `type`."""
     if not isinstance(schema, Mapping):
@@ -146,7 +153,7 @@ def bfcl_calls(truth: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[st
     ]
 
 
-FUNCTIONS = {"records": records, "mixed": mixed}
+FUNCTIONS = {"records": records, "mixed": mixed, "bfcl_programs": bfcl.tools}
 FILTERS = {
     "lettered": lettered,
     "letter": letter,
@@ -158,5 +165,6 @@ FILTERS = {
     "code_tests": code_tests,
     "bfcl_tools": bfcl_tools,
     "bfcl_calls": bfcl_calls,
+    "houses": houses,
     "from_json": read_json,
 }

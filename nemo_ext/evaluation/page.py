@@ -19,6 +19,7 @@ import orjson
 from nemo_ext.evaluation.report import NONE, facts, figure, measured, name_of, number, share, tables
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
 from nemo_ext.job.files import complete_file
+from nemo_ext.rl.verdict import Metric
 
 PAGE = "report.html"
 VERDICTS = ("right", "partly right", "wrong", "measured", "unscored", "failed")
@@ -147,11 +148,15 @@ def _place(key: Key) -> float:
     return zlib.crc32(orjson.dumps([*key])) / (1 << 32)
 
 
+def _shown(value: Metric) -> float | str:
+    return round(value, 4) if isinstance(value, int | float) else "/".join(f"{part:g}" for part in value)
+
+
 def _line(sample: Sample, score: Score | None) -> dict[str, Any]:
     known: dict[str, float | int | str | None] = {
         "score": None if score is None or score.score is None else round(score.score, 4),
         "compared as": None if score is None else score.found,
-        **({} if score is None else {name: round(value, 4) for name, value in score.more.items()}),
+        **({} if score is None else {name: _shown(value) for name, value in score.more.items()}),
         "ended by": sample.finish_reason,
         "prompt tokens": sample.prompt_tokens,
         "answer tokens": sample.completion_tokens,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
+from nemo_ext.rl.verdict import Metric
 
 
 class Missing(ValueError):
@@ -43,6 +44,7 @@ class Problem:
         choices: continuations of the prompt to compare.
         gold: index of the correct choice, from 0.
         thinking: reasoning mode (true for on) that the problem requires of models with modes; None if it requires none.
+        row: the row, if the benchmark has metrics, whose expressions use it.
     """
 
     id: str
@@ -54,6 +56,7 @@ class Problem:
     choices: tuple[str, ...] = ()
     gold: int = 0
     thinking: bool | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     def task(self, prompt: str) -> Task:
         """Return the problem with the prompt of this name as an RL task."""
@@ -102,7 +105,7 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
         located = ((f"{place}, row {number}", Row(row)) for number, row in enumerate(generated))
         return [_problem(benchmark, row, {}, where) for where, row in _selected(benchmark, located)]
     named: dict[str, tuple[str, Row, str]] = {}
-    for where, row in _selected(benchmark, _rows(benchmark, benchmark.data, data_root)):
+    for where, row in _selected(benchmark, _joined(benchmark, data_root)):
         whole = digest_of(row)
         name = whole if benchmark.id is None else str(_value(benchmark, "id", benchmark.id, row, where))
         if name in named and named[name][0] != whole:
@@ -143,6 +146,7 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
         try:
             if environment is not None:
                 environment.check(problem.reference)
+                metrics(benchmark, problem, 0.0, None)
             elif benchmark.kind == "choice" and not 0 <= problem.gold < len(problem.choices):
                 size = len(problem.choices)
                 raise ValueError(
@@ -248,7 +252,27 @@ def _problem(
         tools=tuple(tools),
         choices=tuple(map(str, choices)),
         gold=gold,
+        row=row if benchmark.metrics else {},
     )
+
+
+def metrics(benchmark: Benchmark, problem: Problem, score: float, found: str | None) -> dict[str, Metric]:
+    """Return the values of a benchmark's further metrics for an answer with this score and extracted answer.
+
+    Raises:
+        ValueError: a value is neither a number nor a pair of numbers.
+    """
+    values: dict[str, Metric] = {}
+    names = {**problem.row, "score": score, "found": found}
+    for key, expression in benchmark.metrics.items():
+        value = _value(benchmark, f"metrics.{key}", expression, names, f"problem {problem.id}")
+        parts = value if isinstance(value, list | tuple) else [value]
+        if len(parts) > 2 or not all(isinstance(part, int | float) for part in parts):
+            raise ValueError(
+                f"benchmark {benchmark.name}: metrics.{key}={str(value)[:80]!r}: expected a number or a pair of numbers"
+            )
+        values[key] = float(value) if parts == [value] else tuple(map(float, parts))
+    return values
 
 
 def _shots(
@@ -325,6 +349,29 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
         return
     advice = f"get it from {benchmark.source}" if benchmark.source else "correct `data` or evaluate.data_root"
     raise Missing(f"{data_root / patterns[0]}: no such file; {advice}")
+
+
+def _joined(benchmark: Benchmark, data_root: Path) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of the data, with their locations; each gets the columns of the row of `join` with the same id.
+
+    Columns of the data are not replaced, and rows without a counterpart are unchanged.
+
+    Raises:
+        ValueError: two different rows of `join` have the same id.
+    """
+    more: dict[str, Row] = {}
+    for where, row in _rows(benchmark, benchmark.join, data_root) if benchmark.join else ():
+        name = str(_value(benchmark, "id", str(benchmark.id), row, where))
+        if more.setdefault(name, row) != row:
+            raise ValueError(
+                f"{where}: benchmark {benchmark.name}: an earlier row of {more[name].file} has the same id {name!r}; "
+                "remove one, or narrow `join`"
+            )
+    for where, row in _rows(benchmark, benchmark.data, data_root):
+        if more:
+            for key, value in more.get(str(_value(benchmark, "id", str(benchmark.id), row, where)), {}).items():
+                row.setdefault(key, value)
+        yield where, row
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

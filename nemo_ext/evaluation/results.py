@@ -16,6 +16,7 @@ from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.store import BITS, Key, Store
 from nemo_ext.job import statistics
 from nemo_ext.job.settings import Count
+from nemo_ext.rl.verdict import Metric
 
 _REASONED = ("with_reasoning", "with_reasoning_interval")
 
@@ -278,10 +279,8 @@ class _Table:
         if self._more:
             selected = [numbers for numbers, here in zip(self._more, rows, strict=True) if here]
             shared = set.intersection(*map(set, selected)) - {"nats", "bytes"}
-            more = {
-                key: float(statistics.problem_means(np.array([numbers[key] for numbers in selected]), problems).mean())
-                for key in sorted(shared)
-            }
+            means = {key: _metric_mean([numbers[key] for numbers in selected], problems) for key in sorted(shared)}
+            more = {key: value for key, value in means.items() if not np.isnan(value)}
             if benchmark.kind != "generate":
                 return name, more
         metrics = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean()), **more}
@@ -330,6 +329,14 @@ class _Table:
             if len(values):
                 by_domain[domain] = {"accuracy": float(values.mean()), "n": len(values)}
         return by_domain
+
+
+def _metric_mean(values: Sequence[Metric], problems: np.ndarray) -> float:
+    """Return the mean of a metric over problems, or for pairs the ratio of their sums; NaN if the divisor is 0."""
+    if isinstance(values[0], int | float):
+        return float(statistics.problem_means(np.array(values), problems).mean())
+    numerator, denominator = np.sum(values, axis=0)
+    return float(numerator / denominator) if denominator else float("nan")
 
 
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:

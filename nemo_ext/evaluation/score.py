@@ -9,7 +9,7 @@ from nemo_ext.chat.response import CLOSE, OPEN, Answered, Response, parse_respon
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.evaluation.benchmark import Benchmark
-from nemo_ext.evaluation.problems import Problem
+from nemo_ext.evaluation.problems import Problem, metrics
 from nemo_ext.evaluation.store import Sample, Score, digest_of
 from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
@@ -95,7 +95,8 @@ class Scorer:
             version = {key: value for key, value in judge.items() if key in ("model", "sampling")}
         self.episodes = Episodes({"name": environment, "settings": settings})
         without_judge = {key: value for key, value in settings.items() if key != "judge"}
-        self.digest = digest_of(environment, without_judge, version)
+        more = [dict(benchmark.metrics)] if benchmark.metrics else []
+        self.digest = digest_of(environment, without_judge, version, *more)
 
     @property
     def converses(self) -> bool:
@@ -115,7 +116,10 @@ class Scorer:
         assert turn.verdict is not None
         verdict = turn.verdict
         value = None if verdict.outcome == "error" else verdict.score
-        return Score(**identity, score=value, why=verdict.reason, found=verdict.answer, more=verdict.more)
+        more = dict(verdict.more)
+        if value is not None:
+            more |= metrics(self.benchmark, problem, value, verdict.answer)
+        return Score(**identity, score=value, why=verdict.reason, found=verdict.answer, more=more)
 
     async def _replay(self, problem: Problem, sample: Sample) -> Turn:
         assert self.episodes is not None

@@ -89,7 +89,7 @@ class Score:
         score: from 0 to 1, or bits per byte; None if it could not be computed, for example because a judge is down.
         why: why the score is not 1; "" if it is.
         found: extracted answer that was compared, used in majority votes; None if none was found.
-        more: further metrics, such as {acc_norm: 1.0, bits_per_byte: 0.9}.
+        more: further metrics, such as {acc_norm: 1.0, bits_per_byte: 0.9}; pairs as in `Verdict.more`.
     """
 
     key: Key
@@ -99,7 +99,7 @@ class Score:
     reference: str = ""
     why: str = ""
     found: str | None = None
-    more: Mapping[str, float] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def digest_of(*parts: Any) -> str:

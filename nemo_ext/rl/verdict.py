@@ -1,10 +1,11 @@
 """A verifier's verdict on one response."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["correct", "wrong", "error"]
+Metric = float | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +18,15 @@ class Verdict:
         score: number from 0 to 1; 1 if and only if `outcome` is correct, and between 0 and 1 for partial solutions.
         reason: short explanation for reports; "" if correct.
         answer: answer as found in the response and compared with the reference; None if none was found.
-        more: further numbers for reports, such as {math_verify: 1.0}; no reward uses them.
+        more: further metrics for reports, such as {math_verify: 1.0}; no reward uses them. A pair is a numerator and a
+            denominator, each summed over all samples, such as {cells: (5, 6)} for the share of all cells.
     """
 
     outcome: Outcome
     score: float
     reason: str = ""
     answer: str | None = None
-    more: Mapping[str, float] = field(default_factory=dict)
+    more: Mapping[str, Metric] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert 0 <= self.score <= 1 and (self.score == 1) == (self.outcome == "correct"), self

@@ -52,18 +52,18 @@ def test_every_preset_names_its_source(preset: str) -> None:
 
 
 JUDGES = {
-    "llama_nemotron_grpo": "environments.judge.settings.judge",
-    "llama_nemotron_rlhf": "group.judge",
-    "nemotron3_rlhf": "group.judge",
-    "nemotron3_rlvr": "environments.judge.settings.judge",
-    "olmo_rl": "environments.judge.settings.judge",
+    "llama_nemotron_grpo": ("environments.judge.settings.judge",),
+    "llama_nemotron_rlhf": ("group.judge",),
+    "nemotron3_rlhf": ("group.judge",),
+    "nemotron3_rlvr": ("environments.judge.settings.judge", "environments.graded.settings.judge"),
+    "olmo_rl": ("environments.judge.settings.judge",),
 }
-"""Endpoint for presets that require one."""
+"""Endpoints for presets that require them."""
 
 
 @pytest.mark.parametrize("preset", presets())
 def test_a_preset_composes_unchanged_in_hydra(preset: str) -> None:
-    given = [f"{JUDGES[preset]}.{key}=there" for key in ("endpoint", "model")] if preset in JUDGES else []
+    given = [f"{judge}.{key}=there" for judge in JUDGES.get(preset, ()) for key in ("endpoint", "model")]
     given += ["distillation.teachers.default=there"] if preset in ("opd", "mopd") else []
     composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
 

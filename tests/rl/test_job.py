@@ -64,14 +64,14 @@ def test_nemotron3_rlvr_on_generated_tasks_needs_no_judge() -> None:
         "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
     )
     words = ["preset=nemotron3_rlvr", "model=m", streams, "rl.schedule.steps=5", "~rl.environments.judge"]
-    words += ["rl.curriculum=null"]
-    words += ["+rl.environments.contains.weight=12", "+rl.environments.tool_calls.weight=1"]
+    words += ["rl.curriculum=null", "~rl.environments.graded"]
+    words += ["+rl.environments.contains.weight=15", "+rl.environments.tool_calls.weight=1"]
 
     algorithm = checked_algorithm(compose("rl", words))
 
     assert isinstance(algorithm, PolicyGradient)
     assert {"instructions", "contains", "tool_calls"} < set(algorithm.environments)
-    assert "judge" not in algorithm.environments
+    assert not {"judge", "graded"} & set(algorithm.environments)
 
 
 def test_tasks_have_the_order_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
 thinking}}, in which the prompt is OpenAI's Responses input. Rows of the following Gym servers have an equivalent
 environment here and can be read: math_with_judge, ns_tools, mcqa, instruction_following, structured_outputs, code_gen,
-xlam_fc and single_step_tool_use_with_argument_comparison.
+xlam_fc, single_step_tool_use_with_argument_comparison and multichallenge.
 """
 
 import json
@@ -246,6 +246,13 @@ def _calls(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"expected": row["expected_answers"], "tools": row[PARAMETERS].get("tools")}
 
 
+def _rubric(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = [f"{message.role}: {message.content}" for message in messages(row[PARAMETERS]["input"])]
+    items = [f"- {item['question']} (expected: {item.get('pass_criteria', 'YES')})" for item in row["rubric"]]
+    rubric = "One point for each of these questions on the response whose answer is the expected one:"
+    return {"question": "\n\n".join(said), "rubric": "\n".join([rubric, *items]), "best": len(items)}
+
+
 def _action(row: Mapping[str, Any]) -> Mapping[str, Any]:
     action = row["expected_action"]
     called = action["type"] == "function_call"
@@ -261,4 +268,5 @@ _GYM: Mapping[str, tuple[Reading, ...]] = {
     "structured_output": ((("schema_str",), _structured),),
     "code": (((METADATA,), _code),),
     "tool_calls": ((("expected_answers",), _calls), (("expected_action",), _action)),
+    "graded": ((("rubric",), _rubric),),
 }

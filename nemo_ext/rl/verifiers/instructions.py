@@ -7,7 +7,7 @@ verdict's score is the share of instructions that are followed.
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from unicodedata import normalize
@@ -85,9 +85,7 @@ check = functools.partial(checked, Reference, where="reference", strict=True)
 """Parses a task's reference; raises ValueError if it is invalid."""
 
 
-def verify(
-    response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS, published: Any = None
-) -> Verdict:
+def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
     """Return correct if the answer follows all instructions.
 
     An answer with control characters, without words or of more than `max_characters` characters is wrong.
@@ -96,19 +94,10 @@ def verify(
         response: response to verify.
         reference: instructions to follow.
         max_characters: maximum length of an answer in characters.
-        published: module `lm_eval.tasks.ifeval.utils`, whose checkers replace ours; None to use ours.
     """
     answer = response.answer
     if len(answer) > max_characters:
         return Verdict.wrong(f"longer than {max_characters} characters")
-    if published is not None:
-        ids, kwargs = zip(*((each.id, dict(each.kwargs)) for each in reference.instructions), strict=True)
-        try:
-            example = published.InputExample(key=0, instruction_id_list=list(ids), prompt="", kwargs=list(kwargs))
-            followed = published.test_instruction_following_strict(example, answer).follow_instruction_list
-        except Exception as error:  # its checkers raise on some answers
-            return Verdict.error(f"lm-evaluation-harness's checker raised {type(error).__name__}: {error}"[:200])
-        return _verdict([name for name, follows in zip(ids, followed, strict=True) if not follows], reference)
     if not re.search(r"\w", answer):
         return Verdict.wrong("no answer")
     if _NO_TEXT.search(answer):
@@ -119,10 +108,6 @@ def verify(
         for each in reference.instructions
         if not RULES[each.id].is_followed(answer, each.kwargs, whole_words=reference.whole_words)
     ]
-    return _verdict(broken, reference)
-
-
-def _verdict(broken: Sequence[str], reference: Reference) -> Verdict:
     if not broken:
         return Verdict.correct()
     total = len(reference.instructions)
@@ -130,40 +115,18 @@ def _verdict(broken: Sequence[str], reference: Reference) -> Verdict:
     return Verdict.wrong(f"{len(broken)} of {total} instructions not followed: {', '.join(broken)}", score=score)
 
 
-def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False) -> Environment:
+def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
     """Create the environment `instructions`.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.
-        published: whether to verify IFEval's 25 rules with lm-evaluation-harness's checkers, as papers do. Use them
-            only for benchmarks, as they reward doing nothing in some cases and raise on some answers (`error`).
 
     Raises:
-        ValueError: a setting is invalid, or the published checkers or their data are not installed.
+        ValueError: the setting is invalid.
     """
     checked_whole("max_characters", max_characters, least=1)
     return Environment(
         name="instructions",
         check=check,
-        verify=functools.partial(verify, max_characters=max_characters, published=_published() if published else None),
+        verify=functools.partial(verify, max_characters=max_characters),
     )
-
-
-def _published() -> Any:
-    try:
-        import nltk
-        from langdetect import DetectorFactory
-
-        nltk.data.find("tokenizers/punkt_tab")  # lm-evaluation-harness downloads it when it is imported
-        from lm_eval.tasks.ifeval import utils
-    except ImportError as error:
-        raise ValueError(
-            f"IFEval's published checkers are not installed ({error}): run pip install 'nemo_ext[harness]'"
-        ) from None
-    except LookupError:
-        raise ValueError(
-            "IFEval's published checkers require NLTK data: run python -m nltk.downloader punkt_tab "
-            "(offline, copy its folder to NLTK_DATA/tokenizers)"
-        ) from None
-    DetectorFactory.seed = 0  # otherwise the language of a short text is random
-    return utils

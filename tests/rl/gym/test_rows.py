@@ -83,13 +83,24 @@ def asked(**row: Any) -> dict[str, Any]:
             {"language": "python", "style": "stdin", "tests": [{"input": "1\n", "output": "2\n"}]},
         ),
         ("tool_calls", {"expected_action": {"type": "message", "content": "hello"}}, {"expected": []}),
+        (
+            "graded",
+            {"rubric": [{"question": "Is it short?", "pass_criteria": "YES"}, {"question": "Is it rude?"}]},
+            {
+                "question": "user: ?",
+                "rubric": "One point for each of these questions on the response whose answer is the expected one:\n"
+                "- Is it short? (expected: YES)\n- Is it rude? (expected: YES)",
+                "best": 2,
+            },
+        ),
     ],
 )
 def test_gyms_own_rows_are_read(environment: str, row: dict[str, Any], reference: dict[str, Any]) -> None:
     task = of_gym(asked(**row), environment)
 
     assert task.reference == reference
-    make(environment).check(task.reference)
+    judge = {"judge": {"endpoint": "http://localhost:1/v1", "model": "m"}} if environment == "graded" else None
+    make(environment, judge).check(task.reference)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ PLACES = {
 
 _JUDGE = ("rl.environments.judge.settings.judge",)
 JUDGES = {
-    **dict.fromkeys(("llama_nemotron_grpo", "nemotron3_rlvr", "olmo_rl"), _JUDGE),
+    **dict.fromkeys(("llama_nemotron_grpo", "olmo_rl"), _JUDGE),
+    "nemotron3_rlvr": (*_JUDGE, "rl.environments.graded.settings.judge"),
     **dict.fromkeys(("llama_nemotron_rlhf", "nemotron3_rlhf"), ("rl.group.judge",)),
 }
 """Where a preset asks for a judge's endpoint."""

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -376,54 +375,3 @@ def test_agrees_with_gym() -> None:
 
     # The paragraph begins "Crash—emotion", which the published check counts as one word.
     assert compared >= 10 and differing == ["length_constraints:nth_paragraph_first_word"]
-
-
-def test_published_checkers(monkeypatch: pytest.MonkeyPatch) -> None:
-    nltk = pytest.importorskip("nltk")
-    pytest.importorskip("langdetect")
-    pytest.importorskip("immutabledict")
-    monkeypatch.setattr(nltk.data, "find", lambda name: name)  # neither rule below splits sentences
-    published, ours = make("instructions", {"published": True}), make("instructions")
-    asked = [
-        {"id": "combination:repeat_prompt", "kwargs": {"prompt_to_repeat": "Write a poem.", "num_words": None}},
-        {"id": "punctuation:no_comma", "kwargs": {}},
-    ]
-
-    def scores(text: str, mode: str) -> list[float]:
-        reference = {"instructions": asked, "mode": mode}
-        return [each.verify(parse_response(text), each.check(reference)).score for each in (published, ours)]  # type: ignore
-
-    assert scores("Write a poem.", "all") == [1, 0]  # ours requires an answer after the request
-    assert scores("Write a poem. It is short.", "all") == [1, 1]
-    assert scores("Write a poem. Short, it is.", "all") == [0, 0]
-    assert scores("Write a poem. Short, it is.", "share") == [0.5, 0.5]
-    assert scores("", "share") == [0, 0]
-
-
-def test_published_checkers_that_raise_are_errors() -> None:
-    class Checkers:
-        def __getattr__(self, name: str) -> Any:
-            raise LookupError("punkt_tab")
-
-    reference = check({"instructions": [{"id": "punctuation:no_comma"}]})
-    assert verify(parse_response("Yes."), reference, published=Checkers()).outcome == "error"
-
-
-@pytest.mark.parametrize(
-    ("module", "message"), [("langdetect", r"pip install 'nemo_ext\[harness\]'"), ("", "nltk.downloader punkt_tab")]
-)
-def test_the_error_names_what_published_checkers_require(
-    monkeypatch: pytest.MonkeyPatch, module: str, message: str
-) -> None:
-    nltk = pytest.importorskip("nltk")
-
-    def missing(name: str) -> Any:
-        raise LookupError(name)
-
-    monkeypatch.setattr(nltk.data, "find", missing)
-    if module:
-        monkeypatch.setitem(sys.modules, module, None)
-    else:
-        pytest.importorskip("langdetect")
-    with pytest.raises(ValueError, match=message):
-        make("instructions", {"published": True})

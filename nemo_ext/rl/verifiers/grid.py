@@ -1,0 +1,80 @@
+"""Verifier for logic grid puzzles (ZebraLogic, arXiv:2502.01100): a JSON object with every cell of the solution.
+
+The answer's last JSON object is {"solution": {"House 1": {"Name": "Eric", ...}, ...}}, as in
+github.com/WildEval/ZeroEval (zebra_grid_eval.py). A puzzle is solved if all its cells are correct.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from nemo_ext.chat.response import Response
+from nemo_ext.job.settings import checked
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.verdict import Verdict
+
+_MOST_CHARACTERS = 100_000
+_MOST_STARTS = 1000
+"""Maximum number of opening braces at which an object is looked for, counted from the end."""
+_DECODER = json.JSONDecoder()
+
+Name = Annotated[str, Field(pattern=r"\S")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Solution: mapping from a row's name, such as House 1, to its cells, by attribute."""
+
+    solution: Annotated[Mapping[Name, Annotated[Mapping[Name, Name], Field(min_length=1)]], Field(min_length=1)]
+
+
+check = partial(checked, Reference, where="reference", strict=True)
+"""Parses a task's reference, {solution: {ROW: {ATTRIBUTE: value}}}; raises ValueError if it is invalid."""
+
+
+def verify(response: Response, reference: Reference) -> Verdict:
+    """Return correct if all cells are, ignoring case; `more` has the pair `cells`, the correct ones and all."""
+    table = _last_object(response.answer)
+    table = table.get("solution") if isinstance(table, dict) else None
+    cells = [
+        _same(table.get(row), attribute, value) if isinstance(table, dict) else False
+        for row, values in reference.solution.items()
+        for attribute, value in values.items()
+    ]
+    if all(cells):
+        verdict = Verdict.correct()
+    elif isinstance(table, dict):
+        verdict = Verdict.wrong(f"{len(cells) - sum(cells)} of {len(cells)} cells are wrong")
+    else:
+        verdict = Verdict.wrong('no JSON object with the key "solution"')
+    return replace(verdict, more={"cells": (sum(cells), len(cells))})
+
+
+def _same(row: Any, attribute: str, value: str) -> bool:
+    cell = row.get(attribute) if isinstance(row, dict) else None
+    if isinstance(cell, list) and cell:
+        cell = cell[0]
+    return isinstance(cell, str) and cell.strip().lower() == value.strip().lower()
+
+
+def _last_object(text: str) -> Any:
+    """Return the last JSON object in a text that is not inside another; None if there is none."""
+    text, found, end = text[-_MOST_CHARACTERS:], None, 0
+    starts = [place for place, character in enumerate(text) if character == "{"]
+    for start in islice(starts, max(0, len(starts) - _MOST_STARTS), None):
+        if start >= end:
+            try:
+                found, end = _DECODER.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                continue
+    return found
+
+
+def environment() -> Environment:
+    """Create the environment `grid`."""
+    return Environment(name="grid", check=check, verify=verify)
