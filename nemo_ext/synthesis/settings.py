@@ -301,6 +301,27 @@ class Draw(Step):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Spread(Step):
+    """Step that orders rows in hierarchical round robin, so that the first N are diverse (Nemotron 3 Nano, 2.2.4).
+
+    Groups of the first entry of `by` take turns, within each of them groups of the second entry, and so on.
+
+    Attributes:
+        by: expression for the list of a row's topics, from broad to narrow.
+        most: maximum number of rows to keep, the first in this order; None for all.
+    """
+
+    kind = "spread"
+    VALUES = ("by",)
+    by: Expression
+    most: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.when is not None:
+            raise ValueError("a step with kind=spread does not support the key `when`: it orders all rows")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unique(Step):
     """Step that removes duplicates and near duplicates; of equal or similar rows, it keeps the first.
 
@@ -335,7 +356,7 @@ class Screen(Step):
 
 
 KINDS: Mapping[str, type[Step]] = {
-    kind.kind: kind for kind in (Ask, Converse, Verify, Set, Keep, Expand, Group, Draw, Unique, Screen)
+    kind.kind: kind for kind in (Ask, Converse, Verify, Set, Keep, Expand, Group, Draw, Spread, Unique, Screen)
 }
 
 OutputKind = Literal["conversations", "generations", "tasks", "documents", "prompts"]
