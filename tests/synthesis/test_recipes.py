@@ -994,3 +994,39 @@ def test_scientific_texts_are_selected_and_their_topics_take_turns(
     assert steps["label"]["numbers"]["canaries"] and not steps["label"]["numbers"]["canaries_fooled"]
     assert [record["code"] for record in records("documents")] == ["530", "510", "536"]
     assert steps["spread"]["dropped"] == {"more than most": 1}
+
+
+def test_questions_of_benchmarks_are_found_by_embeddings_and_a_model(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any
+) -> None:
+    def embed(prompt: str, payload: Mapping[str, Any]) -> Any:
+        numbers = [float(number) for number in re.findall(r"\d+", payload["input"])]
+        return reply(
+            body=json.dumps({"data": [{"embedding": [1.0, *numbers]}], "usage": {"prompt_tokens": 3}}).encode()
+        )
+
+    def judge(prompt: str, payload: Mapping[str, Any]) -> str:
+        question, *items = (re.findall(r"\d+", part)[-2:] for part in re.split(r"\[(?:Question|Item \d)\]", prompt)[1:])
+        assert len(items) == 2
+        return f"<same>{'yes' if question in items else 'no'}</same>"
+
+    embedder = model(embed)
+    endpoint_reply = embedder.reply
+    embedder.reply = lambda payload: endpoint_reply({**payload, "prompt": payload["input"]})
+    questions = [{"question": f"What is {n} and {n + 3}?", "answer": 2 * n + 3, "domain": "sums"} for n in range(1, 8)]
+    items = [{"prompt": f"Add {n} to {n + 3}, please.", "benchmark": "sums"} for n in (2, 5, 20, 30, 40)]
+
+    code, output = synthesize(
+        "recipe=decontaminate",
+        f"input=[{written(questions)},{written(items, 'items.jsonl')}]",
+        f"roles.embedder.endpoint={embedder.url}",
+        f"roles.judge.endpoint={model(judge).url}",
+        "steps.near.count=2",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["compare"]["dropped"] == {"in a benchmark": 2}
+    assert steps["compare"]["numbers"]["canaries"] > 3 and not steps["compare"]["numbers"]["canaries_fooled"]
+    assert [record["answer"] for record in records("prompts")] == [2 * n + 3 for n in (1, 3, 4, 6, 7)]
+    assert all(record["domain"] == "sums" and "prompt" not in record for record in records("prompts"))

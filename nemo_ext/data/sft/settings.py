@@ -36,7 +36,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.tokens is None and self.passes is not None and self.passes > self.max_epochs:
             raise ValueError(
-                f"passes={self.passes:g} must be at most max_epochs={self.max_epochs:g}: lower passes or raise max_epochs"
+                f"passes={self.passes:g} must be at most max_epochs={self.max_epochs:g}: lower passes, or raise "
+                "max_epochs"
             )
 
 
