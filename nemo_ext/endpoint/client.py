@@ -85,6 +85,10 @@ class ClientSettings:
             )
 
 
+EMBEDDINGS = "embeddings"
+"""Path of requests for the vector of a text, which is the answer as JSON."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Request to an endpoint.
@@ -514,7 +518,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """Read the first choice in a response from `/chat/completions` or `/completions`.
+    """Read the first choice in a response from `/chat/completions` or `/completions`, or a vector from `/embeddings`.
 
     Args:
         content: body of the response.
@@ -529,7 +533,19 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         body = body_of(content, "chat completion", key)
         if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file
             body = json.loads(again.encode(errors="replace"))
-        choice, usage = body["choices"][0], body.get("usage") or {}
+        usage = body.get("usage") or {}
+        if request.path == EMBEDDINGS:
+            vector = json.dumps([float(value) for value in body["data"][0]["embedding"]])
+            return Answer(
+                key=request.key,
+                sample=request.sample,
+                answer=vector,
+                finish_reason="stop",
+                prompt_tokens=count(usage.get("prompt_tokens")),
+                seconds=seconds,
+                body=body,
+            )
+        choice = body["choices"][0]
         message = choice.get("message") or {}
         text = message.get("content") if message else choice.get("text")
         reasoning = message.get("reasoning_content") or message.get("reasoning")

@@ -1,13 +1,12 @@
 """Batch requests for `nemo-ext generate` and `synthesize`: answers to all input rows are written to a folder."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.checkpoint.storage import files_identity
@@ -18,7 +17,6 @@ from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
-from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import describe, differing, note, noted
@@ -77,7 +75,7 @@ async def answer_all(
     """
     async with client:
         await client.check()
-        index = _index(folder, rows, settings)
+        index = index_of(folder, rows, settings)
         if index.repeated:
             notice(f"input: {index.repeated:,} rows are equal to an earlier one; equal rows are answered once")
         requests = asks(index)
@@ -123,12 +121,6 @@ async def answer_all(
     return output, index
 
 
-def fail(message: str) -> NoReturn:
-    """Print an error message and exit with status `FAILED`."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(FAILED)
-
-
 def held_part_rows(folder: Path) -> int:
     """Return the number of input rows per part of an existing output."""
     return int(json.loads((folder / OWN / _INDEX).read_text())["part_rows"])
@@ -140,7 +132,7 @@ def made_of(folder: Path) -> dict[str, Any] | None:
     return before
 
 
-def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
+def index_of(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
     """Return the index of the input, which the first worker builds; it is rebuilt if the input has changed."""
     place = folder / OWN / _INDEX
     with only_run_in(folder / OWN, "output", wait=A_DAY):

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_ext.data.text.user_files import pyarrow_module
@@ -20,7 +20,7 @@ PREFIX = "input_"
 """Prefix of input columns whose names collide with answer columns."""
 
 
-def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
+def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = ANSWER) -> dict[str, str]:
     """Return a mapping from input columns to their names in the output.
 
     An input column gets a prefix if an answer column has the same name. A key column called `key` is left out, as the
@@ -29,12 +29,13 @@ def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
     Args:
         columns: input columns.
         key: the column with the rows' keys; None if their keys are not from a column.
+        answer: names of the answer columns.
 
     Raises:
         ValueError: two columns would get the same name.
     """
     names = {
-        column: f"{PREFIX}{column}" if column in ANSWER else column for column in columns if not column == key == "key"
+        column: f"{PREFIX}{column}" if column in answer else column for column in columns if not column == key == "key"
     }
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if name.startswith(PREFIX) and name in names)

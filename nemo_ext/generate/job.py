@@ -6,16 +6,18 @@ import glob
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import Asks, answer_all, fail
+from nemo_ext.generate.batch import Asks, answer_all
 from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Rows, is_batch
 from nemo_ext.generate.settings import Settings
 from nemo_ext.generate.work import TooManyDead, try_requests
+from nemo_ext.job.job import JobFailed
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked
 from nemo_ext.serving.meanwhile import endpoint_of
@@ -30,35 +32,74 @@ def run(config: Mapping[str, Any]) -> None:
     """Run the job; the same command resumes it.
 
     Raises:
+        As `answer`.
+    """
+    settings = _checked(config)
+    if not settings.generate.dry_run:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
+        answer(config)
+        return
+    rows = Rows.from_paths(settings.input, settings.generate.key)
+    index = rows.index(settings.generate.part_rows)
+    _show(index, rows, _prompts(settings, index), settings)
+
+
+def answer(config: Mapping[str, Any]) -> None:
+    """Request the answers to all rows of the input that have none, and write the output.
+
+    Raises:
         ValueError: a setting is invalid, the input cannot be read, or the output was started with other settings.
+        JobFailed: more answers failed than `generate.max_dead` allows, or the endpoint does not respond.
         OSError: a file cannot be written.
     """
     settings = _checked(config)
-    generate = settings.generate
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
-    folder = Path(settings.output).expanduser()
+    generate, folder = settings.generate, Path(settings.output).expanduser()
     rows = Rows.from_paths(settings.input, generate.key)
-    if generate.dry_run:
-        index = rows.index(generate.part_rows)
-        _show(index, rows, _prompts(settings, index), settings)
-        return
+
+    def asks(index: Index) -> Asks:
+        prompts = _prompts(settings, index)
+        try_requests(prompts, rows.read(index.ranges[0])[:_TRIED])
+        return Asks(prompts=prompts, made_of=_made_of(settings, prompts))
+
     try:
         with endpoint_of(config, folder / OWN) as (endpoint, model, _):
             client = Client(endpoint, generate.client, model=model, key_variable=settings.key_variable)
-
-            def asks(index: Index) -> Asks:
-                prompts = _prompts(settings, index)
-                try_requests(prompts, rows.read(index.ranges[0])[:_TRIED])
-                return Asks(prompts=prompts, made_of=_made_of(settings, prompts))
-
-            asyncio.run(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
+            _complete(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
-        fail(
+        raise JobFailed(
             f"more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}): see "
             f"{folder / 'dead'}, fix the cause and set generate.retry_dead=true, or raise generate.max_dead"
-        )
+        ) from None
     except EndpointGone as error:
-        fail(f"{error}; the same command resumes")
+        raise JobFailed(f"{error}; the same command resumes") from None
+
+
+def _complete(work: Coroutine[Any, Any, Any]) -> None:
+    """Run a coroutine; in a thread if this one already has an event loop, as in a notebook.
+
+    A KeyboardInterrupt cancels the coroutine and is raised when it has ended.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    running = list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+
+    async def cancellable() -> None:
+        if (task := asyncio.current_task()) is not None:
+            running.append((asyncio.get_running_loop(), task))
+        await work
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(asyncio.run, cancellable())
+        try:
+            done.result()
+        except KeyboardInterrupt:
+            for loop, task in running:
+                with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def check(config: Mapping[str, Any]) -> None:

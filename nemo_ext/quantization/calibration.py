@@ -6,19 +6,20 @@ a batch have the same length.
 """
 
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.chat.sample import Sample
+from nemo_ext.chat.sample import Sample, has_reasoning
 from nemo_ext.chat.template import Template
 from nemo_ext.data.packs.packed_files import is_packed, read_packed_manifest
 from nemo_ext.data.sft.masks import ChatEncoder
@@ -33,6 +34,8 @@ Ids = npt.NDArray[np.int64]
 _PART_RECORDS = 5000
 _PART_BYTES = 32_000_000
 _SHORTEST = 2
+_TRACE = re.compile(r"<think>\s*(?!</think>)\S")
+"""Start of a reasoning trace that is not empty, in the text of a sample."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -46,6 +49,7 @@ class CalibrationSettings:
         max_length: maximum tokens per sample; longer samples are truncated.
         batch_tokens: maximum tokens per batch.
         template: chat template for conversations; null to use the one in the model's directory.
+        thinking: True to use only samples with a reasoning trace, as for Nemotron 3 Nano (section 4.1); None for all.
         seed: seed of the selection.
     """
 
@@ -55,6 +59,7 @@ class CalibrationSettings:
     max_length: Annotated[int, Field(ge=_SHORTEST)] = 4096
     batch_tokens: PositiveInt = 16384
     template: str | None = None
+    thinking: Literal[True] | None = None
     seed: int = 1234
 
 
@@ -95,8 +100,9 @@ def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> Cali
     required = settings.samples + settings.held_out
     if len(selected) < required:
         raise ValueError(
-            f"calibration.data={settings.data} has {len(selected):,} distinct samples of {_SHORTEST} tokens or more, "
-            f"but calibration.samples + calibration.held_out is {required:,}: lower them, or provide more data"
+            f"calibration.data={settings.data} has {len(selected):,} distinct samples of {_SHORTEST} tokens or more"
+            f"{' with a reasoning trace' if settings.thinking else ''}, but calibration.samples + "
+            f"calibration.held_out is {required:,}: lower them, or provide more data"
         )
     if (highest := max(int(ids.max()) for ids in selected)) >= vocab_size:
         raise ValueError(
@@ -167,6 +173,7 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
     lengths, starts, dtype = read_index(prefix.with_name(f"{prefix.name}.idx"))
     ids = np.memmap(prefix.with_name(f"{prefix.name}.bin"), dtype=dtype, mode="r")
     width = np.dtype(dtype).itemsize
+    tokenizer = HuggingFaceTokenizer(model) if settings.thinking else None
     samples: list[Ids] = []
     seen = set[bytes]()
     for number in generator(settings.seed, "calibration").permutation(len(lengths)):
@@ -174,6 +181,8 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
             break
         begin, length = int(starts[number]) // width, int(lengths[number])
         content = blake2b(ids[begin : begin + length].tobytes(), digest_size=16).digest()
+        if tokenizer is not None and not _TRACE.search(tokenizer.decode(ids[begin : begin + length])):
+            continue
         if length >= _SHORTEST and content not in seen:
             seen.add(content)
             samples.append(ids[begin : begin + min(length, settings.max_length)].astype(np.int64))
@@ -202,7 +211,7 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
         for part in source.parts(max_documents=_PART_RECORDS, max_size=_PART_BYTES):
             for sample, *_ in source.read(part, report):
                 rank = digest(settings.seed, "calibration", sample.id)
-                if rank in seen:
+                if rank in seen or (settings.thinking and not has_reasoning(sample.messages)):
                     continue
                 seen.add(rank)
                 heapq.heappush(candidates, (-rank, sample))

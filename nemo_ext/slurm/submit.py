@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -33,6 +34,8 @@ from nemo_ext.slurm.sweep import MULTIRUN, points
 SCRIPTS = Path(__file__).parent / "scripts"
 """Folder of the batch scripts, which are links to `slurm/` in a checkout and files in an installed package."""
 
+POLL = 10.0
+"""Seconds between checks of whether a job is still in the queue."""
 ROUNDS = "rounds"
 """Subfolder of a record folder for the records of all arrays but the last."""
 
@@ -337,6 +340,27 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     output = submission.base / attempts.FOLDER / (f"{job}_*.out" if array else f"{job}.out")
     console.print(f"job {job}; output: {output}; `nemo-ext status {submission.base}`", markup=False)
     return 0
+
+
+def complete(words: Sequence[str]) -> None:
+    """Submit a job, unless it is in the queue, and wait until it has left the queue.
+
+    Args:
+        words: arguments of `nemo-ext submit`.
+
+    Raises:
+        ValueError: the arguments or the config are invalid, or Slurm rejects the job.
+    """
+    records = planned(words).records
+
+    def is_queued() -> bool:
+        queue = queued()
+        return any(queued_job(record, queue) for record in records)
+
+    if not is_queued() and submit(words, dry_run=False):
+        raise ValueError("the job was not submitted: fix the errors printed above")
+    while is_queued():
+        time.sleep(POLL)
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:

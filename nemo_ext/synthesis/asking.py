@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import thinking_mode
-from nemo_ext.endpoint.client import Client, Request
+from nemo_ext.endpoint.client import EMBEDDINGS, Client, Request
 from nemo_ext.evaluation.score import said
 from nemo_ext.generate.batch import Asks, answer_all, held_part_rows, made_of
 from nemo_ext.generate.output import Output
@@ -37,7 +37,7 @@ _KNOWN = "known.sqlite"
 _TRIED = 20
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "extra")
 _REQUEST = {
-    Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
+    Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "embed", "samples", *_SAMPLING),
     Converse: ("role", "environment", "settings", "thinking", "samples", "user", *_SAMPLING),
 }
 """Settings that requests depend on, by step class; other settings may change without new requests."""
@@ -200,11 +200,14 @@ class Asking:
         prompt, tools = self.prompt_of(columns), None
         if self.step.tools is not None:
             tools = self.context.value("tools", self.step.tools, self.context.names(columns))
-        if self.step.complete:
+        if self.step.complete or self.step.embed:
             if not isinstance(prompt, str):
+                named = "embed" if self.step.embed else "complete"
                 raise ValueError(
-                    f"steps.{self.context.name}: row {key}: complete=true requires a prompt as a string, not messages"
+                    f"steps.{self.context.name}: row {key}: {named}=true requires a prompt as a string, not messages"
                 )
+            if self.step.embed:
+                return Request(key=key, sample=sample, path=EMBEDDINGS, body={**self.step.extra, "input": prompt})
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}

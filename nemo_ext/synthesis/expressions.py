@@ -3,7 +3,6 @@
 They can only be used as filters (`answer | tagged('score')`), because rows may have columns with the same names.
 """
 
-import ast
 import math
 import re
 from collections import Counter
@@ -17,11 +16,14 @@ from nemo_ext.data.text.words import words_of
 from nemo_ext.job.records import strict_json
 from nemo_ext.job.seeds import generator, uniform
 from nemo_ext.job.templates import Templates
-from nemo_ext.rl.answers import fences, final_answer, last_boxed, normal
-from nemo_ext.rl.verifiers.code import TAGS
+from nemo_ext.rl.answers import final_answer, last_boxed, normal
 from nemo_ext.rl.verifiers.refusal import refuses
+from nemo_ext.synthesis.source_code import code, code_blocks, lint_score, parses
 from nemo_ext.synthesis.translation import lines, unmasked
 
+_HEADING = re.compile(r"(#{1,6}|={2,6})?\s*(.*?)\s*=*")
+_TO_THE_END = 7
+"""Level of a heading without a mark: above that of all headings with one."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _SHINGLE = 3
 
@@ -56,23 +58,6 @@ def json_of(text: str | None) -> Any:
     return value
 
 
-def code(text: str | None, language: str = "") -> str:
-    """Return the last code block in a language (by any of its tags), else the last block without a tag, else ""."""
-    names, blocks = TAGS.get(language, {language}), dict[str, str]()
-    for tag, inner, _, _ in fences(text or ""):
-        blocks[language if tag in names else tag if language else ""] = f"{inner}\n" if inner else ""
-    return blocks.get(language) or blocks.get("", "")
-
-
-def parses(text: str | None) -> bool:
-    """Whether a non-empty string is a syntactically valid Python program; it is not executed."""
-    try:
-        ast.parse(text or "")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return bool(text)
-
-
 def final(text: str | None) -> str:
     r"""Return a solution's final answer, from \boxed{} or after "the answer is"; "" if there is none."""
     return last_boxed(text or "") or final_answer(text or "") or ""
@@ -84,6 +69,24 @@ def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
         *before, last = template_messages(asked, "messages")
         return [*before, {**last, "content": in_box(last["content"])}]
     return asked if r"\boxed" in asked else f"{asked}\n\nPut the final answer in \\boxed{{}}."
+
+
+def without_sections(text: str, *names: str) -> str:
+    """Remove the sections with these headings, as Markdown (`## Notes`), wiki text (`== Notes ==`) or a line alone.
+
+    A section ends before the next marked heading of the same or a higher level (of any level, after a line alone).
+    """
+    kept, level = list[str](), 0
+    for line in text.splitlines(keepends=True):
+        heading = _HEADING.fullmatch(line.strip())
+        mark, title = heading.groups() if heading else (None, "")
+        if mark and len(mark) <= level:
+            level = 0
+        if not level and title.lower() in map(str.lower, names):
+            level = len(mark) if mark else _TO_THE_END
+        if not level:
+            kept.append(line)
+    return "".join(kept)
 
 
 def words(text: str | None) -> int:
@@ -209,8 +212,24 @@ TEMPLATES = Templates(
     filters={
         function.__name__: function
         for function in (
-            *(tagged, all_tagged, number, json_of, code, parses, final, in_box, words, mean, majority, overlap),
-            *(language, shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
+            *(tagged, all_tagged, number, json_of, code, code_blocks, parses, lint_score, final, in_box, words, mean),
+            *(
+                majority,
+                overlap,
+                without_sections,
+                language,
+                shuffled,
+                picked,
+                chance,
+                within,
+                chat,
+                piece,
+                records,
+                filled,
+                refuses,
+                lines,
+                unmasked,
+            ),
         )
     }
 )

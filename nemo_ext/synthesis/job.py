@@ -13,9 +13,10 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import A_DAY, fail
+from nemo_ext.generate.batch import A_DAY
 from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.files import only_run_in
+from nemo_ext.job.job import JobFailed
 from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
@@ -41,6 +42,7 @@ def run(config: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a setting is invalid, the input cannot be read, or existing answers have different settings.
+        JobFailed: no rows remain, too many answers failed, a judge is unreliable, or the endpoint does not respond.
         OSError: a file cannot be written.
     """
     settings, recipe, work = _checked(config)
@@ -52,18 +54,16 @@ def run(config: Mapping[str, Any]) -> None:
     try:
         with _places(config, settings, recipe, folder) as places:
             _Run(settings=settings, recipe=recipe, work=work, folder=folder, places=places).run()
-    except NoVerdicts as error:
-        fail(str(error))
+    except (NoVerdicts, Fooled) as error:
+        raise JobFailed(str(error)) from None
     except TooManyDead as error:
-        fail(
+        raise JobFailed(
             f"more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); see the reasons in "
             f"{folder}/steps/*/answers-*/dead, then fix the cause and set synthesize.retry_dead=true, or raise "
             "synthesize.max_dead"
-        )
+        ) from None
     except EndpointGone as error:
-        fail(f"{error}; the same command resumes")
-    except Fooled as error:
-        fail(str(error))
+        raise JobFailed(f"{error}; the same command resumes") from None
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class _Run:
                     for reason, count in counts.dropped.most_common(4)
                 )
                 why = dropped or f"the step makes none from its {counts.rows:,} input rows"
-                fail(f"steps.{name}: no rows remain: {why} (for details, see {rows.path.parent / _DONE})")
+                raise JobFailed(f"steps.{name}: no rows remain: {why} (for details, see {rows.path.parent / _DONE})")
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(finished, read)
 

@@ -1,7 +1,7 @@
 """Steps without models: new columns, filters, expansion, groups, draws from other rows and deduplication."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from nemo_ext.job.made_of import digest
 from nemo_ext.job.seeds import generator
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.rows import ID, Row, source_of
-from nemo_ext.synthesis.settings import Draw, Expand, Group, Keep, Screen, Set, Step, Unique
+from nemo_ext.synthesis.settings import Draw, Expand, Group, Keep, Nearest, Screen, Set, Spread, Step, Unique
 
 _AT_ONCE = 500
 
@@ -32,6 +32,8 @@ def run_step(step: Step, context: Context) -> Iterator[Row]:
         Expand: _expand,
         Group: _group,
         Draw: _draw,
+        Nearest: _nearest,
+        Spread: _spread,
         Unique: _unique,
         Screen: _screen,
     }
@@ -131,6 +133,66 @@ def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]
     if total > 1:
         drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
         yield from (int(other) + (int(other) >= number) for other in drawn)
+
+
+def _nearest(step: Nearest, context: Context) -> Iterator[Row]:
+    candidates = [row for row in context.rows if context.value("among", step.among, context.names(row))]
+    if not candidates:
+        raise ValueError(f"steps.{context.name}.among: no row is a candidate: add rows for which {step.among} holds")
+    vectors = np.stack([_unit_vector(step, context, row) for row in candidates])
+    values = [context.value("value", step.value, context.names(row)) for row in candidates]
+    for row in context.read_rows():
+        if context.applies(step.when, row):
+            vector = _unit_vector(step, context, row)
+            if vector.shape != vectors.shape[1:]:
+                raise ValueError(f"steps.{context.name}.vector: row {row[ID]}: vectors of different sizes")
+            similarities = vectors @ vector
+            row[step.column] = [
+                {"value": values[place], "similarity": float(similarities[place])}
+                for place in np.argsort(-similarities, kind="stable")[: step.count]
+            ]
+        yield row
+
+
+def _unit_vector(step: Nearest, context: Context, row: Row) -> Any:
+    value = context.value("vector", step.vector, context.names(row))
+    try:
+        vector = np.array(value, dtype=np.float32)
+        if vector.ndim != 1 or not np.isfinite(length := float(np.linalg.norm(vector))) or not length:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"steps.{context.name}.vector: row {row[ID]}: expected numbers that are not all 0, not {str(value)[:60]!r}"
+        ) from None
+    return vector / length
+
+
+def _spread(step: Spread, context: Context) -> Iterator[Row]:
+    topics = list[tuple[str, ...]]()
+    for row in context.read_rows():
+        entries = context.value("by", step.by, context.names(row))
+        if not isinstance(entries, list | tuple):
+            raise ValueError(f"steps.{context.name}.by: row {row[ID]}: expected a list, not {str(entries)[:60]!r}")
+        topics.append(tuple(map(str, entries)))
+    for place, number in enumerate(_in_turns(range(len(topics)), topics)):
+        row = context.rows[number]
+        if step.most is None or place < step.most:
+            yield row
+        else:
+            context.drop(row, "more than most")
+
+
+def _in_turns(members: Sequence[int], topics: Sequence[tuple[str, ...]], level: int = 0) -> Iterator[int]:
+    """Yield the rows in `members`, one of each group with the same topic at this level in turn."""
+    if all(len(topics[member]) <= level for member in members):
+        yield from members
+        return
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for member in members:
+        groups.setdefault(topics[member][level : level + 1], []).append(member)
+    turns = [_in_turns(group, topics, level + 1) for group in groups.values()]
+    for turn in itertools.zip_longest(*turns):
+        yield from (member for member in turn if member is not None)
 
 
 def _unique(step: Unique, context: Context) -> Iterator[Row]:

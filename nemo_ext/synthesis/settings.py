@@ -100,6 +100,10 @@ class Step:
         return {name for section in named for name in section} | {getattr(self, "column", "")}
 
 
+_NOT_EMBEDDED = ("system", "tools", "thinking", "complete", "samples", "temperature", "top_p", "max_tokens", "stop")
+"""Settings of a step `ask` without a meaning for embeddings."""
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Ask(Step, Sampling):
     """Step that asks a model for answers to each row.
@@ -112,6 +116,7 @@ class Ask(Step, Sampling):
         tools: expression for the declared tools.
         thinking: expression for the reasoning mode, true or false; null leaves it to the endpoint.
         complete: whether to send the prompt to /v1/completions, without a chat template.
+        embed: true to send the prompt to /v1/embeddings; the answer is the vector as JSON.
         samples: number of answers per row, each of which becomes a new row; None adds one answer to the row itself.
         temperature, top_p, max_tokens, stop, extra: see `nemo_ext.generate.settings.Sampling`.
         columns: expressions for new columns, over the row and `answer`, `reasoning`, `tool_calls`, `finish_reason`,
@@ -132,6 +137,7 @@ class Ask(Step, Sampling):
     tools: Expression | None = None
     thinking: Expression | None = None
     complete: bool = False
+    embed: Literal[True] | None = None
     samples: Count | None = None
     columns: Named = Field(default_factory=lambda: {"answer": "answer", "reasoning": "reasoning", "tokens": "tokens"})
     require: Reasons = Field(default_factory=dict)
@@ -145,6 +151,8 @@ class Ask(Step, Sampling):
             raise ValueError("set exactly one of prompt (a template) and messages (an expression)")
         if self.complete and self.thinking is not None:
             raise ValueError("thinking requires a chat template, which complete=true does not use: remove one of them")
+        if self.embed and (unused := [key for key in _NOT_EMBEDDED if getattr(self, key)]):
+            raise ValueError(f"{unused[0]} is not used with embed=true, which requests the vector of a text: remove it")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -301,6 +309,48 @@ class Draw(Step):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Nearest(Step):
+    """Step that adds a column with the rows whose vectors have the highest cosine similarity to the row's.
+
+    Attributes:
+        column: name of the new column, a list of {value, similarity}, the most similar first.
+        vector: expression for a row's vector, a list of numbers.
+        among: condition for the rows that are candidates; exclude them with `when`, as a row is nearest to itself.
+        value: expression over each candidate.
+        count: number of candidates in the list.
+    """
+
+    kind = "nearest"
+    VALUES = ("when", "vector", "among", "value")
+    column: str
+    vector: Expression
+    among: Expression
+    value: Expression
+    count: Count = 5
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Spread(Step):
+    """Step that orders rows in hierarchical round robin, so that the first N are diverse (Nemotron 3 Nano, 2.2.4).
+
+    Groups of the first entry of `by` take turns, within each of them groups of the second entry, and so on.
+
+    Attributes:
+        by: expression for the list of a row's topics, from broad to narrow.
+        most: maximum number of rows to keep, the first in this order; None for all.
+    """
+
+    kind = "spread"
+    VALUES = ("by",)
+    by: Expression
+    most: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.when is not None:
+            raise ValueError("a step with kind=spread does not support the key `when`: it orders all rows")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unique(Step):
     """Step that removes duplicates and near duplicates; of equal or similar rows, it keeps the first.
 
@@ -335,7 +385,7 @@ class Screen(Step):
 
 
 KINDS: Mapping[str, type[Step]] = {
-    kind.kind: kind for kind in (Ask, Converse, Verify, Set, Keep, Expand, Group, Draw, Unique, Screen)
+    kind.kind: kind for kind in (Ask, Converse, Verify, Set, Keep, Expand, Group, Draw, Nearest, Spread, Unique, Screen)
 }
 
 OutputKind = Literal["conversations", "generations", "tasks", "documents", "prompts"]

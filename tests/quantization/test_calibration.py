@@ -127,6 +127,37 @@ def test_what_sft_data_writes_is_read(
     assert len(set(texts(found.samples) + texts(found.held_out))) == 24
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_samples_with_a_trace(packed: bool, folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+    from nemo_ext.job.config import compose
+
+    model, data = folder_of("domyn_small_tiny", "*-"), tmp_path / "chats.jsonl"
+    chats = [
+        [{"role": "user", "content": f"Question {n}"}, {"role": "assistant", "content": f"{n}"}] for n in range(24)
+    ]
+    for chat in chats[::3]:
+        chat[1]["reasoning_content"] = "It is so."
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    if packed:
+        words = [f"output={tmp_path}/sft", "template=nemotron3_nano", f"tokenizer={model}", "workers=1"]
+        words += [
+            f"sources=[{{name: chat, path: {data}}}]",
+            "near_duplicates=null",
+            "reasoning=null",
+            "validation_share=0",
+        ]
+        sft_data(compose("sft_data", words))
+    wanted = {"data": str(tmp_path / "sft" if packed else data), "samples": 6, "held_out": 2, "thinking": True}
+
+    found = load(CalibrationSettings(**wanted), model=model, vocab_size=VOCABULARY)
+
+    decoded = map(HuggingFaceTokenizer(model).decode, (*found.samples, *found.held_out))
+    assert all("Itisso." in "".join(text.split()) for text in decoded) and len(found.samples) == 6
+    with pytest.raises(ValueError, match="8 distinct samples of 2 tokens or more with a reasoning trace, but"):
+        load(CalibrationSettings(**{**wanted, "samples": 7}), model=model, vocab_size=VOCABULARY)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

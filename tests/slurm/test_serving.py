@@ -1,8 +1,11 @@
 """Servers and batch jobs on a real Slurm: replicas that die, time limits, a node that fails."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from nemo_ext import generate
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.endpoint.address import read_address
 from nemo_ext.serving.vllm import answers
@@ -55,6 +59,39 @@ def test_a_batch_job_starts_its_replicas(
     assert len(table(out)) == ROWS
     assert (out / "report.md").is_file()
     assert not list((out / ".job" / "servers").iterdir())
+
+
+@pytest.mark.slow
+def test_a_data_frame_is_answered_on_slurm(
+    slurm: Any, endpoint: Any, reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted call leaves its job in the queue, and the same call waits for it."""
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("nemo_ext.slurm.submit.POLL", 0.2)
+    monkeypatch.chdir(tmp_path)
+    body = json.dumps({"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": {}}).encode()
+    waiting, record = threading.Event(), tmp_path / "record"
+
+    def held(payload: object) -> Any:
+        if not waiting.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            waiting.wait(60)
+        return reply(body=body)
+
+    endpoint.models, endpoint.reply = ["m"], held
+    frame = pyarrow_module().table({"prompt": ["What is 2 and 2?"]})
+    words = ["cluster=testbed", 'slurm.options=["--cpus-per-task=1"]', f"slurm.folder={record}"]
+
+    def call() -> Any:
+        return generate.map(frame, output="answers", endpoint=endpoint.url, slurm=words)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    waiting.set()
+
+    assert call()["answer"].to_pylist() == ["4"]
+    assert len(list((record / attempts.FOLDER).glob("*.out"))) == 1
 
 
 @pytest.mark.deep

@@ -389,7 +389,8 @@ def test_code_is_run(model: Model, synthesize: Run, written: Written, records: R
             return "```python\ndef double(number):\n    return number * 3\n```"
         return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
 
-    code, output = synthesize("recipe=rewrite_code", f"input={written([row, broken])}", f"endpoint={model(write).url}")
+    words = ["recipe=rewrite_code", f"input={written([row, broken])}", "steps.syntax=null", "steps.lint=null"]
+    code, output = synthesize(*words, f"endpoint={model(write).url}")
 
     assert code == 0, output
     assert report()["steps"]["right"]["dropped"] == {"fails its tests": 3}
@@ -400,6 +401,31 @@ def test_code_is_run(model: Model, synthesize: Run, written: Written, records: R
     )
     prompt = [record["messages"][0]["content"] for record in records("conversations")]
     assert [text.partition("program")[0] for text in prompt] == ["Rewrite this ", "Write this "]
+
+
+def test_rewritten_code_is_parsed_and_has_a_better_score(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    pytest.importorskip("pylint")
+    pytest.importorskip("tree_sitter_cpp")
+    clean = '"""Twice."""\n\n\ndef twice(number):\n    """Twice the number."""\n    return 2 * number\n'
+
+    def write(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "in C++" in prompt:
+            return f"```cpp\nlong twice(long x) {{ return 2 * x; {'' if 'import' in prompt else '}'}\n```"
+        if "```cpp" in prompt:
+            return f"```python\n{clean}\n```"
+        silent = "# pylint: disable=all\n" if "import sys" in prompt else ""
+        return f"```python\n{silent}{clean.replace('2 *', '2 +  0 +')}```"
+
+    sources = [clean, "import os\ndef twice(x):\n  return x + x\n", "import sys\ndef twice(x):\n  return x + x\n"]
+    words = ["recipe=rewrite_code", f"input={written([{'code': source} for source in sources])}", "steps.unique=null"]
+    code, output = synthesize(*words, "steps.style.rows=['rewrite', 'transpile']", f"endpoint={model(write).url}")
+
+    assert code == 0, output
+    assert report()["steps"]["syntax"]["dropped"] == {"no C++": 2}
+    assert report()["steps"]["lint"]["dropped"] == {"no better by Pylint": 1, "Pylint is silenced": 1}
+    assert [record["style"] for record in records("documents")] == ["transpile", "rewrite"]
 
 
 def test_lines_are_translated_and_the_rest_is_unchanged(
@@ -671,3 +697,373 @@ def test_every_recipe_is_on_the_page_and_in_the_help() -> None:
 
     for path in FOLDER.glob("*.yaml"):
         assert f"| `{path.stem}` |" in page and re.search(rf"\b{path.stem}[,;]", told), path.stem
+
+
+def test_problems_of_a_forum_are_extracted_and_classified(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "[Discussion]" in prompt:
+            return (
+                f"<answer>{'unknown' if 'no idea' in prompt else sum_of(prompt.partition('[First post]')[0])}</answer>"
+            )
+        if "Classify" in prompt:
+            problem = prompt.rpartition("[Problem]")[2]
+            labels = {
+                "proof": "Prove" in problem,
+                "choice": "Choose" in problem,
+                "binary": "Is it" in problem,
+                "valid": "previous problem" not in problem,
+            }
+            return "".join(f"<{name}>{'yes' if holds else 'no'}</{name}>" for name, holds in labels.items())
+        found = re.findall(
+            r"(?:What|Prove|Choose|Is it|As in the previous problem)[^?]*\?", prompt.rpartition("[First post]")[2]
+        )
+        return "".join(f"<problem>{problem}</problem>" for problem in found) or "<none>none</none>"
+
+    rows = [
+        {"text": f"Hi! What is {number} and {number * 7} together?", "replies": ["Easy."]} for number in range(1, 6)
+    ]
+    rows += [
+        {"text": "I like it here.", "replies": []},
+        {"text": "Two: Prove that a + b = b + a? What is 90 plus 9 in all?"},
+        {"text": "Choose the larger one of 3 and 4? Is it true that 5 is odd? As in the previous problem, find y?"},
+        {"text": "What is 800 plus 8 exactly?", "replies": "no idea"},
+    ]
+
+    code, output = synthesize(
+        "recipe=forum_problems", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["extract"]["dropped"] == {"no problem": 1}
+    assert steps["classify"]["dropped"] == {"a proof": 1, "multiple choice": 1, "yes or no": 1, "invalid": 1}
+    assert steps["classify"]["numbers"]["canaries"] > 5 and not steps["classify"]["numbers"]["canaries_fooled"]
+    found = {record["question"]: record.get("answer") for record in records("prompts")}
+    assert found == {f"What is {n} and {n * 7} together?": str(n * 8) for n in range(1, 6)} | {
+        "What is 90 plus 9 in all?": None,
+        "What is 800 plus 8 exactly?": None,
+    }
+
+
+def test_questions_on_topics_have_one_right_choice(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "List twenty" in prompt:
+            return "<subtopic>heat</subtopic><subtopic>light</subtopic>"
+        subject = re.search(r"\b(heat|light|acids)\b", prompt)
+        assert subject
+        if "exactly one of its choices" in prompt:
+            return f"<verdict>{'yes' if prompt.count(subject[0]) == 5 else 'no'}</verdict>"
+        choices = [f"{subject[0]} {number}" for number in range(3 if payload["seed"] % 5 == 0 else 4)]
+        question = f"Which value has it, as number {payload['seed']} says of {subject[0]}?"
+        return f"<question>{question}</question>" + "".join(f"<choice>{choice}</choice>" for choice in choices)
+
+    rows = [{"topic": "physics"}, {"topic": "chemistry", "subtopics": ["acids"]}]
+    teacher = model(anyone)
+
+    code, output = synthesize(
+        "recipe=science_questions", f"input={written(rows)}", f"endpoint={teacher.url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["write"]["dropped"]["not four to ten choices"] and not steps["check"]["dropped"]
+    assert steps["check"]["numbers"]["canaries"] and not steps["check"]["numbers"]["canaries_fooled"]
+    found = records("prompts")
+    assert {record["version"] for record in found} == {"original", "variation"}
+    assert {(record["domain"], record["subtopic"]) for record in found} == {
+        ("physics", "heat"),
+        ("physics", "light"),
+        ("chemistry", "acids"),
+    }
+    assert all("D) " in record["question"] and "\\boxed{}" in record["question"] for record in found)
+
+    solve = model(lambda prompt, payload: f"\\boxed{{{'B' if payload['seed'] % 16 else 'A'}}}")
+    words = ["recipe=verified_traces", f"input={tmp_path}/out/prompts.jsonl", f"output={tmp_path}/solved"]
+    code, output = synthesize(*words, f"endpoint={solve.url}")
+    assert code == 0, output
+    lines = (tmp_path / "solved" / "conversations.jsonl").read_text().splitlines()
+    assert lines and all("{B}" in line for line in lines)
+
+
+def test_answers_are_criticised_edited_and_selected(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        asked = re.search(r"matter \d+\b", prompt)
+        assert asked
+        if "[Answer 1]" in prompt:
+            lengths = {
+                number: len(text) * text.startswith(f"Edited {asked[0]} ")
+                for number, text in re.findall(r"\[Answer (\d)\]\n(.*)", prompt)
+            }
+            return f"<best>{max(lengths, key=lambda number: lengths[number])}</best>"
+        if "[Feedback]" in prompt:
+            return f"<edited>Edited {asked[0]} {prompt.rpartition('[Feedback]')[2].strip()}</edited>"
+        if "[Answer]" in prompt:
+            return "more " * len(prompt.rpartition("[Answer]")[2].split())
+        return f"A draft on {asked[0]}" + " and" * (payload["seed"] % 50)
+
+    rows = [{"prompt": f"Explain matter {number} of ours."} for number in range(12)]
+
+    code, output = synthesize(
+        "recipe=feedback_edit", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    numbers = report()["steps"]["select"]["numbers"]
+    assert numbers["canaries"] > 5 and not numbers["canaries_fooled"]
+    found = records("conversations")
+    assert len(found) == 12
+    for record in found:
+        pools = [json.loads(line) for line in (tmp_path / "out" / "steps" / "together" / "rows.jsonl").open()]
+        (pool,) = (row["pool"] for row in pools if row["id"] == record["id"])
+        assert record["messages"][1]["content"] == max(pool, key=len)
+
+
+def test_a_reward_model_selects(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
+) -> None:
+    def score(prompt: str, payload: Mapping[str, Any]) -> str:
+        question, answer = (message["content"] for message in payload["messages"])
+        return f"reward:-{len(answer) % 9}.5" if question in answer else "reward:-55.25"
+
+    def solve(prompt: str, payload: Mapping[str, Any]) -> str:
+        return f"{'I digress' if payload['seed'] % 3 == 0 else prompt} {'.' * (payload['seed'] % 40)}"
+
+    rows = [{"prompt": f"Explain matter {number * 111}"} for number in range(8)]
+
+    code, output = synthesize(
+        "recipe=rejection_sampling",
+        f"input={written(rows)}",
+        f"roles.teacher.endpoint={model(solve).url}",
+        f"roles.reward.endpoint={model(score).url}",
+        "steps.unique.near=null",
+    )
+
+    assert code == 0, output
+    step = report()["steps"]["score"]
+    assert step["dropped"]["reward below the lowest"] > 5 and not step["numbers"]["canaries_fooled"]
+    found = records("conversations")
+    assert len(found) == 8 and all(each["messages"][0]["content"] in each["messages"][1]["content"] for each in found)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "steps" / "score" / "rows.jsonl").open()]
+    for record in found:
+        scores = [row["score"] for row in rows if row["id"].partition("/")[0] == record["id"].partition("/")[0]]
+        assert record["reward"] == max(scores) and len(scores) > 1
+
+
+def test_code_traces_are_post_processed(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    tests = [{"args": [2], "expected": 4}]
+    row = {
+        "environment": "code",
+        "prompt": "Write double(x).",
+        "reference": {"language": "python", "style": "function", "function": "double", "tests": tests},
+    }
+
+    def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        trace = ["I add it.", "```python\nx + x\n```", None][payload["seed"] % 3]
+        return {
+            "content": f"```python\ndef double(x):\n    return x * {payload['seed'] % 2 + 1}\n```",
+            "reasoning_content": trace,
+        }
+
+    code, output = synthesize(
+        "recipe=code_traces", f"input={written([row])}", f"endpoint={model(solve).url}", "steps.solve.samples=24"
+    )
+
+    assert code == 0, output
+    assert set(report()["steps"]["lengths"]["dropped"]) <= {"no trace", "code in the trace"}
+    assert {record["messages"][1]["reasoning_content"] for record in records("conversations")} == {"I add it."}
+
+
+def test_pages_articles_and_mathematics_are_revised(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    body = (
+        "It is a long text on it, with many words that a reader would like to keep for later use, and so on it goes. "
+    )
+
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "level of education" in prompt:
+            return f"<level>{2 if 'fractions' in prompt else 5}</level>"
+        subject = re.findall(r"subject\d+", prompt)
+        if "[Revision]" in prompt:
+            return f"<verdict>{'yes' if len(set(subject)) == 1 else 'no'}</verdict>"
+        code = {"keeps": "print(1)", "invents": "print(2)"}.get(prompt.split()[-1], "")
+        return f"<result>About {subject[0]}: {body * 2}{code and f'\n```python\n{code}\n```'}</result>"
+
+    rows = [
+        {"style": "code_page", "text": f"subject0 {body * 2}\nprint(1)\nkeeps"},
+        {"style": "code_page", "text": f"subject1 {body * 2}\nprint(1)\ninvents"},
+        {"style": "encyclopedia", "text": f"subject2 {body * 2}\n== References ==\nsubject99\n== Life ==\nLong."},
+        {"style": "encyclopedia", "text": f"subject3 may refer to: {body * 2}"},
+        {"style": "textbook", "text": f"subject4 {body * 2} fractions"},
+        {"style": "textbook", "text": f"subject5 {body * 2} manifolds"},
+        {"text": f"subject6 {body * 2}"},
+    ]
+
+    code, output = synthesize(
+        "recipe=revise", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["page"]["dropped"] == {"no known style": 1, "a disambiguation page": 1}
+    assert steps["level"]["dropped"] == {"below undergraduate level": 1}
+    assert steps["write"]["dropped"] == {"code that is not on the page": 1}
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    assert [re.findall(r"subject\d+", record["text"]) for record in records("documents")] == [
+        ["subject0"],
+        ["subject2"],
+        ["subject5"],
+    ]
+
+
+def test_scientific_code_has_all_its_parts(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        subjects = re.findall(r"subject\d+", prompt)
+        if "Judge by three" in prompt:
+            return f"<verdict>{'yes' if len(set(subjects)) == 1 else 'no'}</verdict>"
+        if "Write a thorough article" in prompt:
+            code = "def f(:" if "subject2" in subjects else "def f(x):\n    return x"
+            return f"<article>On {subjects[0]}: {'word ' * 120}\n\n```python\n{code}\n```\n</article>"
+        step = {
+            "description": f"Part of {subjects[0]}.",
+            "signature": "def part(x: float) -> float:",
+            "docstring": "A part.",
+            "body": "y = x\nif y:\n    y += 1",
+            "return": "return y",
+        }
+        steps = [step] * (4 if "subject0" in subjects else 5)
+        if "subject1" in subjects:
+            steps = [*steps[1:], {**step, "docstring": ""}]
+        problem = {"problem": f"Compute {subjects[0]}.", "dependencies": ["import numpy as np"], "steps": steps}
+        return f"```json\n{json.dumps(problem)}\n```"
+
+    texts = [f"This is about subject{number}. " + "It is known well and used widely. " * 8 for number in range(4)]
+
+    code, output = synthesize(
+        "recipe=science_code",
+        f"input={written([{'text': text} for text in texts])}",
+        f"endpoint={model(anyone).url}",
+        "steps.unique.near=null",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["write"]["dropped"] == {"not 5 to 15 substeps": 1, "a component is missing": 1}
+    assert steps["parses"]["dropped"] == {"no Python": 1}
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    documents = [record["text"] for record in records("documents") if record["style"] == "problem"]
+    assert len(documents) == 2 and all("        y += 1\n    return y" in text for text in documents)
+
+
+def test_dialogues_are_about_their_code(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        names = re.findall(r"function\d+", prompt)
+        if "[Conversation]" in prompt:
+            return f"<verdict>{'yes' if len(set(names)) == 1 else 'no'}</verdict>"
+        count = 3 if "function3" in names else 4
+        return "".join(f"<message>On {names[0]}, part {number}.</message>" for number in range(count))
+
+    rows = [{"code": f"def function{number}(x):\n" + "    x += 1  # one more\n" * 9} for number in range(4)]
+    rows.append({"code": f"int function9(int x) {{ {'x += 1; ' * 30} return x; }}", "language": "cpp"})
+
+    code, output = synthesize(
+        "recipe=code_dialogues", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["write"]["dropped"] == {"no dialogue": 3}
+    assert steps["judge"]["numbers"]["canaries"] > 3 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = records("documents")
+    assert len(found) == 3 * 3 + 2
+    lesson = next(each["text"] for each in found if each["style"] == "lesson")
+    assert re.findall(r"^\w+(?=: )", lesson, re.MULTILINE) == ["Student", "Teacher"] * 2
+
+
+def test_scientific_texts_are_selected_and_their_topics_take_turns(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def label(prompt: str, payload: Mapping[str, Any]) -> str:
+        text = prompt.rpartition("[Text]")[2]
+        code = re.search(r"class (\d+)", text)
+        labels = {
+            "level": "high school" if "fractions" in text else "graduate",
+            "artifacts": "yes" if "Buy now" in text else "no",
+            "depth": "advanced",
+            "correctness": "high",
+            "process": "remember" if "dates" in text else "Analyze",
+            "knowledge": "conceptual",
+            "code": code[1] if code else "none",
+        }
+        return "".join(f"<{name}>{value}</{name}>" for name, value in labels.items())
+
+    more = " This is what the text says of it, in words that are English and which are read by many people." * 12
+    topics = ["class 530", "class 530", "class 536", "class 510", "class 5", "class 536 fractions", "class 900 dates"]
+    rows = [{"text": f"Number {number}: {topic}.{more}"} for number, topic in enumerate(topics)] + [{"text": "short"}]
+
+    code, output = synthesize(
+        "recipe=stem_documents",
+        f"input={written(rows)}",
+        f"endpoint={model(label).url}",
+        "steps.unique.near=null",
+        "steps.spread.most=3",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["select"]["dropped"] == {
+        "no class": 1,
+        "below undergraduate level": 1,
+        "no higher cognitive process": 1,
+    }
+    assert steps["label"]["numbers"]["canaries"] and not steps["label"]["numbers"]["canaries_fooled"]
+    assert [record["code"] for record in records("documents")] == ["530", "510", "536"]
+    assert steps["spread"]["dropped"] == {"more than most": 1}
+
+
+def test_questions_of_benchmarks_are_found_by_embeddings_and_a_model(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any
+) -> None:
+    def embed(prompt: str, payload: Mapping[str, Any]) -> Any:
+        numbers = [float(number) for number in re.findall(r"\d+", payload["input"])]
+        return reply(
+            body=json.dumps({"data": [{"embedding": [1.0, *numbers]}], "usage": {"prompt_tokens": 3}}).encode()
+        )
+
+    def judge(prompt: str, payload: Mapping[str, Any]) -> str:
+        question, *items = (re.findall(r"\d+", part)[-2:] for part in re.split(r"\[(?:Question|Item \d)\]", prompt)[1:])
+        assert len(items) == 2
+        return f"<same>{'yes' if question in items else 'no'}</same>"
+
+    embedder = model(embed)
+    endpoint_reply = embedder.reply
+    embedder.reply = lambda payload: endpoint_reply({**payload, "prompt": payload["input"]})
+    questions = [{"question": f"What is {n} and {n + 3}?", "answer": 2 * n + 3, "domain": "sums"} for n in range(1, 8)]
+    items = [{"prompt": f"Add {n} to {n + 3}, please.", "benchmark": "sums"} for n in (2, 5, 20, 30, 40)]
+
+    code, output = synthesize(
+        "recipe=decontaminate",
+        f"input=[{written(questions)},{written(items, 'items.jsonl')}]",
+        f"roles.embedder.endpoint={embedder.url}",
+        f"roles.judge.endpoint={model(judge).url}",
+        "steps.near.count=2",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["compare"]["dropped"] == {"in a benchmark": 2}
+    assert steps["compare"]["numbers"]["canaries"] > 3 and not steps["compare"]["numbers"]["canaries_fooled"]
+    assert [record["answer"] for record in records("prompts")] == [2 * n + 3 for n in (1, 3, 4, 6, 7)]
+    assert all(record["domain"] == "sums" and "prompt" not in record for record in records("prompts"))

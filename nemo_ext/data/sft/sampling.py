@@ -19,10 +19,11 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
     Raises:
         ValueError: the budget exceeds what all sources provide within `max_epochs`.
     """
-    if sampling.tokens is None:
+    if sampling.tokens is None and sampling.passes is None:
         return [1.0 if size else 0.0 for size in tokens]
+    budget = Fraction(sampling.tokens if sampling.tokens is not None else (sampling.passes or 0) * sum(tokens))
     most = sampling.max_epochs * sum(tokens)
-    if sampling.tokens > most:
+    if sampling.tokens is not None and sampling.tokens > most:
         raise ValueError(
             f"sampling.tokens={sampling.tokens:,.0f} must be at most {most:,.0f}, as the sources have {sum(tokens):,} "
             f"tokens and sampling.max_epochs={sampling.max_epochs:g}: lower tokens, raise max_epochs, or add data"
@@ -31,8 +32,8 @@ def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
     weights = [Fraction(float(tokens[number]) ** sampling.alpha) for number in present]
     limits = [Fraction(sampling.max_epochs) * tokens[number] for number in present]
     passes = [0.0] * len(tokens)
-    for number, budget in zip(present, fill(Fraction(sampling.tokens), weights, limits), strict=True):
-        passes[number] = float(budget / tokens[number])
+    for number, used in zip(present, fill(budget, weights, limits), strict=True):
+        passes[number] = float(used / tokens[number])
     return passes
 
 

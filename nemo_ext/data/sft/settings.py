@@ -22,14 +22,23 @@ class Sampling:
     """Sampling of sources: small ones are passed over more often than large ones (Nemotron 3 Nano, 3.1; (choice)).
 
     Attributes:
-        tokens: total number of training tokens; None to use every sample once.
+        tokens: total number of training tokens; None for `passes` times the tokens of all sources.
+        passes: average number of passes, if `tokens` is None; None to use every sample once.
         alpha: exponent; a source's share of the tokens is proportional to its size to this power, 1 for equal passes.
         max_epochs: maximum number of passes over a source.
     """
 
     tokens: PositiveFloat | None = None
+    passes: PositiveFloat | None = None
     alpha: Share = 0.5
     max_epochs: PositiveFloat = 8.0
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and self.passes is not None and self.passes > self.max_epochs:
+            raise ValueError(
+                f"passes={self.passes:g} must be at most max_epochs={self.max_epochs:g}: lower passes, or raise "
+                "max_epochs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -32,6 +32,16 @@ def test_without_a_budget_every_sample_is_used_once() -> None:
     assert epochs([5, 0, 7], Sampling()) == [1.0, 0.0, 1.0]
 
 
+def test_passes_are_an_average_over_all_tokens() -> None:
+    small, large = epochs([100, 10_000], Sampling(passes=3))
+
+    assert small == 8 and 2 < large < 3
+    assert 100 * small + 10_000 * large == pytest.approx(3 * 10_100)
+    assert epochs([100, 10_000], Sampling(passes=3, tokens=10_100, alpha=1)) == [1, 1]
+    with pytest.raises(ValueError, match="passes=9 must be at most max_epochs=8"):
+        Sampling(passes=9)
+
+
 def test_a_budget_out_of_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sampling\.tokens=100 must be at most 24, as the sources have 12 tokens"):
         epochs([5, 7], Sampling(tokens=100, max_epochs=2))

@@ -1,0 +1,164 @@
+"""The job `nemo-ext generate` from Python: a data frame in, a data frame with the answers out."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.data.text.user_files import pyarrow_module
+from nemo_ext.generate.batch import index_of
+from nemo_ext.generate.columns import ANSWER, answer_fields, renamed
+from nemo_ext.generate.job import answer
+from nemo_ext.generate.output import Output
+from nemo_ext.generate.rows import Rows, row_key
+from nemo_ext.generate.settings import Settings
+from nemo_ext.job.config import compose, hydra_value
+from nemo_ext.job.files import complete_file
+from nemo_ext.job.job import JobFailed, invoke
+from nemo_ext.job.leases import Leases
+from nemo_ext.job.made_of import note, noted
+from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.settings import checked
+
+ERROR = "error"
+"""Column with the reason why a request failed; null if it was answered."""
+_INPUT, _DONE = "frame.parquet", "frame.json"
+
+
+def map(
+    frame: Any,
+    template: str | None = None,
+    *,
+    output: str | Path,
+    model: str | Path | None = None,
+    endpoint: str | Path | None = None,
+    settings: Sequence[str] = (),
+    slurm: Sequence[str] = (),
+) -> Any:
+    """Send the rows of a data frame to a model; return the frame with the answers, in the order of the rows.
+
+    The answers are stored in `output` as they arrive: after an interruption, or an error, the same call resumes. When
+    all rows are answered, the same call only reads them. A row whose request failed has null in the columns of the
+    answer, and the reason in `error`. The other columns are those of docs/generate.md.
+
+    Args:
+        frame: pandas or polars data frame, or Arrow table; the result is of the same type, and pandas' index is kept.
+        template: Jinja template of the user's message over the columns; None uses the column `messages` or `prompt`.
+        output: folder for the answers.
+        model: Hugging Face or run directory, which is served during the call; with `endpoint`, the model's name there.
+        endpoint: run directory of `nemo-ext serve`, or URL.
+        settings: further settings of `nemo-ext generate`, such as ["samples=4", "generate.max_tokens=512"].
+        slurm: settings of `nemo-ext submit`, such as ["cluster=leonardo", "account=X"]: the job is submitted to Slurm,
+            and the call waits for it. After an interruption the job remains queued, and the same call waits again.
+
+    Raises:
+        ValueError: a setting is invalid, or `output` was started with other rows or settings.
+        JobFailed: more answers failed than `generate.max_dead` allows, the endpoint does not respond, or the job on
+            Slurm ended early.
+        OSError: a file cannot be written.
+    """
+    folder = Path(output).expanduser().absolute()
+    table, file = _table(frame), folder / OWN / _INPUT
+    named = {"input": file, "output": folder, "model": model, "endpoint": endpoint, "generate.template": template}
+    words = [f"{key}={hydra_value(str(value))}" for key, value in named.items() if value is not None]
+    words += settings
+    config = compose("generate", words)
+    checked_settings = checked(Settings, config)
+    if checked_settings.generate.dry_run or checked_settings.generate.format != "parquet":
+        raise ValueError("generate.dry_run and generate.format are not for data frames: remove them from settings")
+    _write(table, file, checked_settings.generate.part_rows)
+    if noted(folder / OWN / _DONE) != words:
+        if slurm:
+            invoke("nemo_ext.slurm.submit:complete", ["job=generate", *words, *slurm])
+        else:
+            answer(config)
+    result = _answered(table, folder, checked_settings)
+    if not result[ERROR].drop_null():
+        note(folder / OWN / _DONE, words)
+    return _as(frame, result, checked_settings.samples)
+
+
+def _table(frame: Any) -> Any:
+    """Convert a data frame to an Arrow table, without pandas' index."""
+    pyarrow = pyarrow_module()
+    if isinstance(frame, pyarrow.Table):
+        return frame
+    if _library(frame) == "pandas":
+        return pyarrow.Table.from_pandas(frame, preserve_index=False)
+    if _library(frame) == "polars" and hasattr(frame, "to_arrow"):  # its string views cannot be repeated in Arrow
+        return frame.to_arrow(compat_level=sys.modules["polars"].CompatLevel.oldest())
+    if not hasattr(frame, "__arrow_c_stream__"):
+        raise ValueError(f"expected a pandas or polars data frame or an Arrow table, not {type(frame).__name__}")
+    return pyarrow.table(frame)
+
+
+def _library(frame: Any) -> str:
+    return type(frame).__module__.partition(".")[0]
+
+
+def _write(table: Any, file: Path, part_rows: int) -> None:
+    """Write the input; an existing file must have the same rows, as workers may be reading it.
+
+    Raises:
+        ValueError: it has other rows.
+    """
+    pyarrow = pyarrow_module()
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, buffer, row_group_size=part_rows)
+    content = buffer.getvalue()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with complete_file(file) as new:
+            new.write(content)
+    elif file.read_bytes() != content and not pyarrow.parquet.read_table(file).equals(table):  # other pyarrow, or rows
+        raise ValueError(f"output={file.parents[1]} was started with other rows: choose another folder")
+
+
+def _answered(table: Any, folder: Path, settings: Settings) -> Any:
+    """Join the rows of the input with their answers and dead letters.
+
+    Raises:
+        JobFailed: rows have neither.
+    """
+    pyarrow, generate = pyarrow_module(), settings.generate
+    rows = Rows.from_paths(settings.input, generate.key)
+    index = index_of(folder, rows, generate)
+    output = Output(folder, "parquet", None, {}, Leases(folder / OWN / "leases", generate.lease))
+    keys = [row_key(row, generate.key) for range_ in index.ranges for row in rows.read(range_)]
+    # Strings with 64-bit offsets, as all answers together may exceed 2 GiB.
+    fields = [
+        pyarrow.field(item.name, pyarrow.large_string() if pyarrow.types.is_string(item.type) else item.type)
+        for item in (*answer_fields(), pyarrow.field(ERROR, pyarrow.string()))
+    ]
+    schema, parts = pyarrow.schema(fields), list[Any]()
+    for range_ in index.ranges:
+        for part in output.parts(range_):
+            read = pyarrow.parquet.read_table(part, columns=list(ANSWER), partitioning=None)
+            parts.append(read.append_column(ERROR, pyarrow.nulls(len(read), pyarrow.string())).cast(schema))
+        failures = [{**line, ERROR: line["problem"]} for line in output.failures(range_)]
+        parts.append(pyarrow.Table.from_pylist(failures, schema))
+    answers = pyarrow.concat_tables([schema.empty_table(), *parts])
+    pairs = zip(answers["key"].to_pylist(), answers["sample"].to_pylist(), strict=True)
+    places = {pair: place for place, pair in enumerate(pairs)}
+    wanted = [(key, sample) for key in keys for sample in range(settings.samples)]
+    if missing := len({pair for pair in wanted if pair not in places}):
+        raise JobFailed(
+            f"output={folder}: {missing:,} answers are missing, as the job ended early (`nemo-ext status` and "
+            "`nemo-ext logs`); the same call resumes"
+        )
+    names = renamed(table.column_names, generate.key, (*ANSWER, ERROR))
+    repeated = [row for row in range(len(table)) for _ in range(settings.samples)]
+    result = (table if settings.samples == 1 else table.take(repeated)).select(list(names)).rename_columns(names)
+    answers = answers.take([places[pair] for pair in wanted])
+    for item in schema:
+        result = result.append_column(item, answers[item.name])
+    return result
+
+
+def _as(frame: Any, result: Any, samples: int) -> Any:
+    """Convert an Arrow table to the type of `frame`, with the index of each row for its samples."""
+    if isinstance(frame, type(result)):
+        return result
+    if _library(frame) == "pandas":
+        return result.to_pandas().set_axis(frame.index.repeat(samples))
+    return type(frame)(result) if _library(frame) == "polars" else result
