@@ -31,6 +31,7 @@ class Perplexity(Stage):
     """
 
     kind: ClassVar[str] = "perplexity"
+    needs: ClassVar[tuple[str, ...]] = ("models",)
     models: dict[str, Place] = Field(min_length=1)
     sentencepiece: dict[str, Place] = Field(default_factory=dict)
     normalize: Literal["none", "ccnet"] = "none"
@@ -113,6 +114,7 @@ class Classifier(Stage):
     """
 
     kind: ClassVar[str] = "classifier"
+    needs: ClassVar[tuple[str, ...]] = ("model",)
     model: Place
     label: str | None = None
     key: str = "quality"
@@ -147,6 +149,7 @@ class Decontamination(TestSets, Stage):
     """Drops documents that share word n-grams with test sets (`nemo_ext.data.text.test_sets`)."""
 
     kind: ClassVar[str] = "decontamination"
+    needs: ClassVar[tuple[str, ...]] = ("test_sets",)
 
     def start(self) -> Judge:
         index = index_of(self)

@@ -36,7 +36,7 @@ class _Spaces(WhitespaceTokenizer):
         return text.split()
 
 
-class _Characters(WhitespaceTokenizer):
+class Characters(WhitespaceTokenizer):
     """Tokenizer of words without punctuation; in scripts without spaces, each character is a word."""
 
     def word_tokenize(self, text: str) -> list[str]:
@@ -45,7 +45,7 @@ class _Characters(WhitespaceTokenizer):
 
 @cache
 def _tokenizer(words: str) -> WhitespaceTokenizer:
-    return _Spaces() if words == "spaces" else _Characters()
+    return _Spaces() if words == "spaces" else Characters()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
