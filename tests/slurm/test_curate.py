@@ -42,7 +42,11 @@ def test_datatrove_queues_its_jobs_which_make_the_same_bytes(
     (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": f"text {n % 70}"}) + "\n" for n in range(100)))
     words = [f"input={tmp_path / 'raw.jsonl'}", "+curate.blocks.same={kind: same_text}", "curate.stages=[same]"]
     options = "{time: '0:10:00', partition: boost_usr_prod, qos: null, mem_per_cpu_gb: 1, env_command: 'export PATH=%s:$PATH'}"
-    engine = ["engine=datatrove", "datatrove.executor=slurm", f"datatrove.options={options % Path(sys.executable).parent}"]
+    engine = [
+        "engine=datatrove",
+        "datatrove.executor=slurm",
+        f"datatrove.options={options % Path(sys.executable).parent}",
+    ]
 
     here("curate", *words, "curate.unit=500", *engine, f"output={tmp_path / 'queued'}")
 

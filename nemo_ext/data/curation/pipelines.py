@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ def run(plan: Plan, config: str, units: Sequence[Unit]) -> None:
     """
     built = executors(plan, config, units)
     if plan.settings.datatrove.executor == "slurm":
-        for before, executor in zip(built, built[1:], strict=False):
+        for before, executor in pairwise(built):
             executor.depends = before
         built[-1].run()
         notice(f"{len(built)} jobs are queued; the last one writes {plan.settings.folder / RESULTS}")

@@ -44,7 +44,13 @@ def finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
             temporary.unlink()
     remove(last, units)
     write_text(folder / STREAMS, _data_file(plan, counts))
-    about = {"preset": plan.settings.preset or "none", "stages": ", ".join(plan.stages), "passes": len(passes)}
+    about: dict[str, object] = {
+        "preset": plan.settings.preset or "none",
+        "stages": ", ".join(plan.stages),
+        "passes": len(passes),
+    }
+    if plan.skipped:
+        about["not run"] = ", ".join(f"{name} (no {missing})" for name, missing in plan.skipped.items())
     page = report.page(about, counts, list(plan.stages)).write(folder / REPORT, page=True)
     write_text(folder / RESULTS, json.dumps({name: each.as_json() for name, each in counts.items()}, indent=1) + "\n")
     first, kept = Amount(), Amount()

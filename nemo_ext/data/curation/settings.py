@@ -13,7 +13,7 @@ from nemo_ext.data.curation.stages.addresses import Listed
 from nemo_ext.data.curation.stages.buckets import BUCKET, Buckets
 from nemo_ext.data.curation.stages.duplicates import NearDuplicates, SameParagraphs, SamePassages, SameText, SameUrl
 from nemo_ext.data.curation.stages.languages import Language
-from nemo_ext.data.curation.stages.models import Classifier, Decontamination, Perplexity
+from nemo_ext.data.curation.stages.models import Classifier, Decontamination, Perplexity, Sentences
 from nemo_ext.data.curation.stages.personal import Personal
 from nemo_ext.data.curation.stages.rules import RULES
 from nemo_ext.data.streams import sources_of
@@ -27,7 +27,7 @@ KINDS: dict[str, type[Stage]] = {
     **{
         each.kind: each
         for each in (
-            *(Language, Listed, Personal, Perplexity, Classifier, Decontamination),
+            *(Language, Listed, Personal, Perplexity, Classifier, Sentences, Decontamination),
             *(SameUrl, SameText, SameParagraphs, SamePassages, NearDuplicates, Buckets),
         )
     },
