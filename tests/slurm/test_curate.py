@@ -41,11 +41,12 @@ def test_datatrove_queues_its_jobs_which_make_the_same_bytes(
 ) -> None:
     (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": f"text {n % 70}"}) + "\n" for n in range(100)))
     words = [f"input={tmp_path / 'raw.jsonl'}", "+curate.blocks.same={kind: same_text}", "curate.stages=[same]"]
-    options = "{time: '0:10:00', partition: boost_usr_prod, qos: null, mem_per_cpu_gb: 1, env_command: 'export PATH=%s:$PATH'}"
+    path = f"env_command: 'export PATH={Path(sys.executable).parent}:$PATH'"
+    options = f"{{time: '0:10:00', partition: boost_usr_prod, qos: null, mem_per_cpu_gb: 1, {path}}}"
     engine = [
         "engine=datatrove",
         "datatrove.executor=slurm",
-        f"datatrove.options={options % Path(sys.executable).parent}",
+        f"datatrove.options={options}",
     ]
 
     here("curate", *words, "curate.unit=500", *engine, f"output={tmp_path / 'queued'}")

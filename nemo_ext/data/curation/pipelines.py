@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from datatrove.data import Document, DocumentsPipeline
@@ -92,7 +92,7 @@ class Read(Block):
             yield from flow.enter()
 
 
-class Judge(Block):
+class Filter(Block):
     """Runs a stage that judges one document at a time."""
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
@@ -144,13 +144,19 @@ class Decide(Block):
         with self.track_time("task"):
             if self.removed is None:
                 decide(work, units)
-            for unit in units if self.removed else ():
-                verdicts = np.zeros(len(np.load(work.units.file(unit.number, ENDS))) - 1, dtype=np.uint8)
-                if (numbers := Path(self.removed, f"{unit.number:06d}.remove")).exists():
-                    verdicts[np.fromfile(numbers, dtype="<u4")] = 1
-                verdicts.tofile(work.units.file(unit.number, VERDICTS))
+            else:
+                _take(work, units, self.removed)
         if work.number:  # the previous pass's files are no longer needed
             remove(Work(work.config, work.number - 1), units)
+
+
+def _take(work: Work, units: Sequence[Unit], removed: Path) -> None:
+    """Write datatrove's decision, files of document numbers by task, as our verdicts."""
+    for unit in units:
+        verdicts = np.zeros(len(np.load(work.units.file(unit.number, ENDS))) - 1, dtype=np.uint8)
+        if (numbers := removed / f"{unit.number:06d}.remove").exists():
+            verdicts[np.fromfile(numbers, dtype="<u4")] = 1
+        verdicts.tofile(work.units.file(unit.number, VERDICTS))
 
 
 class Finish(Block):
@@ -164,7 +170,7 @@ class Finish(Block):
         finish(self.work.plan, self.work, units)
 
 
-def by_datatrove(barrier: Barrier) -> bool:
+def by_datatrove(barrier: object) -> TypeGuard[NearDuplicates]:
     """Return whether datatrove's MinHash makes a barrier's decision; it does not verify candidates by a threshold."""
     return isinstance(barrier, NearDuplicates) and barrier.threshold is None
 
@@ -195,16 +201,16 @@ def _jobs(plan: Plan, config: str, units: int) -> Iterator[tuple[str, int, list[
     for current in passes_of(plan.stages):
         work = Work(config, current.number)
         pipeline: list[PipelineStep] = [Read(work, current.begin or READ)]
-        pipeline += [Judge(work, name) for name in current.names]
+        pipeline += [Filter(work, name) for name in current.names]
         name = f"pass_{current.number}"
         if current.end is None:
             yield name, units, [*pipeline, Write(work, "documents")]
             yield "report", 1, [Finish(work, "report")]
             return
         barrier, pipeline = plan.stages[current.end], [*pipeline, Store(work, current.end)]
-        if not (isinstance(barrier, NearDuplicates) and by_datatrove(barrier)):
+        if not by_datatrove(barrier):
             yield name, units, pipeline
-            yield current.end, 1, [Decide(work, current.end)]
+            yield f"decide_{current.end}", 1, [Decide(work, current.end)]
             continue
         signatures, links, removed = (work.units.folder / each for each in ("signatures", "links", "removed"))
         minhash = MinhashConfig(
@@ -218,9 +224,9 @@ def _jobs(plan: Plan, config: str, units: int) -> Iterator[tuple[str, int, list[
         signature = MinhashDedupSignature(str(signatures), config=minhash, language=Characters())
         yield name, units, [*pipeline, signature]
         tasks = barrier.bands * -(-units // _UNITS_PER_TASK)
-        yield f"{current.end}_links", tasks, [MinhashDedupBuckets(str(signatures), str(links), config=minhash)]
+        yield f"compare_{current.end}", tasks, [MinhashDedupBuckets(str(signatures), str(links), config=minhash)]
         cluster = MinhashDedupCluster(str(links), str(removed), config=minhash)
-        yield current.end, 1, [cluster, Decide(work, current.end, removed)]
+        yield f"decide_{current.end}", 1, [cluster, Decide(work, current.end, removed)]
 
 
 def check(plan: Plan) -> None:
@@ -320,7 +326,7 @@ def _counts(blocks: Sequence[Mapping[str, Any]]) -> Counts:
 
 def _collect(work: Work, units: Sequence[Unit]) -> None:
     """Write the counts of a pass's units, from the stats of its tasks."""
-    (logs,) = (work.plan.settings.folder / _LOGS).glob(f"*_pass_{work.number}")
+    (logs,) = (work.plan.settings.folder / _LOGS).glob(f"[0-9][0-9]_pass_{work.number}")
     for unit in units:
         stats = json.loads((logs / "stats" / f"{unit.number:05d}.json").read_text())
         write_text(work.units.file(unit.number), json.dumps(_counts(stats).as_json()))

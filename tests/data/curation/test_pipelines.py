@@ -62,7 +62,7 @@ def test_datatrove_keeps_the_same_documents_and_resumes_completed_tasks(
     words = [*words, f"output={theirs}", "engine=datatrove"]
     capsys.readouterr()
     run(compose("curate", [*words, "--dry-run"]))
-    assert "02_near_links: 14 tasks\n  MinhashDedupBuckets" in capsys.readouterr().out and not theirs.exists()
+    assert "02_compare_near: 14 tasks\n  MinhashDedupBuckets" in capsys.readouterr().out and not theirs.exists()
 
     def fails(*_: object) -> None:
         raise OSError("the node is lost")
