@@ -247,7 +247,7 @@ class Flow:
         work.units.folder.mkdir(parents=True, exist_ok=True)
 
     def enter(self) -> Iterator[Document]:
-        """Yield the input's documents in the first pass, later those that the previous barrier's verdicts keep."""
+        """Yield the input's documents in the first pass, and in later passes the documents that the verdicts keep."""
         if (begin := self._work.current.begin) is not None:
             yield from self._judged(begin, _with_verdicts(self._work, self._unit))
             return

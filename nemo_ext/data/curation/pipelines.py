@@ -56,6 +56,8 @@ _LOGS = "datatrove"
 """Folder in the output with a folder per job: datatrove's completions, logs and stats."""
 _MEASURES = {"": "documents", "bytes_": "bytes", "tokens_": "tokens"}
 """Prefixes of the labels in datatrove's stats, and the attributes of `Amount` that they hold."""
+_MINHASH = ("signatures", "links", "removed")
+"""Folders of datatrove's MinHash in a pass's folder."""
 _UNITS_PER_TASK = 1000
 """Maximum number of units whose signatures one task compares, per band."""
 
@@ -85,7 +87,7 @@ class Block(PipelineStep):
 
 
 class Read(Block):
-    """Reads the documents that enter a pass: the input, or those that the verdicts of the barrier `name` keep."""
+    """Reads the documents that enter a pass: the input, or the documents that the barrier `name` keeps."""
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         with self.flow(rank) as flow:
@@ -146,8 +148,7 @@ class Decide(Block):
                 decide(work, units)
             else:
                 _take(work, units, self.removed)
-        if work.number:  # the previous pass's files are no longer needed
-            remove(Work(work.config, work.number - 1), units)
+        _remove_before(work, units)
 
 
 def _take(work: Work, units: Sequence[Unit], removed: Path) -> None:
@@ -167,6 +168,7 @@ class Finish(Block):
         _collect(self.work, units)
         if not self.work.number:
             check_read(self.work, units)
+        _remove_before(self.work, units)
         finish(self.work.plan, self.work, units)
 
 
@@ -212,7 +214,7 @@ def _jobs(plan: Plan, config: str, units: int) -> Iterator[tuple[str, int, list[
             yield name, units, pipeline
             yield f"decide_{current.end}", 1, [Decide(work, current.end)]
             continue
-        signatures, links, removed = (work.units.folder / each for each in ("signatures", "links", "removed"))
+        signatures, links, removed = (work.units.folder / each for each in _MINHASH)
         minhash = MinhashConfig(
             n_grams=barrier.ngram,
             num_buckets=barrier.bands,
@@ -322,6 +324,15 @@ def _counts(blocks: Sequence[Mapping[str, Any]]) -> Counts:
             through.came, through.kept = amount("total"), amount("forwarded")
             through.changed = totals.get("changed", 0)
     return counts
+
+
+def _remove_before(work: Work, units: Sequence[Unit]) -> None:
+    """Remove the files of the previous pass, which are no longer needed."""
+    if work.number:
+        before = Work(work.config, work.number - 1)
+        remove(before, units)
+        for name in _MINHASH:
+            shutil.rmtree(before.units.folder / name, ignore_errors=True)
 
 
 def _collect(work: Work, units: Sequence[Unit]) -> None:

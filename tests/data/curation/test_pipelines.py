@@ -78,6 +78,8 @@ def test_datatrove_keeps_the_same_documents_and_resumes_completed_tasks(
     assert len(logs) > 10 and [log.stat().st_mtime_ns for log in logs] == before
     assert documents(theirs) == documents(ours) and len(documents(ours)) > 4
     assert funnel(theirs) == funnel(ours)
+    left = {path.name for path in (theirs / ".job").glob("[0-9]/*") if path.suffix != ".json"}
+    assert left == {"decided"}
     near = funnel(theirs)["stages"]["near"]
     assert near["dropped"]["near-duplicate"]["amount"]["documents"] == 16 < near["kept"]["documents"]
     with pytest.raises(ValueError, match="engine: datatrove -> null"):
