@@ -1,6 +1,5 @@
 """The `nemo-ext curate` job: passes over raw documents in any number of shards, and a report on the funnel."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -53,7 +52,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
 
 def _check_folder(plan: Plan) -> dict[str, Any]:
     """Return the record of settings and input; raises ValueError if the output folder belongs to anything else."""
-    folder, now = plan.settings.folder, _made_of(plan)
+    folder, now = plan.settings.folder, plan.made_of()
     plan.settings.check_same(now)
     others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if not plan.settings.record.exists() and set(others) - {plan.settings.own.name, SLURM}:
@@ -118,8 +117,6 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
             )
             return
         with settings.lock():
-            if not current.number:
-                _check_folder(plan)  # the input may have changed while it was read
             check_read(work, units)
             decide(work, units)
             if current.number:  # the files of the previous pass are no longer needed
@@ -134,22 +131,3 @@ def _label(current: Pass, passes: Sequence[Pass]) -> str:
     names = [*([current.begin] if current.begin else ["read"]), *current.names]
     more = "" if current.end is None else f", to {current.end}"
     return f"pass {current.number + 1} of {len(passes)} ({names[0]}{f' to {names[-1]}' if names[1:] else ''}{more})"
-
-
-def _made_of(plan: Plan) -> dict[str, Any]:
-    """Return the settings and input that determine the output; shards, workers and memory do not affect it."""
-    curate = dataclasses.asdict(plan.curate)
-    del curate["memory"], curate["optional"]
-    curate["stages"] = list(plan.stages)
-    curate["blocks"] = {name: curate["blocks"][name] for name in plan.stages}
-    files = {}
-    for name, stage in plan.stages.items():
-        for path in stage.reads():
-            status = path.stat()
-            files[f"{name}: {path}"] = [status.st_size, status.st_mtime_ns]
-    return {
-        "engine": plan.settings.engine,
-        "curate": curate,
-        "files": files,
-        "streams": {name: source.identity() for name, source in plan.streams.items()},
-    }

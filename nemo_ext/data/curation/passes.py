@@ -165,12 +165,15 @@ def _counter(config: str) -> Callable[[str], int]:
 
 
 def check_read(work: Work, units: Sequence[Unit]) -> None:
-    """Check the counts of the records that the first pass read.
+    """Check after the first pass that the input is unchanged and that few of its records were malformed.
 
     Raises:
-        ValueError: too many records of a stream were malformed.
+        ValueError: too many records of a stream were malformed, or the input changed while it was read.
     """
-    for stream, source in work.plan.streams.items() if work.number == 0 else ():
+    if work.number:
+        return
+    work.plan.settings.check_same(work.plan.made_of())
+    for stream, source in work.plan.streams.items():
         report = ReadReport()
         for unit in units:
             if unit.stream == stream:

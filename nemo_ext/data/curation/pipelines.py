@@ -166,8 +166,7 @@ class Finish(Block):
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         units = units_of(self.work.plan)
         _collect(self.work, units)
-        if not self.work.number:
-            check_read(self.work, units)
+        check_read(self.work, units)
         _remove_before(self.work, units)
         finish(self.work.plan, self.work, units)
 

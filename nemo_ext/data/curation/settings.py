@@ -113,6 +113,24 @@ class Plan:
     streams: dict[str, Source]
     skipped: dict[str, str]
 
+    def made_of(self) -> dict[str, Any]:
+        """Return the settings and input that determine the output; shards, workers and memory do not affect it."""
+        curate = dataclasses.asdict(self.curate)
+        del curate["memory"], curate["optional"]
+        curate["stages"] = list(self.stages)
+        curate["blocks"] = {name: curate["blocks"][name] for name in self.stages}
+        files = {}
+        for name, stage in self.stages.items():
+            for path in stage.reads():
+                status = path.stat()
+                files[f"{name}: {path}"] = [status.st_size, status.st_mtime_ns]
+        return {
+            "engine": self.settings.engine,
+            "curate": curate,
+            "files": files,
+            "streams": {name: source.identity() for name, source in self.streams.items()},
+        }
+
 
 def read_plan(config: Mapping[str, Any]) -> Plan:
     """Read the settings, stages and sources of a composed config, without checking that their files exist.
