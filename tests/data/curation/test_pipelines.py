@@ -82,7 +82,7 @@ def test_datatrove_keeps_the_same_documents_and_resumes_completed_tasks(
     assert left == {"decided"}
     near = funnel(theirs)["stages"]["near"]
     assert near["dropped"]["near-duplicate"]["amount"]["documents"] == 16 < near["kept"]["documents"]
-    with pytest.raises(ValueError, match="engine: datatrove -> null"):
+    with pytest.raises(ValueError, match='engine: "datatrove" -> null'):
         run(compose("curate", [*words, "engine=null"]))
 
 
