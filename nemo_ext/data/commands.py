@@ -91,7 +91,8 @@ def _passes(config: Config) -> int:
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 
-    return len(passes_of(read_plan(config).stages))
+    plan = read_plan(config)
+    return 1 if plan.settings.engine else len(passes_of(plan.stages))
 
 
 CURATE = Job(
@@ -117,6 +118,7 @@ CURATE = Job(
         ),
         groups={"preset": "curate"},
         streams=True,
+        dry_run="dry_run",
     ),
 )
 

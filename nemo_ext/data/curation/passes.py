@@ -7,7 +7,7 @@ byte, whichever process does a unit and however often work is interrupted.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ from datatrove.data import Document
 from nemo_ext.data.curation.documents import SUFFIX, Writer, documents, line_of, read_lines
 from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.settings import Curate, Plan, read_plan
-from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
+from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, Values, shown
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport, Unit, cut
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
@@ -77,8 +77,12 @@ def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
     return [*passes, Pass(len(passes), begin, tuple(names), None)]
 
 
-def units_of(plan: Plan) -> list[Unit]:
+def units_of(plan: Plan, *, store: bool = True) -> list[Unit]:
     """Return the units of the input; the first process cuts them and writes the list that the others read.
+
+    Args:
+        plan: settings and sources.
+        store: whether to write the list.
 
     Raises:
         ValueError: the input is empty.
@@ -90,7 +94,8 @@ def units_of(plan: Plan) -> list[Unit]:
     units = list(cut(plan.streams, max_documents=UNLIMITED, max_size=plan.curate.unit))
     if not units:
         raise ValueError("the input has no documents: check that its files are not empty")
-    write_text(file, json.dumps([asdict(unit) for unit in units]))
+    if store:
+        write_text(file, json.dumps([asdict(unit) for unit in units]))
     return units
 
 
@@ -105,6 +110,11 @@ class Work:
     def plan(self) -> Plan:
         """Settings, stages and sources of the config."""
         return _plan(self.config)
+
+    @property
+    def current(self) -> Pass:
+        """The pass."""
+        return passes_of(self.plan.stages)[self.number]
 
     @property
     def units(self) -> Units:
@@ -134,10 +144,10 @@ def _plan(config: str) -> Plan:
     return read_plan(json.loads(config))
 
 
-@lru_cache(maxsize=1)
-def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
-    stages = _plan(config).stages
-    return [(name, stages[name].start()) for name in names]
+@lru_cache(maxsize=32)
+def judge_of(config: str, name: str) -> Judge:
+    """Return the function that judges documents in a stage, started once per process."""
+    return _plan(config).stages[name].start()
 
 
 def tokenizer_of(curate: Curate) -> Tokenizer | None:
@@ -154,14 +164,16 @@ def _counter(config: str) -> Callable[[str], int]:
     return lambda text: 0 if tokenizer is None else len(tokenizer.encode([text])[0])
 
 
-def decide(work: Work, units: Sequence[Unit]) -> None:
-    """Write the verdicts of the barrier at the end of a pass, if there is one, once all units of the pass are done.
+def check_read(work: Work, units: Sequence[Unit]) -> None:
+    """Check after the first pass that the input is unchanged and that few of its records were malformed.
 
     Raises:
-        ValueError: a file is damaged, or too many records of a stream were malformed.
+        ValueError: too many records of a stream were malformed, or the input changed while it was read.
     """
-    plan, current = work.plan, passes_of(work.plan.stages)[work.number]
-    for stream, source in plan.streams.items() if work.number == 0 else ():
+    if work.number:
+        return
+    work.plan.settings.check_same(work.plan.made_of())
+    for stream, source in work.plan.streams.items():
         report = ReadReport()
         for unit in units:
             if unit.stream == stream:
@@ -170,6 +182,15 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
             source.finish(report)
         except ValueError as error:
             raise ValueError(f"stream {stream!r}: {error}") from error
+
+
+def decide(work: Work, units: Sequence[Unit]) -> None:
+    """Write the verdicts of the barrier at the end of a pass, if there is one, once all units of the pass are done.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    plan, current = work.plan, work.current
     if current.end is None or (work.units.folder / DECIDED).exists():
         return
     barrier = plan.stages[current.end]
@@ -200,61 +221,96 @@ def run_unit(work: Work, unit: Unit) -> None:
     Raises:
         ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.
     """
-    plan, current = work.plan, passes_of(work.plan.stages)[work.number]
-    judges, size = _judges(work.config, current.names), _Size(_counter(work.config))
-    work.units.folder.mkdir(parents=True, exist_ok=True)
-    counts = Counts()
-    end = plan.stages[current.end] if current.end is not None else None
-    dropped = plan.settings.folder / "dropped"
-    with ExitStack() as stack, _feature_files(work, unit) as record_features:
-        out = Writer(stack)
+    current = work.current
+    end = work.plan.stages[current.end] if current.end is not None else None
+    with ExitStack() as stack:
+        flow = Flow(work, unit, stack)
+        documents = flow.enter()
+        for name in current.names:
+            documents = flow.judged(name, judge_of(work.config, name), documents)
+        for _ in flow.stored(end.features, documents) if isinstance(end, Barrier) else flow.written(documents):
+            pass
+    write_text(work.units.file(unit.number), json.dumps(flow.counts.as_json()))
 
-        def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
-            """Count a stage's decision on a document of size `before`; return whether the document is dropped."""
-            through = counts.stage(name)
+
+class Flow:
+    """Documents of a unit on their way through a pass, which are counted at each step.
+
+    Each step is a generator; dropped documents are written according to `curate.keep_dropped`.
+
+    Attributes:
+        counts: counts so far.
+    """
+
+    def __init__(self, work: Work, unit: Unit, stack: ExitStack) -> None:
+        self._work, self._unit, self._stack = work, unit, stack
+        self._plan, self._out = work.plan, Writer(stack)
+        self._size = _Size(_counter(work.config))
+        self.counts = Counts()
+        work.units.folder.mkdir(parents=True, exist_ok=True)
+
+    def enter(self) -> Iterator[Document]:
+        """Yield the input's documents in the first pass, and in later passes the documents that the verdicts keep."""
+        if (begin := self._work.current.begin) is not None:
+            yield from self._judged(begin, _with_verdicts(self._work, self._unit))
+            return
+        through = self.counts.stage(READ)
+        source = self._plan.streams[self._unit.stream]
+        for document in documents(source, self._unit.parts, self._unit.stream, self.counts.read):
+            through.came.add(amount := self._size.measure(document))
+            through.kept.add(amount)
+            yield document
+
+    def judged(self, name: str, judge: Judge, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents that a stage keeps."""
+        return self._judged(name, ((document, judge) for document in documents))
+
+    def _judged(self, name: str, documents: Iterable[tuple[Document, Judge]]) -> Iterator[Document]:
+        through, keep = self.counts.stage(name), self._plan.curate.keep_dropped
+        dropped = self._plan.settings.folder / "dropped" / name / f"{self._unit.number:06d}{SUFFIX}"
+        for document, judge in documents:
+            before = self._size.measure(document)
             through.came.add(before)
+            drop = judge(document)
+            if drop is None and not document.text.strip():
+                drop = Drop("nothing-left")
             if drop is None:
-                after = size.measure(document)
+                after = self._size.measure(document)
                 through.kept.add(after)
                 through.changed += after is not before
-                return False
-            through.drop(drop.reason, before, document.id, drop.detail)
-            keep = plan.curate.keep_dropped
-            if keep == "all" or (keep == "sample" and uniform(0, "dropped", document.id) < SAMPLE):
-                path = dropped / name / f"{unit.number:06d}{SUFFIX}"
-                out.write(path, line_of(document, dropped=drop.reason, why=drop.detail))
-            return True
-
-        for document, apply_verdict in _documents(work, unit, counts.read):
-            before = size.measure(document)
-            if current.begin is None:
-                counts.stage(READ).came.add(before)
-                counts.stage(READ).kept.add(before)
-            elif drops(current.begin, apply_verdict(document), document, before):
+                yield document
                 continue
-            for name, judge in judges:
-                before = size.measure(document)
-                drop = judge(document)
-                if drop is None and not document.text.strip():
-                    drop = Drop("nothing-left")
-                if drops(name, drop, document, before):
-                    break
-            else:
-                if isinstance(end, Barrier):
-                    record_features(end.features(document))
-                    out.write(work.units.file(unit.number, SUFFIX), line_of(document))
-                    continue
-                place = _place(plan, unit, document)
-                counts.written.setdefault(place, Amount()).add(size.measure(document))
-                if len(counts.written) > MOST_FOLDERS:
-                    raise ValueError(
-                        f"curate.divide requires more than {MOST_FOLDERS} folders for one unit of work: choose keys "
-                        "with fewer values"
-                    )
-                out.write(plan.settings.folder / DOCUMENTS / place / f"{unit.number:06d}{SUFFIX}", line_of(document))
-    for through in counts.stages.values():
+            through.drop(drop.reason, before, document.id, drop.detail)
+            if keep == "all" or (keep == "sample" and uniform(0, "dropped", document.id) < SAMPLE):
+                self._out.write(dropped, line_of(document, dropped=drop.reason, why=drop.detail))
         through.finish()
-    write_text(work.units.file(unit.number), json.dumps(counts.as_json()))
+
+    def stored(self, features: Callable[[Document], Values], documents: Iterable[Document]) -> Iterator[Document]:
+        """Write documents and their features for the barrier at the end of the pass, and yield the documents."""
+        record = self._stack.enter_context(_feature_files(self._work, self._unit))
+        for document in documents:
+            record(features(document))
+            self._out.write(self._work.units.file(self._unit.number, SUFFIX), line_of(document))
+            yield document
+
+    def written(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Write documents to the output, and yield them.
+
+        Raises:
+            ValueError: `curate.divide` requires too many folders, or names that are too long.
+        """
+        written = self.counts.written
+        for document in documents:
+            place = _place(self._plan, self._unit, document)
+            written.setdefault(place, Amount()).add(self._size.measure(document))
+            if len(written) > MOST_FOLDERS:
+                raise ValueError(
+                    f"curate.divide requires more than {MOST_FOLDERS} folders for one unit of work: choose keys "
+                    "with fewer values"
+                )
+            path = self._plan.settings.folder / DOCUMENTS / place / f"{self._unit.number:06d}{SUFFIX}"
+            self._out.write(path, line_of(document))
+            yield document
 
 
 class _Size:
@@ -273,20 +329,10 @@ class _Size:
         return self._amount
 
 
-def _documents(
-    work: Work, unit: Unit, report: ReadReport
-) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
-    """Yield the documents that enter a pass, each with a function that applies the previous barrier's verdicts to it.
-
-    The function returns the reason to drop the document; None to keep it, as always in the first pass.
-    """
-    if work.number == 0:
-        for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
-            yield document, lambda document: None
-        return
+def _with_verdicts(work: Work, unit: Unit) -> Iterator[tuple[Document, Judge]]:
+    """Yield the previous pass's documents, each with a function that applies the barrier's verdicts to it."""
     before = Work(work.config, work.number - 1)
-    begin = passes_of(work.plan.stages)[work.number].begin
-    barrier = work.plan.stages[begin or ""]
+    barrier = work.plan.stages[work.current.begin or ""]
     assert isinstance(barrier, Barrier)
     path, advice = before.units.file(unit.number, SUFFIX), f"remove {work.plan.settings.own} and run again"
     try:

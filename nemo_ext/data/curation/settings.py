@@ -13,12 +13,12 @@ from nemo_ext.data.curation.stages.addresses import Listed
 from nemo_ext.data.curation.stages.buckets import BUCKET, Buckets
 from nemo_ext.data.curation.stages.duplicates import NearDuplicates, SameParagraphs, SamePassages, SameText, SameUrl
 from nemo_ext.data.curation.stages.languages import Language
-from nemo_ext.data.curation.stages.models import Classifier, Decontamination, Perplexity
+from nemo_ext.data.curation.stages.models import Classifier, Decontamination, Perplexity, Sentences
 from nemo_ext.data.curation.stages.personal import Personal
 from nemo_ext.data.curation.stages.rules import RULES
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
-from nemo_ext.job.settings import STRICT, Count, Place, Shard, StringsOrNone, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Shard, StringsOrNone, check_keys, checked, keys_of, nearest
 from nemo_ext.job.units import OutputFolder
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -27,7 +27,7 @@ KINDS: dict[str, type[Stage]] = {
     **{
         each.kind: each
         for each in (
-            *(Language, Listed, Personal, Perplexity, Classifier, Decontamination),
+            *(Language, Listed, Personal, Perplexity, Classifier, Sentences, Decontamination),
             *(SameUrl, SameText, SameParagraphs, SamePassages, NearDuplicates, Buckets),
         )
     },
@@ -42,6 +42,7 @@ class Curate:
         stages: names of the blocks to run, in order.
         blocks: mapping from name to a stage's `kind` and settings; blocks that `stages` does not name are not run.
         keep_dropped: which dropped documents to write to `dropped`: none, one in a hundred, or all.
+        optional: names of stages that do not run while the models or lists they need are not set.
         divide: document keys whose values divide the output into folders.
         tokenizer: tokenizer with which the funnel also counts tokens; null to count none.
         unit: number of input bytes per unit of work and per output file, where input files can be cut.
@@ -50,11 +51,25 @@ class Curate:
 
     stages: Annotated[StringsOrNone, Field(min_length=1)]
     blocks: dict[str, dict[str, Any]]
+    optional: StringsOrNone
     keep_dropped: Literal["none", "sample", "all"]
     divide: StringsOrNone
     tokenizer: Place | dict[str, Any] | None
     unit: Count
     memory: Count
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Datatrove:
+    """The config's `datatrove` section, for `engine=datatrove`.
+
+    Attributes:
+        executor: datatrove's executor.
+        options: the executor's arguments, such as time and partition for Slurm.
+    """
+
+    executor: Literal["local", "slurm", "ray"]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -66,12 +81,18 @@ class Settings(OutputFolder):
         output: folder to write.
         workers: number of processes; null for one per core.
         shard: shard that this process works on, such as 0/64; null for all of the work.
+        engine: `datatrove` to run the stages as datatrove's pipelines; null for worker processes and shards.
+        datatrove: executor of datatrove's pipelines.
+        dry_run: whether to list the work only.
     """
 
     preset: str | None
     output: Annotated[Place, Field(min_length=1)]
     workers: Count | None
     shard: Shard | None
+    engine: Literal["datatrove"] | None
+    datatrove: Datatrove
+    dry_run: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +104,32 @@ class Plan:
         curate: the `curate` section.
         stages: stages in order, keyed by name.
         streams: sources, keyed by stream name.
+        skipped: settings of which an optional stage needs one, keyed by its name; it does not run.
     """
 
     settings: Settings
     curate: Curate
     stages: dict[str, Stage]
     streams: dict[str, Source]
+    skipped: dict[str, str]
+
+    def made_of(self) -> dict[str, Any]:
+        """Return the settings and input that determine the output; shards, workers and memory do not affect it."""
+        curate = dataclasses.asdict(self.curate)
+        del curate["memory"], curate["optional"]
+        curate["stages"] = list(self.stages)
+        curate["blocks"] = {name: curate["blocks"][name] for name in self.stages}
+        files = {}
+        for name, stage in self.stages.items():
+            for path in stage.reads():
+                status = path.stat()
+                files[f"{name}: {path}"] = [status.st_size, status.st_mtime_ns]
+        return {
+            "engine": self.settings.engine,
+            "curate": curate,
+            "files": files,
+            "streams": {name: source.identity() for name, source in self.streams.items()},
+        }
 
 
 def read_plan(config: Mapping[str, Any]) -> Plan:
@@ -100,6 +141,10 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     if config["output"] is None:
         raise ValueError("output=null: set it to a folder")
     settings = checked(Settings, {field.name: config[field.name] for field in dataclasses.fields(Settings)})
+    if settings.engine and settings.shard:
+        raise ValueError(f"shard={settings.shard}: datatrove divides the work itself; remove shard")
+    if not settings.engine and (settings.datatrove.executor != "local" or settings.datatrove.options):
+        raise ValueError("datatrove: executor and options apply only to engine=datatrove; set it, or remove them")
     if not config["curate"]["stages"]:
         raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or list blocks")
     curate = checked(Curate, config["curate"], where="curate")
@@ -109,9 +154,13 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
                 f"curate.stages lists {name!r} twice: remove one, or, to apply it twice, add a second block under "
                 "another name"
             )
+    for name in curate.optional:
+        if name not in curate.blocks or not _kind(name, curate.blocks[name]).needs:
+            names = [block for block in curate.blocks if _kind(block, curate.blocks[block]).needs]
+            raise ValueError(f"curate.optional: {name!r} is not a block with a model or list: {nearest(name, names)}")
     for name, block in curate.blocks.items():  # including unused blocks, whose name may be a typo
         _kind(name, block)
-    stages = dict[str, Stage]()
+    stages, skipped = dict[str, Stage](), dict[str, str]()
     for name in curate.stages:
         if not _NAME.fullmatch(name) or name == "read":
             raise ValueError(
@@ -124,7 +173,14 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
             )
             raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset defines; {near}")
         values = {key: value for key, value in curate.blocks[name].items() if key != "kind"}
-        stages[name] = checked(_kind(name, curate.blocks[name]), values, where=f"curate.blocks.{name}")
+        kind, where = _kind(name, curate.blocks[name]), f"curate.blocks.{name}"
+        if name in curate.optional and not any(values.get(key) for key in kind.needs):
+            check_keys(values, keys_of(kind), required=(), where=where)  # a misspelt key must not hide a model
+            skipped[name] = " or ".join(kind.needs)
+            continue
+        stages[name] = checked(kind, values, where=where)
+    if not stages:
+        raise ValueError(f"curate.stages: none of {', '.join(skipped)} can run: set curate.blocks.{name}")
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
         raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets; remove one of them")
@@ -138,7 +194,7 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     for name, source in streams.items():
         if source.max_bytes is not None:
             raise ValueError(f"stream {name!r}: curation always reads whole streams; remove max_bytes from its source")
-    return Plan(settings, curate, stages, streams)
+    return Plan(settings, curate, stages, streams, skipped)
 
 
 def _kind(name: str, block: Mapping[str, Any]) -> type[Stage]:

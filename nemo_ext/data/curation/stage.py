@@ -29,6 +29,8 @@ class Stage:
     """Base class of stage settings: a frozen pydantic dataclass, validated before the work and sent to workers."""
 
     kind: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Settings of which an optional stage (`curate.optional`) needs at least one, such as a model."""
 
     def check(self) -> None:
         """Check settings, files and libraries before any document is read.

@@ -95,6 +95,16 @@ def test_shards_do_not_change_a_byte(corpus: tuple[Path, Any], curated: Path) ->
     assert output_digests(folder / name) == output_digests(curated)
 
 
+@pytest.mark.slow
+def test_datatrove_keeps_the_same_documents(corpus: tuple[Path, Any], curated: Path) -> None:
+    folder, name = corpus[0], "datatrove"
+    run(compose("curate", [*FAULTS.words(folder, name, 1), "curate.unit=1e5", "engine=datatrove"]))
+    theirs, ours = output_digests(folder / name), output_digests(curated)
+    for file in ours:
+        if not file.startswith(("funnel.json", "report.md")):  # without examples
+            assert theirs[file] == ours[file], file
+
+
 def killed(command: list[str], when: Callable[[], bool]) -> bool:
     """Kill a run and its workers as soon as `when` is true; False if it ended before that."""
     process = subprocess.Popen(command, start_new_session=True)

@@ -73,6 +73,17 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
             "curate.blocks.language: languages: unknown language code 'english'",
         ),
         ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
+        (
+            {"perplexity": "{models: {}}"},
+            ("curate.optional=[perplexity]",),
+            "none of perplexity can run: set curate.bl",
+        ),
+        (
+            {"perplexity": "{model: en.arpa}"},
+            ("curate.optional=[perplexity]",),
+            "unknown key 'model': did you mean 'mo",
+        ),
+        (LENGTH, ("curate.optional=[length]",), "curate.optional: 'length' is not a block with a model or list"),
         ({"classifier": "{model: /nowhere}"}, (), "fastText model /nowhere does not exist"),
         ({"listed": "{domains: /nowhere}"}, (), "file /nowhere does not exist"),
         ({"buckets": "{key: quality}"}, (), "has quality=None, but a score is required; before this stage, add one"),
@@ -286,6 +297,12 @@ def test_a_classifier_separates_its_two_sets(
     )
     block = f"{{kind: classifier, model: {tmp_path / 'quality'}, least: 0.5}}"
     assert [line["id"] for line in lines(curate(mixed, {"quality": block}) / "documents")] == ["g"]
+    page = write(
+        [{"text": "The lemma follows. Click for cheap offers! A proof: 1.5 is\nshort. Cheap offers"}], "page.jsonl"
+    )
+    block = f"{{kind: sentences, model: {tmp_path / 'quality'}, threshold: 0.5}}"
+    (document,) = lines(curate(page, {"sentences": block}, name="page") / "documents")
+    assert document["text"] == " Click for cheap offers!  Cheap offers"
     (tmp_path / "quality" / "classifier.json").write_text('{"bits": 60, "threshold": 0.5, "engine": "hashed"}')
     with pytest.raises(ValueError, match="not a classifier"):
         load_scorer(str(tmp_path / "quality"))

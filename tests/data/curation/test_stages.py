@@ -17,12 +17,14 @@ from datatrove.pipeline.filters import (
     GopherRepetitionFilter,
 )
 
-from nemo_ext.data.curation.settings import KINDS
+from nemo_ext.data.curation.job import run
+from nemo_ext.data.curation.settings import KINDS, read_plan
 from nemo_ext.data.curation.stage import Features
 from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.data.curation.stages.personal import Personal
 from nemo_ext.data.curation.stages.rules import _Spaces
 from nemo_ext.data.text.words import words_of
+from nemo_ext.job.config import compose
 
 Write = Callable[..., Path]
 Curate = Callable[..., Path]
@@ -67,6 +69,38 @@ def test_documents_are_judged_by_the_thresholds_of_their_language(write: Write, 
     records = [{"id": code, "text": text, "language": code} for code in ("en", "de", "it")]
     block = "{kind: gopher_quality, rules: {min_doc_words: 10}, by_language: {de: {min_doc_words: 100}}}"
     assert [line["id"] for line in lines(curate(write(records), {"quality": block}) / "documents")] == ["en", "it"]
+
+
+def test_presets_run_optional_stages_once_their_models_are_set(write: Write, tmp_path: Path) -> None:
+    words = [f"input={write([{'text': 'a'}])}", f"output={tmp_path / 'out'}"]
+    dolma = read_plan(compose("curate", [*words, "preset=dolma"]))
+    assert list(dolma.skipped) == ["toxic", "nsfw"] and list(dolma.stages)[-2:] == ["personal", "same_paragraphs"]
+    model = "curate.blocks.toxic.model=/models/hate.bin"
+    assert list(read_plan(compose("curate", [*words, "preset=dolma", model])).stages)[-3:-1] == ["toxic", "personal"]
+    domyn = read_plan(compose("curate", [*words, "preset=domyn", "curate.blocks.listed.robots=[/robots.jsonl]"]))
+    assert domyn.skipped == {"perplexity": "models"} and list(domyn.stages)[-2:] == ["personal", "listed"]
+
+
+def test_rules_of_domyn_suit_languages_without_spaces(write: Write, tmp_path: Path, lines: Lines) -> None:
+    line = "".join(map(chr, range(0x4E00, 0x4E64))) + "\u3002"
+    english = "\n".join(f"Line {n} of this page has words. It ends here." for n in range(9))
+    records = [
+        {"id": "zh", "text": f"{line}\n{line}", "language": "zh"},
+        {"id": "en", "text": f"{english}\nShort.\nPlease turn on JavaScript in this browser.", "language": "en"},
+        {"id": "few", "text": "The same words. " * 60, "language": "en"},
+        {"id": "braces", "text": f"{english}\nif (this) {{ return that; }}", "language": "it"},
+    ]
+    words = [
+        "preset=domyn",
+        "curate.stages=[c4,unique_words]",
+        "curate.blocks.unique_words.least=12",
+        "curate.divide=[]",
+    ]
+    run(compose("curate", [f"input={write(records)}", f"output={tmp_path / 'out'}", "workers=1", *words]))
+    assert {each["id"]: each["text"] for each in lines(tmp_path / "out" / "documents")} == {
+        "zh": records[0]["text"],
+        "en": english,
+    }
 
 
 def test_repeated_texts_urls_and_paragraphs_are_removed(write: Write, curate: Curate, lines: Lines) -> None:

@@ -31,6 +31,7 @@ class Listed(Stage):
     """
 
     kind: ClassVar[str] = "listed"
+    needs: ClassVar[tuple[str, ...]] = ("domains", "urls", "ids", "words", "robots")
     domains: PlacesOrNone = ()
     urls: PlacesOrNone = ()
     ids: PlacesOrNone = ()

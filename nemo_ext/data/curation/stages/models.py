@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curation.classifier import Scorer, load_scorer
 from nemo_ext.data.curation.stage import Judge, Stage, language_of, shown
+from nemo_ext.data.curation.stages.rules import words_for
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.test_sets import TestSets, index_of
 from nemo_ext.data.text.words import Words
@@ -31,6 +33,7 @@ class Perplexity(Stage):
     """
 
     kind: ClassVar[str] = "perplexity"
+    needs: ClassVar[tuple[str, ...]] = ("models",)
     models: dict[str, Place] = Field(min_length=1)
     sentencepiece: dict[str, Place] = Field(default_factory=dict)
     normalize: Literal["none", "ccnet"] = "none"
@@ -113,6 +116,7 @@ class Classifier(Stage):
     """
 
     kind: ClassVar[str] = "classifier"
+    needs: ClassVar[tuple[str, ...]] = ("model",)
     model: Place
     label: str | None = None
     key: str = "quality"
@@ -143,10 +147,54 @@ class Classifier(Stage):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sentences(Stage):
+    """Removes sentences that a classifier finds unwanted, such as toxic ones (Dolma, section 5.3).
+
+    Attributes:
+        model: folder written by `nemo-ext curate_classifier`, or a fastText model file.
+        label: label of unwanted sentences in a fastText model file, without `__label__`.
+        threshold: probability from which a sentence is removed.
+        language: code to use for documents whose language is unknown; datatrove's tokenizers find the sentences.
+    """
+
+    kind: ClassVar[str] = "sentences"
+    needs: ClassVar[tuple[str, ...]] = ("model",)
+    model: Place
+    label: str | None = None
+    threshold: Share = 0.4
+    language: str = "en"
+
+    def check(self) -> None:
+        self._loaded()
+        words_for(self.language, named=True)
+
+    def reads(self) -> list[Path]:
+        return self._loaded().files
+
+    def _loaded(self) -> Scorer:
+        return load_scorer(self.model, self.label)
+
+    def start(self) -> Judge:
+        scorer, tokenizer_of = self._loaded(), lru_cache(maxsize=None)(partial(words_for, named=False))
+
+        def judge(document: Document) -> Drop | None:
+            text, end, kept = document.text, 0, []
+            for start, stop in tokenizer_of(language_of(document) or self.language).span_tokenize(text):
+                if scorer.score(text[start:stop]) >= self.threshold:
+                    kept.append(text[end:start])
+                    end = stop
+            document.text = "".join([*kept, text[end:]])
+            return None
+
+        return judge
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Decontamination(TestSets, Stage):
     """Drops documents that share word n-grams with test sets (`nemo_ext.data.text.test_sets`)."""
 
     kind: ClassVar[str] = "decontamination"
+    needs: ClassVar[tuple[str, ...]] = ("test_sets",)
 
     def start(self) -> Judge:
         index = index_of(self)

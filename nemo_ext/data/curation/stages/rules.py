@@ -36,7 +36,7 @@ class _Spaces(WhitespaceTokenizer):
         return text.split()
 
 
-class _Characters(WhitespaceTokenizer):
+class Characters(WhitespaceTokenizer):
     """Tokenizer of words without punctuation; in scripts without spaces, each character is a word."""
 
     def word_tokenize(self, text: str) -> list[str]:
@@ -45,7 +45,7 @@ class _Characters(WhitespaceTokenizer):
 
 @cache
 def _tokenizer(words: str) -> WhitespaceTokenizer:
-    return _Spaces() if words == "spaces" else _Characters()
+    return _Spaces() if words == "spaces" else Characters()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,7 +86,7 @@ class _Rules(Stage):
         if "language" in inspect.signature(self.block).parameters:
             named = language in (self.language, *self.by_language)
             by_datatrove = self.words == "datatrove"
-            arguments["language"] = _words_for(language, named=named) if by_datatrove else _tokenizer(self.words)
+            arguments["language"] = words_for(language, named=named) if by_datatrove else _tokenizer(self.words)
         try:
             return self.block(**arguments)
         except (TypeError, ImportError) as error:
@@ -110,7 +110,7 @@ class _Rules(Stage):
         return judge
 
 
-def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
+def words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
     """Load datatrove's tokenizer for a language, or the tokenizer `characters` if there is none.
 
     With `named`, for a language that the settings name, a missing tokenizer raises ValueError instead.
@@ -192,6 +192,25 @@ class Length(Stage):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class UniqueWords(Stage):
+    """Drops documents with too few different words; case is ignored, and single characters count in some scripts.
+
+    Attributes:
+        least: minimum number of different words.
+    """
+
+    kind: ClassVar[str] = "unique_words"
+    least: int
+
+    def start(self) -> Judge:
+        def judge(document: Document) -> Drop | None:
+            number = len(set(words_of(document.text)))
+            return None if number >= self.least else Drop("few-words", f"{number:,}: {shown(document.text)}")
+
+        return judge
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Encoding(Stage):
     """Repairs wrongly decoded text with ftfy, and drops documents that remain broken.
 
@@ -234,5 +253,6 @@ _BROKEN = ["\ufffd", *(chr(code) for code in (*range(9), *range(14, 32), *range(
 
 
 RULES: Mapping[str, type[Stage]] = {
-    each.kind: each for each in (Length, Encoding, C4, C4Paragraphs, GopherQuality, GopherRepetition, FineWeb)
+    each.kind: each
+    for each in (Length, UniqueWords, Encoding, C4, C4Paragraphs, GopherQuality, GopherRepetition, FineWeb)
 }
