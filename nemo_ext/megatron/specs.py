@@ -21,7 +21,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -166,11 +166,14 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     elif config.qk_layernorm:
         q_norm = k_norm = parts.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=True)
 
+    attention_kind: dict[str, Any] = {"module": SelfAttention, "params": {"attn_mask_type": AttnMaskType.causal}}
+    if options.rotary or q_norm is not k_norm:  # otherwise upstream's class, without a call of ours per step
+        attention_kind["module"] = BlockSelfAttention
+        attention_kind["params"]["rotary"] = options.rotary
     attention = TransformerLayerSubmodules(
         input_layernorm=block_norm,
         self_attention=ModuleSpec(
-            module=BlockSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "rotary": options.rotary},
+            **attention_kind,
             submodules=SelfAttentionSubmodules(
                 linear_qkv=column,
                 core_attention=parts.core_attention(),
