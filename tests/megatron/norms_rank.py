@@ -70,7 +70,7 @@ def main() -> None:
     changes = [torch.randn(x.shape, generator=torch.Generator().manual_seed(get_rank())) for x in got]
     weights = [attention.linear_qkv.weight, *(norm.weight for norm in norms)]
     gradients = torch.autograd.grad(sum((x * y).sum() for x, y in zip(got, changes, strict=True)), weights)
-    assert len(reduced) == 2
+    assert len(reduced) == 1 + 1 + 1  # and the gradient of the projection's input
 
     # The same from all ranks' heads.
     whole = [gathered(x, -2).requires_grad_() for x in (query, key)]
