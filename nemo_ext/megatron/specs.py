@@ -166,14 +166,13 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     elif config.qk_layernorm:
         q_norm = k_norm = parts.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=True)
 
-    attention_kind: dict[str, Any] = {"module": SelfAttention, "params": {"attn_mask_type": AttnMaskType.causal}}
-    if options.rotary or q_norm is not k_norm:  # otherwise upstream's class, without a call of ours per step
-        attention_kind["module"] = BlockSelfAttention
-        attention_kind["params"]["rotary"] = options.rotary
+    # Upstream's class, without a call of ours per step, unless a block needs more.
+    own = {"rotary": options.rotary} if options.rotary or q_norm is not k_norm else {}
     attention = TransformerLayerSubmodules(
         input_layernorm=block_norm,
         self_attention=ModuleSpec(
-            **attention_kind,
+            module=BlockSelfAttention if own else SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, **own},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=column,
                 core_attention=parts.core_attention(),

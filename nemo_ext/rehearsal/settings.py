@@ -130,8 +130,8 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             aside.append("FP8 of the output layer, which is Megatron's own")
     if megatron.get("moe_token_dispatcher_type") == "flex":
         aside.append("moe_token_dispatcher_type=flex, whose kernels send what alltoall does")
-        megatron |= {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None}
-        megatron["moe_flex_dispatcher_num_sms"] = None
+        megatron |= {"moe_token_dispatcher_type": "alltoall"}
+        megatron |= dict.fromkeys(("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms"))
     fused = bool(megatron.get("moe_permute_fusion"))
     if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
         aside.append("moe_grouped_gemm, with biases")
