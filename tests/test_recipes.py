@@ -46,6 +46,7 @@ REHEARSED = json.loads(Path(__file__).with_name("rehearsal").joinpath("recipes.j
 """What rehearsals of the recipes found: tests/rehearsal/recipes.py."""
 WITH_PHASES = (
     *("domyn_small/foundation", "nemotron3_nano/pretrain", "nemotron3_nano/quickstart_phases", "olmo1/7b"),
+    "nemotron3_nano/pretrain_leonardo",
     *("nemotron3_super/pretrain", "nemotron3_super/long_context", "nemotron3_ultra/pretrain"),
     "nemotron35_lightning/pretrain",
 )
@@ -329,13 +330,42 @@ def test_megatron_accepts_a_recipe_at_full_size(recipe: str, tmp_path: Path) -> 
     config = taught(composed(f"recipe={recipe}"), recipe, teacher_of(recipe), tmp_path)
     config["model"]["backend"] = "local" if recipe.endswith("/quickstart") else "transformer_engine"
     if importlib.util.find_spec("transformer_engine") is None:
-        config["megatron"]["no_rope_fusion"] = True  # the one kernel that Megatron looks for in its model config
+        # the kernels that Megatron looks for in its model config
+        config["megatron"] |= {"no_rope_fusion": True, "moe_permute_fusion": False}
 
     arguments = accepted(config)
 
     assert arguments.train_iters > arguments.lr_warmup_iters
     assert arguments.lr >= arguments.min_lr
     assert arguments.global_batch_size % (arguments.micro_batch_size * arguments.data_parallel_size) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "aside"),
+    [
+        (
+            (
+                "moe_token_dispatcher_type=flex",
+                "moe_flex_dispatcher_backend=hybridep",
+                "moe_flex_dispatcher_num_sms=16",
+            ),
+            1,
+        ),
+        (("cuda_graph_impl=transformer_engine", "cuda_graph_modules=[attn,mamba]", "te_rng_tracker=true"), 3),
+        (("grad_reduce_in_bf16=true",), 0),
+    ],
+)
+def test_throughput_flags_that_recipes_do_not_take_are_accepted(words: tuple[str, ...], aside: int) -> None:
+    """Those of docs/throughput.md, by Megatron's checks and by a rehearsal, which names the kernels it sets aside."""
+    config = deepcopy(composed("recipe=nemotron3_nano/pretrain", *(f"megatron.{word}" for word in words)))
+    plain = rehearsed(composed("recipe=nemotron3_nano/pretrain"))[1]
+    config["model"]["backend"] = "transformer_engine"
+    config["megatron"] |= {"no_rope_fusion": True, "moe_permute_fusion": False}
+    accepted(config)
+    changed, found = rehearsed(config)
+    assert len(found) == len(plain) + aside
+    config["model"]["backend"] = "local"
+    accepted({**config, "megatron": changed["megatron"]})
 
 
 @cache
@@ -351,7 +381,8 @@ def laid_out(recipe: str) -> tuple[dict[str, Any], Layout]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     config, layout = laid_out(recipe)
-    memory = 64e9 if recipe.startswith("domyn_small/") else 80e9  # A100-64GB of Leonardo, else H100
+    leonardo = recipe.startswith("domyn_small/") or recipe.endswith("_leonardo")
+    memory = 64e9 if leonardo else 80e9  # A100-64GB of Leonardo, else H100
 
     gpus = per_gpu(Architecture.from_config(config), layout)
     beside = 0

@@ -40,7 +40,8 @@ class CachedInputs:
             self.number = number
         for block in range(self.number, number):
             layer = self.parent.layers[block]
-            for place, hidden in enumerate(self.inputs):  # one at a time, to avoid holding all batches twice
-                self.inputs[place] = self.parent.block_output(block, hidden, layer)
+            with self.parent.gathered(block):
+                for place, hidden in enumerate(self.inputs):  # one at a time, to avoid holding all batches twice
+                    self.inputs[place] = self.parent.block_output(block, hidden, layer)
         self.number = number
         return zip(self.batches, self.inputs, self.last, strict=True)

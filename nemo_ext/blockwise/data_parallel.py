@@ -53,35 +53,37 @@ def joined(local: Tensor) -> Tensor:
 def part_of(tensor: Tensor) -> Tensor:
     """Copy this rank's shard of the flattened tensor, padded with zeros to the same length on all ranks."""
     numbers = tensor.reshape(-1)
-    size = _part_size(tensor)
+    size = _part_size(tensor.numel())
     local = numbers[size * number() : size * (number() + 1)]
     part = numbers.new_zeros(size)
     part[: len(local)] = local
     return part
 
 
-def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """Gather all ranks' shards (from `part_of`) into a tensor with the shape of `like`. Collective."""
+def whole_of(part: Tensor, size: int) -> Tensor:
+    """Gather all ranks' shards (from `part_of`) into a flat tensor of `size` elements. Collective."""
     whole = part
     if count() > 1:
         whole = part.new_empty(len(part) * count())
         dist.all_gather_into_tensor(whole, part)
-    return whole[: like.numel()].view_as(like)
+    return whole[:size]
 
 
-def mean_part(tensor: Tensor) -> Tensor:
-    """Average a tensor over all ranks in FP32, and return this rank's shard of the mean, flattened. Collective."""
-    whole = tensor.new_zeros(_part_size(tensor) * count(), dtype=torch.float32)
-    whole[: tensor.numel()] = tensor.reshape(-1)
+def mean_part(tensors: Sequence[Tensor]) -> Tensor:
+    """Average flattened, concatenated tensors over all ranks in FP32, and return this rank's shard. Collective."""
+    total = sum(tensor.numel() for tensor in tensors)
+    whole = tensors[0].new_zeros(_part_size(total) * count(), dtype=torch.float32)
+    for tensor, place in zip(tensors, whole[:total].split([tensor.numel() for tensor in tensors]), strict=True):
+        place.copy_(tensor.reshape(-1))
     if count() == 1:
         return whole
-    part = whole.new_empty(_part_size(tensor))
+    part = whole.new_empty(_part_size(total))
     dist.reduce_scatter_tensor(part, whole)
     return part.div_(count())
 
 
-def _part_size(tensor: Tensor) -> int:
-    return -(-tensor.numel() // count())
+def _part_size(numel: int) -> int:
+    return -(-numel // count())
 
 
 def agreed[T](decide: Callable[[], T]) -> T:

@@ -3,7 +3,7 @@
 All passes use Megatron's layers and HybridModel's forward method; only the list of layers changes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -144,6 +144,18 @@ class Parent:
         """
         with self._layers(first, replaced or {}):
             return self._run(None, hidden)
+
+    def each_hidden_from(self, first: int, hidden: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the results of `hidden_from` for several inputs of block `first`, gathering each sharded block once."""
+        if self.shared:
+            states = [*hidden]
+            for number in range(first, len(self.layers)):
+                with self.gathered(number):
+                    for place, each in enumerate(states):  # one at a time, to avoid holding all of them twice
+                        states[place] = self.block_output(number, each, self.layers[number])
+            first, hidden = len(self.layers), states
+        for each in hidden:
+            yield self.hidden_from(first, each)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Compute logits `[batch, seq, vocabulary]` from the hidden states before the output layer."""

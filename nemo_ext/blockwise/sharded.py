@@ -57,12 +57,27 @@ class SharedOut:
                 if first < end:
                     part[first - begin : end - begin] = parameter.data.reshape(-1)[first:end]
             self.parts.append(part.pin_memory() if host and torch.cuda.is_available() else part)
+        self._uses = 1
         self.__exit__()
         layer.register_forward_pre_hook(lambda *_: self.__enter__())
         layer.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
 
     def __enter__(self) -> None:
-        """Gather the weights. Collective."""
+        """Gather the weights, unless an outer context has. Collective."""
+        self._uses += 1
+        if self._uses == 1:
+            self._gather()
+
+    def __exit__(self, *_: object) -> None:
+        """Free the gathered weights, unless an outer context needs them."""
+        self._uses -= 1
+        if self._uses == 0:
+            for group in self._parameters:
+                empty = torch.empty(0, dtype=group[0].dtype, device=self.device)
+                for parameter in group:
+                    parameter.data = empty
+
+    def _gather(self) -> None:
         for part, group, shapes in zip(self.parts, self._parameters, self._shapes, strict=True):
             mine = part.to(self.device, non_blocking=True)
             whole = torch.empty(len(mine) * data_parallel.count(), dtype=mine.dtype, device=self.device)
@@ -74,13 +89,6 @@ class SharedOut:
             pieces = whole[: places[-1]].split([end - begin for begin, end in pairwise(places)])
             for parameter, piece, shape in zip(group, pieces, shapes, strict=True):
                 parameter.data = piece[: shape.numel()].view(shape) if len(piece) > shape.numel() else piece.view(shape)
-
-    def __exit__(self, *_: object) -> None:
-        """Free the gathered weights."""
-        for group in self._parameters:
-            empty = torch.empty(0, dtype=group[0].dtype, device=self.device)
-            for parameter in group:
-                parameter.data = empty
 
 
 def _places(shapes: Sequence[torch.Size]) -> list[int]:

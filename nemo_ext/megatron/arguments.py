@@ -184,6 +184,11 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     values = LOCAL_BACKEND
     if backend_of(config) != "local":
         values = {"transformer_impl": "transformer_engine"}
+        if megatron.get("num_experts"):  # kernels that compute the same (docs/throughput.md)
+            values |= {
+                "moe_permute_fusion": True,
+                "use_fused_weighted_squared_relu": bool(megatron.get("squared_relu")),
+            }
         if megatron.get("bf16") and not megatron.get("deterministic_mode"):  # Megatron rejects both together
             values["cross_entropy_loss_fusion"] = True
     pattern = compile_pattern(parse(pattern_with_cuts(config))).hybrid_layer_pattern

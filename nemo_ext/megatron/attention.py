@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nemo_ext.megatron.norms import HeadsRMSNorm
+from nemo_ext.megatron.norms import HeadsRMSNorm, reduced_norms
 
 
 class SDPACoreAttention(MegatronModule):
@@ -201,6 +201,24 @@ class BlockSelfAttention(SelfAttention):
         if settings is not None:
             common = {"use_cpu_initialization": config.use_cpu_initialization, "cp_group": self.pg_collection.cp}
             self.rotary = (_yarn if settings.yarn else _plain)(settings, config, **common)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """Run `SelfAttention`'s method, with one reduction for the norms of queries and keys over all ranks' heads."""
+        norm = self.q_layernorm
+        deferred = isinstance(norm, HeadsRMSNorm) and norm.tensor_parallel > 1 and split_qkv and not output_gate
+        if not deferred:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+        query, key, value = torch.split(mixed, sizes, dim=-1)
+        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        pairs = norm(query, deferred=True), self.k_layernorm(key, deferred=True)
+        return *reduced_norms(norm.tp_group, norm.eps, *pairs), value
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any

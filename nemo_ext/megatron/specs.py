@@ -21,7 +21,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -166,11 +166,13 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
     elif config.qk_layernorm:
         q_norm = k_norm = parts.layer_norm(rms_norm=config.normalization == "RMSNorm", for_qk=True)
 
+    # Upstream's class, without a call of ours per step, unless a block needs more.
+    own = {"rotary": options.rotary} if options.rotary or q_norm is not k_norm else {}
     attention = TransformerLayerSubmodules(
         input_layernorm=block_norm,
         self_attention=ModuleSpec(
-            module=BlockSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "rotary": options.rotary},
+            module=BlockSelfAttention if own else SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, **own},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=column,
                 core_attention=parts.core_attention(),

@@ -127,12 +127,13 @@ def stage_work(
         passing_bytes=(read + written) * training.steps * inputs + saved,
         held_bytes=inputs * (training.steps + min(training.save_interval, training.steps)) if written else 0.0,
     )
-    flops, gathered = sum(blocks), sum(weights)
+    flops, gathered = sum(blocks), sum(weights)  # of a pass for block inputs and the last hidden states
     for number, each in enumerate(by_block):
         later = sum(blocks[number + 1 :]) + head
         flops += blocks[number] + head + sum(_forward(architecture, v.block, seq_length) + later for v in each)
-        gathered += weights[number] * 2 + len(each) * sum(weights[number + 1 :])
-    return [library, distill, work("score", calibrated * flops, gathered * batches, 0.0)]
+        gathered += weights[number] + ceil(len(each) / training.together) * sum(weights[number + 1 :])
+    # Inputs of the next block are computed for all batches at once.
+    return [library, distill, work("score", calibrated * flops, gathered * batches + sum(weights), 0.0)]
 
 
 def _alone(architecture: Architecture, block: Block) -> Architecture:

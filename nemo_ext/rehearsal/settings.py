@@ -76,6 +76,9 @@ NOT_REHEARSED = (
     "use_transformer_engine_op_fuser",
     "delay_wgrad_compute",
     "tp_comm_overlap",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "te_rng_tracker",
     "logits_load_dir",
 )
 """Flags without a stand-in, which a rehearsal ignores and reports: Transformer Engine's options, a teacher's files."""
@@ -125,6 +128,10 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             for each in assigned(Plan.from_config(plan), Architecture.from_config(config))
         ):
             aside.append("FP8 of the output layer, which is Megatron's own")
+    if megatron.get("moe_token_dispatcher_type") == "flex":
+        aside.append("moe_token_dispatcher_type=flex, whose kernels send what alltoall does")
+        megatron |= {"moe_token_dispatcher_type": "alltoall"}
+        megatron |= dict.fromkeys(("moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms"))
     fused = bool(megatron.get("moe_permute_fusion"))
     if megatron.get("moe_grouped_gemm") and not megatron.get("disable_bias_linear"):
         aside.append("moe_grouped_gemm, with biases")

@@ -9,6 +9,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,7 @@ def main(folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     from nemo_ext.blockwise import data_parallel as ranks
-    from nemo_ext.blockwise.sharded import open_parent
+    from nemo_ext.blockwise.sharded import SharedOut, open_parent
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.megatron.session import build_model, data_parallel
     from nemo_ext.puzzle.configs import stage_config
@@ -56,6 +57,13 @@ def main(folder: Path) -> None:
             training = Training(steps=3, batch=4, together=3)
             distill(parent, found, library, trained, lambda step: iter(tokens * 2), training)
             scores = score_blocks(parent, found, partial(trained.layer, parent), tokens, own / "scores.jsonl")
+            states = parent.hidden(tokens[0]).detach()
+            with (
+                torch.no_grad(),
+                patch.object(SharedOut, "_gather", autospec=True, side_effect=SharedOut._gather) as gather,
+            ):
+                assert len([*parent.each_hidden_from(1, [states] * 3)]) == 3
+            assert gather.call_count == (0 if kind == "whole" else len(found) - 1), "each block once for all inputs"
             measured = importance(parent, description, tokens).items()
             seconds = forward_seconds(parent, parent, tokens[0])
             parts = [part for shared in parent.shared for part in shared.parts]

@@ -1,6 +1,8 @@
 """The core attention of the local back end compared with the definition of attention."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +112,47 @@ def test_a_head_norm_over_the_full_width(megatron: None) -> None:
     assert torch.allclose(norm(x), expected, atol=1e-6)
 
 
+def saved(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Output of a forward pass, and the bytes that it keeps for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return forward(), sum(kept.values())
+
+
+def test_a_head_norm_keeps_its_input_in_its_own_dtype(megatron: None) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    from nemo_ext.megatron.norms import HeadsRMSNorm, reduced_norms
+
+    config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=8, params_dtype=torch.bfloat16)
+    norm = HeadsRMSNorm(config, 32, 1e-6, heads="num_attention_heads")
+    x = torch.randn(16, 4, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+    exact = torch.nn.functional.rms_norm(x.double().flatten(-2), (256,), norm.weight.double(), 1e-6)
+    expected = torch.autograd.grad(exact.square().sum(), [x, norm.weight])
+
+    for forward in (lambda: norm(x), lambda: reduced_norms(None, norm.eps, norm(x, deferred=True))[0]):
+        out, kept = saved(forward)
+
+        assert kept < 2.2 * x.numel()  # 2 bytes of the input; one scale per token, and the weight
+        torch.testing.assert_close(out, exact.view_as(x).to(x.dtype))
+        for gradient, right in zip(
+            torch.autograd.grad(out.float().square().sum(), [x, norm.weight]), expected, strict=True
+        ):
+            torch.testing.assert_close(gradient, right, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+def test_head_norms_of_parallel_ranks_share_one_reduction(
+    megatron: None, on_ranks: Callable[..., None], tmp_path: Path
+) -> None:
+    on_ranks(Path(__file__).with_name("norms_rank.py"), tmp_path)
+
+
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("zero_centred", [False, True])
 def test_the_local_norm_is_torchs(megatron: None, normalization: str, zero_centred: bool) -> None:
@@ -140,17 +183,11 @@ def test_the_local_norm_stores_little_for_its_backward_pass(megatron: None) -> N
         TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, normalization="RMSNorm"), 64
     )
     x, reference = torch.randn(32, 64, requires_grad=True), torch.nn.RMSNorm(64, eps=1e-5)
-    kept: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = norm(x)
+    out, kept = saved(lambda: norm(x))
 
     # The input, its weight and one scale a token; torch's own formula keeps the normalised input too.
-    assert sum(kept.values()) < 1.2 * x.numel() * 4
+    assert kept < 1.2 * x.numel() * 4
     ours = torch.autograd.grad(out.square().sum(), [x, *norm.parameters()])
     theirs = torch.autograd.grad(reference(x).square().sum(), [x, *reference.parameters()])
     for gradient, expected in zip(ours, theirs, strict=True):

@@ -96,6 +96,18 @@ def test_fused_cross_entropy_is_exact_only_for_bf16(dtype: torch.dtype, megatron
     assert torch.equal(slope, fused_slope) == (dtype == torch.bfloat16)
 
 
+def test_runs_with_experts_have_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_ext.megatron import arguments
+
+    monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
+    hybrid, dense = (
+        command_line(compose("train", ["run_dir=unused", "data=mock", *words]))
+        for words in (("megatron.moe_permute_fusion=false",), ("model=llama_nemotron_tiny",))
+    )
+    assert "--use-fused-weighted-squared-relu" in hybrid and "--moe-permute-fusion" not in hybrid
+    assert not {"--use-fused-weighted-squared-relu", "--moe-permute-fusion"} & {*dense}
+
+
 @pytest.mark.parametrize(("bf16", "fused"), [(True, True), (False, False)])
 def test_bf16_runs_fuse_the_cross_entropy(bf16: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_ext.megatron import arguments

@@ -43,7 +43,7 @@ GIB = 2**30
 
 def memory(recipe: str) -> int:
     """GPU memory in GiB that a recipe is written for: Leonardo's A100, otherwise an H100."""
-    return 64 if recipe.startswith("domyn_small/") else 80
+    return 64 if recipe.startswith("domyn_small/") or recipe.endswith("_leonardo") else 80
 
 
 def teacher_words(recipe: str, folder: Path) -> list[str]:

@@ -15,14 +15,14 @@ from nemo_ext.megatron.cpu.mamba_scan import compute_dtype
 
 
 class _GroupedRMSNorm(torch.autograd.Function):
-    """RMS norm over each group in the last dimension, multiplied by a weight."""
+    """RMS norm over each group in the last dimension, multiplied by a weight, in the weight's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        grouped = x.unflatten(-1, (groups, -1))
+        grouped = x.to(weight.dtype).unflatten(-1, (groups, -1))
         scale = grouped.square().mean(-1).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (grouped * scale[..., None]).flatten(-2).mul_(weight)
+        return (grouped * scale[..., None]).flatten(-2).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -34,7 +34,7 @@ class _GroupedRMSNorm(torch.autograd.Function):
         along = (weighted * normed).mean(-1)
         d_weight = (out_gradient * normed.flatten(-2)).flatten(0, -2).sum(0)
         dx = weighted.addcmul_(normed, along[..., None], value=-1).mul_(scale[..., None]).flatten(-2)
-        return dx, d_weight, None, None
+        return dx.to(x.dtype), d_weight, None, None
 
 
 class RMSNorm(nn.Module):
@@ -93,7 +93,7 @@ def rms_norm_gated(
         gate = None if z is None else tuple(z.shape)
         raise ValueError(f"x has shape {tuple(x.shape)} and z has shape {gate}, expected [..., {hidden_size}] for both")
     work = compute_dtype(x)
-    normed = x.to(work)
+    normed = x if z is None else x.to(work)  # without a gate, the input is kept in its own dtype
     if z is not None and not norm_before_gate:
         normed = normed * F.silu(z.to(work))
     groups = 1 if group_size is None else hidden_size // group_size

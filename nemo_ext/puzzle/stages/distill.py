@@ -29,6 +29,10 @@ from nemo_ext.puzzle.variants import KEEP, Variant
 
 _FIRST_SCALE, _GROWTH_INTERVAL = 65536.0, 2000
 """First loss scale in FP16, and steps without an overflow after which it doubles, as in torch.amp.GradScaler."""
+_BUCKET = 1 << 27
+"""Maximum number of weights that share a reduce-scatter and an all-gather, which limits the memory of both."""
+_LAYOUT = 2
+"""Layout of the tensors in a checkpoint: one for each bucket."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +126,33 @@ def results(by_block: Sequence[Sequence[Variant]], trained: Library) -> list[Res
 class _InTraining:
     """A variant in training: its weights, and this rank's shard of FP32 master weights and AdamW moments.
 
-    With FP16 weights, the error is scaled before the backward pass, as otherwise its gradients underflow. The scale is
-    doubled after `_GROWTH_INTERVAL` steps without an overflow, and halved after one, whose step is skipped.
+    Weights of the same dtype are flattened into buckets, each of which is reduced and gathered at once.
+
+    With FP16 weights, the error is scaled before the backward pass, as otherwise its gradients underflow. The first
+    step halves the scale until nothing overflows. Later, the scale is doubled after `_GROWTH_INTERVAL` steps without an
+    overflow, and halved after one, whose step is skipped.
     """
 
     def __init__(self, layer: Any, training: Training) -> None:
         self.layer, self.clip = layer, training.clip
-        self.weights: list[Tensor] = list(layer.parameters())
-        self.scaled = any(each.dtype == torch.float16 for each in self.weights)
+        self.buckets = _buckets(list(layer.parameters()))
+        weights = [weight for bucket in self.buckets for weight in bucket]
+        self.scaled = any(weight.dtype == torch.float16 for weight in weights)
         self.scale, self.clean_steps = (_FIRST_SCALE if self.scaled else 1.0), 0
-        self.masters = [data_parallel.part_of(each.detach()).float().requires_grad_() for each in self.weights]
+        self.masters = [
+            data_parallel.part_of(torch.cat([weight.detach().reshape(-1) for weight in bucket])).float()
+            for bucket in self.buckets
+        ]
         self.optimizer = torch.optim.AdamW(self.masters, lr=training.lr, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay(training.steps))
 
     def step(self, error: Tensor) -> None:
         """Take an optimizer step with the gradients of this rank's error, averaged over ranks. Collective."""
-        gradients = [*torch.autograd.grad(error * self.scale, self.weights, allow_unused=True, materialize_grads=True)]
-        for master in reversed(self.masters):
-            master.grad = data_parallel.mean_part(gradients.pop()).div_(self.scale)
-        local_norm = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
-        norm = data_parallel.summed(local_norm.square()).sqrt()
+        first = self.scaled and not self.optimizer.state
+        norm = self._set_gradients(error, again=first)
+        while first and self.scale > 1 and not norm.isfinite():
+            self.scale /= 2
+            norm = self._set_gradients(error, again=True)
         if not self.scaled or norm.isfinite():
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm)
             self.optimizer.step()
@@ -155,14 +166,31 @@ class _InTraining:
         self.optimizer.zero_grad()
         self._spread()
 
+    def _set_gradients(self, error: Tensor, *, again: bool) -> Tensor:
+        """Set the gradients of the masters and return their norm over all ranks; `again` allows a further call."""
+        weights = [weight for bucket in self.buckets for weight in bucket]
+        gradients = [
+            *torch.autograd.grad(
+                error * self.scale, weights, allow_unused=True, materialize_grads=True, retain_graph=again
+            )
+        ]
+        for master, bucket in zip(reversed(self.masters), reversed(self.buckets), strict=True):
+            master.grad = data_parallel.mean_part(gradients[-len(bucket) :]).div_(self.scale)
+            del gradients[-len(bucket) :]
+        local_norm = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
+        return data_parallel.summed(local_norm.square()).sqrt()
+
     def _spread(self) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            weight.data.copy_(data_parallel.whole_of(master.detach().to(weight.dtype), weight))
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            sizes = [weight.numel() for weight in bucket]
+            whole = data_parallel.whole_of(master.to(bucket[0].dtype), sum(sizes))
+            for weight, values in zip(bucket, whole.split(sizes), strict=True):
+                weight.data.copy_(values.view_as(weight))
 
     def state(self) -> dict[str, Any]:
         """Return this rank's shards of master weights and optimizer state, and the schedule's state."""
         return {
-            "masters": [each.detach() for each in self.masters],
+            "masters": self.masters,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scale": (self.scale, self.clean_steps),
@@ -178,10 +206,10 @@ class _InTraining:
         def own(parts: Sequence[Tensor], at: int) -> Tensor:
             if len(parts) == 1 or not parts[0].dim():
                 return parts[0]
-            return data_parallel.part_of(torch.cat([*parts])[: self.weights[at].numel()])
+            return data_parallel.part_of(torch.cat([*parts])[: sum(weight.numel() for weight in self.buckets[at])])
 
         for at, master in enumerate(self.masters):
-            master.data.copy_(own([each["masters"][at] for each in states], at))
+            master.copy_(own([each["masters"][at] for each in states], at))
         every = [each["optimizer"]["state"] for each in states]
         moments = {at: {key: own([each[at][key] for each in every], at) for key in every[0][at]} for at in every[0]}
         self.optimizer.load_state_dict({**states[0]["optimizer"], "state": moments})
@@ -212,6 +240,7 @@ def train_group(
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
     errors: list[list[float]] = [[] for _ in group]
+    unread: list[Tensor] = []  # errors since the last checkpoint, on the device
     first = 0
     if data_parallel.agreed(file.is_file):
         state = _read(file)
@@ -250,19 +279,29 @@ def train_group(
             parent.run_to(last, tokens, 0 if block_input is None else begin, block_input)
         if sink is not None and after is not None:
             sink.write(after, step, record[numbers.index(after)][0] if after in numbers else record[-1][1])
-        for variant, learner, seen in zip(group, learners, errors, strict=True):
-            error = _error(parent, variant, learner.layer, *record[numbers.index(variant.number)])
+        own = {number: record[numbers.index(number)] for number in places}
+        changes = torch.stack([(output - hidden).float().square().mean() for hidden, output in own.values()])
+        changes = data_parallel.summed(changes).div_(data_parallel.count()).clamp_min_(torch.finfo(torch.float32).tiny)
+        for variant, learner in zip(group, learners, strict=True):
+            block_input, output = own[variant.number]
+            made = parent.block_output(variant.number, block_input, learner.layer)
+            error = (made - output).float().square().mean() / changes[places.index(variant.number)]
             learner.step(error)
-            seen.append((data_parallel.summed(error.detach()) / data_parallel.count()).item())
+            unread.append(error.detach())
         if (step + 1) % training.save_interval == 0 or step + 1 == training.steps:
             if sink is not None:
                 sink.wait()
+            means = data_parallel.summed(torch.stack(unread)).div_(data_parallel.count()).tolist()
+            unread.clear()
+            for place, seen in enumerate(errors):
+                seen += means[place :: len(group)]
             part = _part(file, step + 1, data_parallel.number(), data_parallel.count())
             _write(part, [learner.state() for learner in learners])
             data_parallel.wait()
             state = {
                 "variants": [(variant.number, variant.name) for variant in group],
                 "training": _identity(training),
+                "layout": _LAYOUT,
                 "step": step + 1,
                 "ranks": data_parallel.count(),
                 "errors": errors,
@@ -349,7 +388,7 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
         if not file.is_file():
             continue
         state = _read(file)
-        if "ranks" not in state:
+        if state.get("layout") != _LAYOUT:
             raise ValueError(f"{file} is from an older nemo_ext: remove it to train its variants again")
         if state["training"] != _identity(training):
             raise ValueError(
@@ -360,10 +399,16 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
     return begun
 
 
-def _error(parent: Parent, variant: Variant, layer: torch.nn.Module, hidden: Tensor, output: Tensor) -> Tensor:
-    made = parent.block_output(variant.number, hidden, layer)
-    scale = data_parallel.summed((output - hidden).float().square().mean()) / data_parallel.count()
-    return (made - output).float().square().mean() / scale.clamp_min(torch.finfo(torch.float32).tiny)
+def _buckets(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group weights by dtype, in buckets of at most `_BUCKET` elements, or of one weight."""
+    buckets: list[list[Tensor]] = []
+    for weight in sorted(weights, key=lambda weight: str(weight.dtype)):
+        fits = buckets and buckets[-1][0].dtype == weight.dtype
+        if fits and sum(other.numel() for other in buckets[-1]) + weight.numel() <= _BUCKET:
+            buckets[-1].append(weight)
+        else:
+            buckets.append([weight])
+    return buckets
 
 
 def _decay(steps: int) -> Callable[[int], float]:

@@ -2,7 +2,8 @@
 
 For every variant: KL(parent || changed model) of the next token, the language model loss, and the cosine distance of
 the last hidden states, as means over the tokens of the calibration set. Blocks before the replaced one are not run
-again, as their outputs are cached. Results are lines of JSON; variants with a line are not scored again.
+again, as their outputs are cached, and sharded blocks after it are gathered once for all variants. Results are lines of
+JSON; variants with a line are not scored again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,13 +84,13 @@ def _score_block(
     with torch.no_grad():
         for tokens, hidden, last in cache.at(number):
             reference, labels = log_softmax(parent.logits_of(last)[:, :-1].float(), -1), tokens[:, 1:]
-            for name, layer in layers.items():
-                if layer is parent.layers[number]:  # unchanged: reuse the parent's log-probabilities
-                    sums[name][1] -= token_log_probabilities(reference, labels, normalised=True).sum().cpu()
-                    continue
-                changed = parent.hidden_from(number, hidden, {number: layer})
-                logits = parent.logits_of(changed)[:, :-1]
-                sums[name] += loss_sums(reference, logits, labels, last[:-1], changed[:-1]).cpu()
+            changed = {name: layer for name, layer in layers.items() if layer is not parent.layers[number]}
+            for name in layers.keys() - changed.keys():  # unchanged: reuse the parent's log-probabilities
+                sums[name][1] -= token_log_probabilities(reference, labels, normalised=True).sum().cpu()
+            outputs = (parent.block_output(number, hidden, layer) for layer in changed.values())
+            for name, states in zip(changed, parent.each_hidden_from(number + 1, outputs), strict=True):
+                logits = parent.logits_of(states)[:, :-1]
+                sums[name] += loss_sums(reference, logits, labels, last[:-1], states[:-1]).cpu()
     scores = []
     for variant in new:
         kl, loss, cosine = (data_parallel.summed(sums[variant.name]) / total).tolist()

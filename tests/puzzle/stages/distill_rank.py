@@ -11,8 +11,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +24,22 @@ runtime.enable()
 
 STEPS = 7
 FREE = {"steps": STEPS, "batch": 4, "clip": 1e9}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the collectives in the context."""
+    calls: Counter[str] = Counter()
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce"):
+            call = getattr(torch.distributed, name)
+
+            def count(*arguments: Any, name: str = name, call: Any = call, **named: Any) -> Any:
+                calls[name] += 1
+                return call(*arguments, **named)
+
+            stack.enter_context(patch.object(torch.distributed, name, count))
+        yield calls
 
 
 def main(folder: Path) -> None:
@@ -83,7 +101,15 @@ def main(folder: Path) -> None:
         library = Library(folder / "initial")
         build(parent, description, found, library, calibration=[next(batches(0))])
         for training in (Training(**FREE, together=4), Training(steps=STEPS, batch=4, clip=0.05)):
-            distill(parent, found, library, Library(folder / f"shared_{training.clip:g}"), batches, training)
+            with counted() as calls:
+                distill(parent, found, library, Library(folder / f"shared_{training.clip:g}"), batches, training)
+            layers = [library.layer(parent, variant) for variant in trainable(found)]
+            dtypes = sum(len({weight.dtype for weight in layer.parameters()}) for layer in layers)
+            assert calls == {
+                "reduce_scatter_tensor": STEPS * dtypes,  # one per variant, or two if its weights have two dtypes
+                "all_gather_into_tensor": STEPS * dtypes,
+                "all_reduce": STEPS * (len(layers) + 1) + 1,  # norms of all variants, their scales; errors at the end
+            }, calls
             for variant in trainable(found):
                 whole_states(parent, variant, training.clip)
 

@@ -18,7 +18,7 @@ from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoi
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.session import load_weights
 from nemo_ext.puzzle.stages.block_inputs import BlockInputs
-from nemo_ext.puzzle.stages.distill import Training, _InTraining, distill, trainable
+from nemo_ext.puzzle.stages.distill import Training, _buckets, _InTraining, distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.realise import child, realise
 
@@ -57,13 +57,23 @@ def test_small_gradients_in_fp16_do_not_underflow() -> None:
 
     (lost,) = torch.autograd.grad(error(), layer.parameters())
     variant = _InTraining(layer, Training(steps=10, lr=1e-2))
-    (before,) = (each.clone() for each in variant.masters)
-    scale = variant.scale
+    (master,), first = variant.masters, variant.scale
+    before = master.clone()
+    variant.step(error() * 2**24)
+    assert not lost.any() and master.ne(before).all() and variant.scale < first, "the first step finds a scale"
+    before, scale = master.clone(), variant.scale
     variant.step(error() * torch.inf)
-    assert torch.equal(variant.masters[0], before) and variant.scale == scale / 2, "an overflow skips the step"
+    assert torch.equal(master, before) and variant.scale == scale / 2, "a later overflow skips the step"
     variant.step(error())
+    assert master.ne(before).all()
 
-    assert not lost.any() and variant.masters[0].ne(before).all()
+
+def test_weights_of_a_dtype_share_buckets_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_ext.puzzle.stages.distill._BUCKET", 10)
+    weights = [torch.zeros(size, dtype=dtype) for size, dtype in ((6, torch.half), (2, torch.float), (4, torch.half))]
+    large = torch.zeros(20, dtype=torch.half)
+    buckets = _buckets([*weights, large])
+    assert sorted([len(weight) for weight in bucket] for bucket in buckets) == [[2], [6, 4], [20]]
 
 
 @pytest.mark.parametrize(
