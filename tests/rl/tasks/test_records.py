@@ -106,7 +106,7 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["environment=chats"], "did you mean 'chat'"),
-        ([], "environment=null: set it to chat, genrm, python_tool or gym-NAME"),
+        ([], "environment=null: set it to the kind of tasks to make: chat, genrm, python_tool or gym-NAME"),
         (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl applies only to generated tasks and"),
         (["environment=chat", "level=1"], "level=1 applies only to generated tasks"),
         (["environment=genrm"], "none of the 5 records can be made into a task"),
