@@ -62,7 +62,7 @@ def bare(**attributes: Any) -> Any:
     from nemo_ext.rl.trl.trainers import _Grpo
 
     trainer = _Grpo.__new__(_Grpo)
-    trainer.accelerator = SimpleNamespace(gather=lambda tensor: tensor)
+    trainer.accelerator, trainer.model = SimpleNamespace(gather=lambda tensor: tensor), SimpleNamespace(training=True)
     trainer._metrics = {"train": defaultdict(list)}
     for name, value in attributes.items():
         setattr(trainer, name, value)
