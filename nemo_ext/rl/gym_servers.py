@@ -2,7 +2,7 @@
 
 The environment `gym-NAME` consists of the servers in Gym's file `resources_servers/*/configs/NAME.yaml` or
 `responses_api_agents/*/configs/NAME.yaml`. The reference of its tasks is Gym's row, unchanged except for `agent_ref`,
-the agent that plays it, which `gym dataset prepare` also adds.
+the agent that plays it, which `gym dataset collate` also adds.
 """
 
 import json

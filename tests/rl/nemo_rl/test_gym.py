@@ -73,7 +73,7 @@ class TestConfig:
         [
             ("{gym-mcqq: {}}", (), "did you mean 'mcqa'"),
             ("{gym-mcqa: {reward: score}}", (), "nemo_rl.set.env.nemo_gym.KEY"),
-            ("{gym-mcqa: {}, genrm: {}}", (), "compares the responses of a group"),
+            ("{gym-mcqa: {}, chat: {}}", (), "compares the responses of a group"),
             ("{gym-mcqa: {}}", ("rl.group={length_control: {answer: 0.1}}",), "rl.group cannot be combined"),
         ],
     )
