@@ -41,7 +41,7 @@ class Sessions:
 
         Args:
             name: name of the session.
-            before: code of the session's earlier calls, except those that ended the interpreter.
+            before: code of the session's earlier calls, without calls that ended the interpreter.
             code: code to execute.
 
         Raises:
