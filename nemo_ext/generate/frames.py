@@ -1,5 +1,6 @@
 """The job `nemo-ext generate` from Python: a data frame in, a data frame with the answers out."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Rows, row_key
 from nemo_ext.generate.settings import Settings
 from nemo_ext.job.config import compose, hydra_value
-from nemo_ext.job.files import complete_file
+from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.job import JobFailed, invoke
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import note, noted
+from nemo_ext.job.made_of import noted
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked
 
@@ -39,7 +40,7 @@ def map(
 
     The answers are stored in `output` as they arrive: after an interruption, or an error, the same call resumes. When
     all rows are answered, the same call only reads them. A row whose request failed has null in the columns of the
-    answer, and the reason in `error`. The other columns are those of docs/generate.md.
+    answer, and the reason in `error`. docs/generate.md describes the other columns.
 
     Args:
         frame: pandas or polars data frame, or Arrow table; the result is of the same type, and pandas' index is kept.
@@ -67,14 +68,16 @@ def map(
     if checked_settings.generate.dry_run or checked_settings.generate.format != "parquet":
         raise ValueError("generate.dry_run and generate.format are not for data frames: remove them from settings")
     _write(table, file, checked_settings.generate.part_rows)
-    if noted(folder / OWN / _DONE) != words:
-        if slurm:
-            invoke("nemo_ext.slurm.submit:complete", ["job=generate", *words, *slurm])
-        else:
-            answer(config)
+    done = folder / OWN / _DONE
+    if noted(done) == words:
+        done.unlink(missing_ok=True)  # until all answers have been read: without some, the next call requests them
+    elif slurm:
+        invoke("nemo_ext.slurm.submit:complete", ["job=generate", *words, *slurm])
+    else:
+        answer(config)
     result = _answered(table, folder, checked_settings)
     if not result[ERROR].drop_null():
-        note(folder / OWN / _DONE, words)
+        write_text(done, json.dumps(words))
     return _as(frame, result, checked_settings.samples)
 
 
@@ -133,7 +136,7 @@ def _answered(table: Any, folder: Path, settings: Settings) -> Any:
     schema, parts = pyarrow.schema(fields), list[Any]()
     for range_ in index.ranges:
         for part in output.parts(range_):
-            read = pyarrow.parquet.read_table(part, columns=list(ANSWER), partitioning=None)
+            read = pyarrow.parquet.read_table(part, columns=list(ANSWER), page_checksum_verification=True)
             parts.append(read.append_column(ERROR, pyarrow.nulls(len(read), pyarrow.string())).cast(schema))
         failures = [{**line, ERROR: line["problem"]} for line in output.failures(range_)]
         parts.append(pyarrow.Table.from_pylist(failures, schema))

@@ -139,14 +139,20 @@ def _nearest(step: Nearest, context: Context) -> Iterator[Row]:
     candidates = [row for row in context.rows if context.value("among", step.among, context.names(row))]
     if not candidates:
         raise ValueError(f"steps.{context.name}.among: no row is a candidate: add rows for which {step.among} holds")
-    vectors = np.stack([_unit_vector(step, context, row) for row in candidates])
-    values = [context.value("value", step.value, context.names(row)) for row in candidates]
+    vectors = [_unit_vector(step, context, row) for row in candidates]
+    values, sizes = (
+        [context.value("value", step.value, context.names(row)) for row in candidates],
+        set(map(len, vectors)),
+    )
+    matrix = np.stack(vectors) if len(sizes) == 1 else np.empty((0, 0))
     for row in context.read_rows():
         if context.applies(step.when, row):
             vector = _unit_vector(step, context, row)
-            if vector.shape != vectors.shape[1:]:
-                raise ValueError(f"steps.{context.name}.vector: row {row[ID]}: vectors of different sizes")
-            similarities = vectors @ vector
+            if sizes - {len(vector)}:
+                raise ValueError(
+                    f"steps.{context.name}.vector: row {row[ID]}: vectors of different sizes: use one model"
+                )
+            similarities = matrix @ vector
             row[step.column] = [
                 {"value": values[place], "similarity": float(similarities[place])}
                 for place in np.argsort(-similarities, kind="stable")[: step.count]

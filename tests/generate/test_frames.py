@@ -71,13 +71,18 @@ def test_rows_keep_their_order_and_index_with_repeated_and_failed_ones(ask: Map,
     assert not ask(frame, "generate.retry_dead=true", template=None)["answer"].isna().any()
 
 
-def test_the_same_call_reads_and_other_rows_or_settings_are_refused(ask: Map, answering: Any) -> None:
+def test_the_same_call_reads_and_other_rows_or_settings_are_refused(ask: Map, answering: Any, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({**QUESTIONS, "score": math.nan})
     first = ask(frame)
-    asked, answering.reply = len(answering.requests), None
+    asked, served, answering.reply = len(answering.requests), answering.reply, None
 
     assert ask(frame).equals(first) and len(answering.requests) == asked == 12
+    (tmp_path / "answers" / "part-000001.parquet").unlink()
+    with pytest.raises(JobFailed, match="5 answers are missing"):
+        ask(frame)
+    answering.reply = served
+    assert ask(frame)["answer"].equals(first["answer"]) and len(answering.requests) == asked + 5
     with pytest.raises(ValueError, match="started with other rows"):
         ask(frame.iloc[:5])
     with pytest.raises(ValueError, match=r"different settings \(samples: 1 -> 2\)"):

@@ -691,6 +691,23 @@ def test_prompts_evolve(model: Model, synthesize: Run, written: Written, records
     assert report()["steps"]["critic"]["numbers"]["canaries_fooled"] == 0
 
 
+def test_two_tasks_are_of_different_domains(model: Model, synthesize: Run, written: Written, report: Any) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "Judge the task" in prompt:
+            return f"<clear>{5 if prompt.strip().endswith('?') else 1}</clear><hard>4</hard><new>4</new>"
+        assert set(re.findall(r"code|physics", prompt.partition("[Task]")[2])) == {"code", "physics"}
+        return f"<task>Number {payload['seed']}: how would {payload['seed'] * 7} people go about solving this?</task>"
+
+    rows = [{"question": f"A task of code, number {number}?", "domain": "code"} for number in range(6)]
+    rows.append({"question": "The one task of physics?", "domain": "physics"})
+    words = ["recipe=evolve", f"input={written(rows)}", "steps.way.rows=['complicate']", "steps.unique.near=null"]
+
+    code, output = synthesize(*words, f"endpoint={model(anyone).url}")
+
+    assert code == 0, output
+    assert report()["steps"]["best"]["made"] == 7
+
+
 def test_every_recipe_is_on_the_page_and_in_the_help() -> None:
     root = FOLDER.parents[1]
     page, told = (root / "docs" / "synthetic.md").read_text(), (root / "hydra_conf" / "synthesize.yaml").read_text()
