@@ -77,11 +77,14 @@ def backend_of(config: Mapping[str, Any]) -> str:
 
     requested = config["model"].get("backend") or "auto"
     if requested == "auto":
-        installed = importlib.util.find_spec("transformer_engine") is not None
-        return "transformer_engine" if installed and torch.cuda.is_available() else "local"
+        return "transformer_engine" if _engine_installed() and torch.cuda.is_available() else "local"
     if requested not in ("local", "transformer_engine"):
         raise ValueError(f"model.backend={requested!r}: choose auto, local or transformer_engine")
     return requested
+
+
+def _engine_installed() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def pattern_with_cuts(config: Mapping[str, Any]) -> str:
@@ -184,7 +187,7 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     values = LOCAL_BACKEND
     if backend_of(config) != "local":
         values = {"transformer_impl": "transformer_engine"}
-        if megatron.get("num_experts"):  # kernels that compute the same (docs/throughput.md)
+        if megatron.get("num_experts") and _engine_installed():  # kernels that compute the same (docs/throughput.md)
             values |= {
                 "moe_permute_fusion": True,
                 "use_fused_weighted_squared_relu": bool(megatron.get("squared_relu")),

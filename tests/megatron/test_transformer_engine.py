@@ -100,6 +100,7 @@ def test_runs_with_experts_have_fused_kernels(monkeypatch: pytest.MonkeyPatch) -
     from nemo_ext.megatron import arguments
 
     monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
+    monkeypatch.setattr(arguments, "_engine_installed", lambda: True)
     hybrid, dense = (
         command_line(compose("train", ["run_dir=unused", "data=mock", *words]))
         for words in (("megatron.moe_permute_fusion=false",), ("model=llama_nemotron_tiny",))
