@@ -184,52 +184,6 @@ def test_two_environments_with_leave_one_out_and_length_control(
         assert environments[f"{name}/error"] == 0
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_malformed_responses_are_penalised_and_advantages_clipped(
-    is_async: bool,
-    grpo_stage: Callable[..., Any],
-    grpo_config: Callable[..., dict[str, Any]],
-    jsonl: Callable[..., Path],
-    tokenizer: Any,
-    tmp_path: Path,
-) -> None:
-    made = arithmetic.tasks(2, seed=1, level=1)
-    well, twice, call = "so</think>", "so</think>so</think>", "so</think><tool_call>{</tool_call>"
-    script = {prompt_of(task): [[well + arithmetic.solution(task)], [f"{well}no"], [twice], [call]] for task in made}
-    path = jsonl("tasks.jsonl", [task.record() for task in made])
-    stage = grpo_stage(script, is_async=is_async)
-    clip = (
-        "grpo.advantage_clip_low=-0.25",
-        "grpo.advantage_clip_high=0.25",
-        "grpo.seq_logprob_error_threshold=1000000",
-    )
-
-    run(
-        {
-            "algorithm": "grpo",
-            "nemo_rl": grpo_config(*COMMON, *clip, "grpo.max_num_steps=1", *(ASYNC if is_async else ())),
-            "template": "nemotron3_nano",
-            "tasks": {"train": {"path": str(path)}},
-            "penalties": {"thinking": -0.2, "tool_call": -0.1},
-        },
-        metrics=tmp_path / "metrics.jsonl",
-    )
-
-    (batch,) = stage.policy.batches
-    found = {}
-    for ids, length, value in zip(batch["input_ids"], batch["input_lengths"], advantages_of(batch), strict=True):
-        text = tokenizer.decode(ids[:length])
-        found[text[max(len(prompt) for prompt in script if text.startswith(prompt)) :]] = round(float(value), 4)
-    assert {found.pop(twice), found.pop(call)} == {-0.2, -0.1}
-    assert set(found.values()) == {0.25, -0.25}
-    logged = {}
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        logged |= json.loads(line)
-    assert logged["guards/malformed_thinking"] == logged["guards/malformed_tool_calls"] == 0.25
-    assert logged["guards/mismatch"] > 1 and logged["guards/masked_responses"] == 0
-    assert logged["math/correct"] == 0.25
-
-
 def test_conversations_of_several_turns(
     grpo_stage: Callable[..., Any], grpo_config: Callable[..., dict[str, Any]], jsonl: Callable[..., Path]
 ) -> None:
