@@ -275,8 +275,8 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             counts = self.accelerator.gather(_generated(batch).sum(dim=1)).view(-1, self.num_generations).cpu().numpy()
             factors = torch.as_tensor(group_factors(counts)).repeat_interleave(self.num_generations).to(advantages)
             first = self.accelerator.process_index * len(advantages)
-            local = factors[first : first + len(advantages)]
-            batch["advantages"] = advantages * local.view(-1, *[1] * (advantages.dim() - 1))
+            own = factors[first : first + len(advantages)].view(-1, *[1] * (advantages.dim() - 1))
+            batch["advantages"] = advantages * own
         return batch
 
     @torch.no_grad()
