@@ -1,14 +1,10 @@
 """The four families as Megatron modules: sizes, structure, forward and backward, on one rank."""
 
-import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_ext.architecture.cost import total_params
 from nemo_ext.architecture.model import Architecture
@@ -93,58 +89,6 @@ def test_every_block_has_its_own_sizes(build: Build) -> None:
     assert layers[2].mlp.linear_fc1.weight.shape[0] == 96 and layers[6].mlp.linear_fc1.weight.shape[0] == 512
     assert len(layers[3].mlp.experts.local_experts) == 4 and len(layers[7].mlp.experts.local_experts) == 8
     assert layers[3].mlp.experts.local_experts[0].linear_fc1.weight.shape[0] == 64
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(operation)] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-def test_a_step_has_the_python_calls_and_operations_of_megatrons_layers(build: Build) -> None:
-    from megatron.core.ssm.mamba_layer import MambaLayer
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
-
-    from nemo_ext.megatron.layers import AttentionBlock, LocalMoELayer, MambaBlock, MLPBlock, MoEBlock
-
-    upstream: dict[type, type] = {
-        **{MambaBlock: MambaLayer, AttentionBlock: TransformerLayer, MLPBlock: MLPLayer},
-        **{MoEBlock: MoETransformerLayer, LocalMoELayer: MoELayer},
-    }
-    model = build("model=nemotron3_nano_tiny", "model.pattern=M*{kv=1}E-{ffn=64}")
-
-    def step() -> tuple[int, Counter[str]]:
-        calls = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        with Operations() as operations:
-            before = sys.getprofile()
-            sys.setprofile(count)
-            try:
-                loss = loss_of(model, some_tokens(length=16))
-            finally:
-                sys.setprofile(before)
-            loss.backward()
-        return calls, operations.counts
-
-    step()  # fills caches
-    ours = step()
-    replaced = [module for module in model.modules() if type(module) in upstream]
-    for module in replaced:
-        module.__class__ = upstream[type(module)]
-    step()
-    assert len(replaced) == 5 and ours == step()
 
 
 def test_a_linear_replaced_block_is_the_norm_and_one_linear_map(build: Build) -> None:
