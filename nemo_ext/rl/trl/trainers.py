@@ -578,10 +578,6 @@ def policy_gradient(
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
     _end_at(trainer, end_tokens(tokenizer, rollouts.prompts.template, trainer.model.generation_config))
-    inner = trainer.model if adapters is None else trainer.model.get_base_model()  # which contains the adapters
-    reads_places = "position_ids" in signature(type(inner).forward).parameters
-    shared = trainer.accelerator.num_processes == 1 and reads_places and not inner._is_stateful
-    trainer.model.generate = partial(_generate, inner, trainer, shared)
     if algorithm.algorithm == "grpo":
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
@@ -592,6 +588,11 @@ def policy_gradient(
         trainer.penalties, trainer.loss = algorithm.penalties, algorithm.loss
         if algorithm.validation.kl and validation is not None and not trainer.beta:
             trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
+    inner = trainer.model if adapters is None else trainer.model.get_base_model()  # which contains the adapters
+    reads_places = "position_ids" in signature(type(inner).forward).parameters
+    shared = trainer.accelerator.num_processes == 1 and reads_places and not inner._is_stateful
+    # After the copy above, because the trainer cannot be copied.
+    trainer.model.generate = partial(_generate, inner, trainer, shared)
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
