@@ -117,11 +117,10 @@ def block_activation_bytes(
     if block.is_linear:
         pass
     elif block.kind == "*":
-        query, key, projected = attention_widths(architecture, block)
+        query, _, projected = attention_widths(architecture, block)
         sharded = size * (projected + query)
         if architecture.qk_layernorm:
-            wide = architecture.qk_norm_scope == "width"
-            sharded += (4 + size) * (query + key) if wide else size * projected
+            sharded += size * projected
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)

@@ -228,7 +228,11 @@ class Episodes:
         reward = self.reward.score(turn.verdict, turn.response, facts)
         outcome = {"correct": turn.verdict.outcome == "correct", "error": turn.verdict.outcome == "error"}
         parts = {f"reward/{name}": value for name, value in reward.parts.items()}
-        numbers = {"score": turn.verdict.score, "reward": reward.total, **parts, **turn.verdict.more}
+        more = {
+            name: value if isinstance(value, int | float) else value[0] / (value[1] or 1)
+            for name, value in turn.verdict.more.items()
+        }
+        numbers = {"score": turn.verdict.score, "reward": reward.total, **parts, **more}
         self._add({"episodes": 1, **outcome, **numbers})
         return replace(turn, reward=reward)
 

@@ -74,6 +74,15 @@ def test_a_malformed_call_is_wrong_in_a_single_turn(around: Make) -> None:
     assert made.take_metrics()["correct"] == 0.5
 
 
+def test_pairs_of_a_verdict_are_metrics_of_each_response(around: Make) -> None:
+    verdict = Verdict(outcome="wrong", score=0.5, more={"cells": (1, 2), "none": (0, 0), "calls": 3})
+    made = around(Environment(name="test", check=dict, verify=lambda response, reference: verdict))
+
+    asyncio.run(made.turn(episode(), said("1")))
+
+    assert {"cells": 0.5, "none": 0, "calls": 3}.items() <= made.take_metrics().items()
+
+
 def test_a_conversation_continues_without_a_template(around: Make) -> None:
     made = around(echoing())
 
