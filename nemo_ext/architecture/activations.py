@@ -117,10 +117,11 @@ def block_activation_bytes(
     if block.is_linear:
         pass
     elif block.kind == "*":
-        query, _, projected = attention_widths(architecture, block)
+        query, key, projected = attention_widths(architecture, block)
         sharded = size * (projected + query)
         if architecture.qk_layernorm:
-            sharded += size * projected
+            wide = architecture.qk_norm_scope == "width"
+            sharded += (4 + size) * (query + key) if wide else size * projected
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)

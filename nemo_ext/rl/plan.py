@@ -150,7 +150,9 @@ class PlannedTasks:
             raise IndexError(number)
         for first, file in reversed(self._later):
             if number >= first:
-                return self._in_mode(file.tasks[(number - first) % len(file.tasks)], number - first)
+                return self._in_mode(
+                    file.tasks[(number - first) % len(file.tasks)], *divmod(number - first, len(file.tasks))
+                )
         return self.nth(*self._drawn(number))
 
     def follow(self, first: int, file: TaskFile) -> None:
@@ -164,11 +166,14 @@ class PlannedTasks:
         stream = int(streams[slot])
         return stream, int(self._before[step, stream] + (streams[:slot] == stream).sum())
 
-    def _in_mode(self, task: Task, number: int) -> Task:
-        """Return the task with the thinking mode of its stream's draw `number`, unless it sets one."""
+    def _in_mode(self, task: Task, epoch: int, place: int) -> Task:
+        """Return the task at a place of an epoch with its thinking mode, unless it sets one.
+
+        The places of each mode move by one per epoch, so that repeated tasks are seen in both modes.
+        """
         if self._thinking_share is None or task.thinking is not None:
             return task
-        off = 1 - self._thinking_share
+        off, number = 1 - self._thinking_share, epoch + place
         return replace(task, thinking=int((number + 1) * off) == int(number * off))
 
     def adaptive(self) -> AdaptiveShares | None:
@@ -182,7 +187,8 @@ class PlannedTasks:
             stream: index of the stream.
             number: 0-based position; beyond the last task, the file is repeated in the order of its next epoch.
         """
-        return self._in_mode(self.files[stream].tasks[self._row(stream, number)], number)
+        tasks = self.files[stream].tasks
+        return self._in_mode(tasks[self._row(stream, number)], *divmod(number, len(tasks)))
 
     def exclude(self, unwanted: Callable[[Task], bool], because: str) -> list[str]:
         """Remove the tasks for which `unwanted` is true from all files and return their ids.

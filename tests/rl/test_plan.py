@@ -92,10 +92,19 @@ def test_a_share_of_every_files_prompts_is_in_thinking_mode(tmp_path: Path) -> N
 
     plan = plan_tasks(settings, steps=10, prompts=8, thinking_share=0.8)
 
-    drawn = [[plan.nth(stream, number).thinking for number in range(50)] for stream in range(2)]
-    assert [(modes.count(True), modes.count(False)) for modes in drawn] == [(40, 10)] * 2
-    assert sum(plan[number].thinking is True for number in range(80)) == 64
+    drawn = [[plan.nth(stream, number).thinking for number in range(70)] for stream in range(2)]
+    assert [(modes.count(True), modes.count(False)) for modes in drawn] == [(56, 14)] * 2
+    assert sum(plan[number].thinking is True for number in range(80)) == pytest.approx(64, abs=2)
     assert plan_tasks(settings, steps=1, prompts=8)[0].thinking is None
+
+
+@pytest.mark.parametrize("size", [10, 14])
+def test_repeated_tasks_are_seen_in_both_modes(size: int, tmp_path: Path) -> None:
+    settings = {"path": str(write(tmp_path, size)), "shuffle": False}
+    plan = plan_tasks(settings, steps=5 * size, prompts=1, thinking_share=0.8)
+
+    modes = [[plan[row + epoch * size].thinking for epoch in range(5)] for row in range(size)]
+    assert all((row.count(True), row.count(False)) == (4, 1) for row in modes)
 
 
 @pytest.mark.parametrize("on", [79, 50])
