@@ -5,7 +5,6 @@ The figures have the same names in metrics.jsonl for TRL and NeMo-RL; the settin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from math import ceil, isfinite, isnan, nan
 from typing import Any
 
@@ -44,12 +43,13 @@ class Figure:
 
     def verdict(self, steps: Sequence[int], values: Sequence[float]) -> str:
         """Return `good`, or since when or how often the values of the steps are beyond the limit or not finite."""
-        lost = [step for step, value in zip(steps, values, strict=True) if not isfinite(value)]
-        if lost and not isfinite(values[-1]):
-            last = [step for step, _ in takewhile(lambda pair: not isfinite(pair[1]), zip(steps[::-1], values[::-1], strict=True))]
-            return f"{_NOT_FINITE} since step {last[-1]}"
-        if lost:
-            return f"{_NOT_FINITE} in {len(lost)} of {len(values)} steps, last in step {lost[-1]}"
+        finite = [isfinite(value) for value in values]
+        if not finite[-1]:
+            since = max((count for count, good in enumerate(finite, start=1) if good), default=0)
+            return f"{_NOT_FINITE} since step {steps[since]}"
+        if not all(finite):
+            last = steps[max(index for index, good in enumerate(finite) if not good)]
+            return f"{_NOT_FINITE} in {finite.count(False)} of {len(values)} steps, last in step {last}"
         bound, adjective = self.bound(values), "low" if self.low else "high"
         if isnan(bound):
             return _ZERO
@@ -63,8 +63,8 @@ class Figure:
 
 _NOT_FINITE, _ZERO = "not finite", "always 0"
 _RESTART = (
-    "start again from a checkpoint before that step, with a lower learning rate, bounded advantages (rl.advantage.clip) "
-    "and ratios (rl.loss.importance_correction, rl.loss.dual_clip)"
+    "start again from a checkpoint before that step, with a lower learning rate, bounded advantages "
+    "(rl.advantage.clip) and ratios (rl.loss.importance_correction, rl.loss.dual_clip)"
 )
 # Limits without a source are choices.
 FIGURES = (

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.job.records import json_line
 from nemo_ext.job.report import Report
+from nemo_ext.job.run_directory import METRICS, REPORT
+from nemo_ext.rl.algorithms import load
 from nemo_ext.rl.monitor import FIGURES, PLOT, add_section
+from nemo_ext.rl.report import write_report
 
 NAN = float("nan")
 BY_NAME = {figure.name: figure for figure in FIGURES}
@@ -56,3 +60,15 @@ def test_a_run_without_figures_has_no_section() -> None:
     add_section(report, [{"step": 1, "loss": 0.5}])
 
     assert report.markdown() == "# run\n"
+
+
+def test_the_report_of_a_run_shows_values_that_are_not_finite(tmp_path: Path) -> None:
+    algorithm = load("rl_zero")
+    write_report(tmp_path, algorithm)
+    assert not (tmp_path / REPORT).exists()
+    lines = [{"step": step, "reward": 0.5, "grad_norm": 1.0 if step < 3 else float("nan")} for step in range(1, 6)]
+    (tmp_path / METRICS).write_bytes(b"".join(map(json_line, lines)))
+
+    write_report(tmp_path, algorithm)
+
+    assert "not finite since step 3" in (tmp_path / REPORT).read_text()

@@ -54,9 +54,7 @@ def test_malformed_turns_get_the_penalties_and_their_shares_are_counted(guarding
     assert metrics["malformed_thinking_rate"] == metrics["invalid_tool_call_rate"] == 0.25
 
 
-def test_faults_without_a_penalty_and_second_faults_of_a_turn_are_counted(
-    guarding: ModuleType, tokenizer: Any
-) -> None:
+def test_faults_without_a_penalty_and_second_faults_of_a_turn_are_counted(guarding: ModuleType, tokenizer: Any) -> None:
     end = "<|im_end|>"
     turns = (f"so</think>so</think><tool_call>{{</tool_call>{end}", f"so</think>so</think>3{end}", f"so</think>4{end}")
     logs = [
