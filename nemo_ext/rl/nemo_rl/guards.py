@@ -49,7 +49,8 @@ def penalised(
             mark(log, tokenizer, ends, style)
         metrics = apply(train_data, message_logs, penalties.tool_call, penalties.thinking)
         # NeMo-RL counts only penalised faults, and only one in a turn with both.
-        turns = [turn for log in message_logs for turn in log if "generation_logprobs" in turn]
+        messages = [message for log in message_logs for message in log if message["role"] == "assistant"]
+        turns = [message for message in messages if "generation_logprobs" in message]
         for rate, flag in _RATES.items():
             metrics[rate] = sum(bool(turn.get(flag)) for turn in turns) / max(1, len(turns))
         return metrics

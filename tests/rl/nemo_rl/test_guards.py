@@ -61,6 +61,8 @@ def test_faults_without_a_penalty_and_second_faults_of_a_turn_are_counted(guardi
         [message(tokenizer, "user", "<|im_start|>assistant\n<think>\n"), message(tokenizer, "assistant", turn)]
         for turn in turns
     ]
+    for log in logs:  # as NeMo-RL's loops do
+        log[0]["generation_logprobs"] = torch.zeros(len(log[0]["token_ids"]))
     train_data = {"advantages": torch.zeros(3, max(sum(len(part["token_ids"]) for part in log) for log in logs))}
 
     with penalised({"tool_call": -3.0}, tokenizer, end_tokens(tokenizer)):
