@@ -14,6 +14,7 @@ import pytest
 
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.rl.job import checked_algorithm
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,6 +99,18 @@ def test_commands_on_a_corpus_compose(line: str) -> None:
     job, *words = shlex.split(line)[1:]
 
     assert compose(job, words)["output"].startswith("data/")
+
+
+@pytest.mark.slow
+def test_rl_commands_for_a_cluster_compose() -> None:
+    """Those of the blocks that cannot run here, if they have no placeholders."""
+    lines = [line for _, code in blocks("shell") for line in code.replace("\\\n", " ").splitlines()]
+    rl = [line for line in lines if line.startswith("nemo-ext rl ") and not re.search(r" \.\.\. |KEY=", line)]
+    assert rl
+    for line in rl:
+        split = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+
+        checked_algorithm(compose("rl", split.stdout.split("\0")[2:-1]))
 
 
 @pytest.mark.deep

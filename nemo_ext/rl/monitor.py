@@ -5,7 +5,7 @@ The figures have the same names in metrics.jsonl for TRL and NeMo-RL; the settin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isfinite, isnan, nan
 from typing import Any
 
 from nemo_ext.job.report import Report, tidy
@@ -23,7 +23,7 @@ class Figure:
         limit: largest value that is not noteworthy, or the smallest if `low` is True.
         advice: what to try if the figure is beyond its limit.
         low: True if small values are bad.
-        relative: True if the limit is a multiple of the figure's mean over the first tenth of the steps.
+        relative: True if the limit is a multiple of the figure's mean over the first tenth of its nonzero values.
     """
 
     name: str
@@ -34,12 +34,25 @@ class Figure:
     relative: bool = False
 
     def bound(self, values: Sequence[float]) -> float:
-        """Return the limit of a run with these values by step."""
-        return self.limit * _mean(values[: _tenth(values)]) if self.relative else self.limit
+        """Return the limit of a run with these values by step; NaN if it is relative and no value is nonzero."""
+        if not self.relative:
+            return self.limit
+        # The gradient's norm is 0 before the first reward.
+        nonzero = [value for value in values if value and isfinite(value)]
+        return self.limit * _mean(nonzero[: _tenth(nonzero)])
 
-    def verdict(self, values: Sequence[float]) -> str:
-        """Return `good`, or since when or how often the values by step are beyond the limit."""
+    def verdict(self, steps: Sequence[int], values: Sequence[float]) -> str:
+        """Return `good`, or since when or how often the values of the steps are beyond the limit or not finite."""
+        finite = [isfinite(value) for value in values]
+        if not finite[-1]:
+            since = max((count for count, good in enumerate(finite, start=1) if good), default=0)
+            return f"{_NOT_FINITE} since step {steps[since]}"
+        if not all(finite):
+            last = steps[max(index for index, good in enumerate(finite) if not good)]
+            return f"{_NOT_FINITE} in {finite.count(False)} of {len(values)} steps, last in step {last}"
         bound, adjective = self.bound(values), "low" if self.low else "high"
+        if isnan(bound):
+            return _ZERO
         beyond = [value < bound if self.low else value > bound for value in values]
         recent = _mean(values[-_tenth(values) :])
         if recent < bound if self.low else recent > bound:
@@ -48,6 +61,11 @@ class Figure:
         return f"{adjective} in {count} of {len(values)} steps, but not at the end" if count else "good"
 
 
+_NOT_FINITE, _ZERO = "not finite", "always 0"
+_RESTART = (
+    "start again from a checkpoint before that step, with a lower learning rate, bounded advantages "
+    "(rl.advantage.clip) and ratios (rl.loss.importance_correction, rl.loss.dual_clip)"
+)
 # Limits without a source are choices.
 FIGURES = (
     # NeMo-RL, docs/guides/dtensor-tp-accuracy.md: above 1.05, the engines probably compute different things.
@@ -117,22 +135,26 @@ FIGURES = (
 
 
 def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
-    """Add a section with verdicts and a picture to a run's report, if its lines of metrics.jsonl have any figure."""
+    """Add a section with verdicts and a picture to a run's report, if its lines of metrics.jsonl have any figure.
+
+    NaN and infinities are null in the lines.
+    """
     points = {
-        figure: [(log["step"], float(log[figure.name])) for log in logs if figure.name in log] for figure in FIGURES
+        figure: [(log["step"], _number(log[figure.name])) for log in logs if figure.name in log] for figure in FIGURES
     }
-    # A multiple of 0, as the gradient's norm before the first reward, is not a limit.
-    points = {figure: found for figure, found in points.items() if found and figure.bound([y for _, y in found])}
+    points = {figure: found for figure, found in points.items() if found}
     if not points:
         return
     rows = []
     for figure, found in points.items():
-        values = [value for _, value in found]
-        verdict = figure.verdict(values)
-        worst = min(values) if figure.low else max(values)
+        steps, values = zip(*found, strict=True)
+        verdict = figure.verdict(steps, values)
+        finite = [value for value in values if isfinite(value)]
+        worst = (min if figure.low else max)(finite, default=nan)
         recent = _mean(values[-_tenth(values) :])
         numbers = (f"{value:.4g}" for value in (values[0], worst, recent, figure.bound(values)))
-        rows.append([figure.title, *numbers, verdict, "" if verdict == "good" else figure.advice])
+        advice = _RESTART if verdict.startswith(_NOT_FINITE) else figure.advice
+        rows.append([figure.title, *numbers, verdict, "" if verdict in ("good", _ZERO) else advice])
     heading = ("", "first:", "worst:", "last tenth:", "limit:", "verdict", "what to try")
     report.table("Monitor", heading, rows)
     columns = min(4, len(points))
@@ -152,4 +174,8 @@ def _tenth(values: Sequence[float]) -> int:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else nan
+
+
+def _number(value: float | None) -> float:
+    return nan if value is None else float(value)

@@ -6,6 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.job.progress import notice
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
 from nemo_ext.memory import report as memory
@@ -23,13 +24,17 @@ _PANELS = {
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/|^teacher_kl/")
 
 
-def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
-    """Write report.md and its plots, including the curricula made during training, and return its path."""
+def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> None:
+    """Write report.md and its plots, including the curricula made during training; nothing if no step was logged."""
+    lines = read_metrics(run_dir / METRICS)
+    if not lines:
+        notice(f"{run_dir / METRICS}: no step is logged, so no {REPORT} is written")
+        return
     # NaN and infinities are null in the file.
-    logs = [{name: x for name, x in log.items() if x is not None} for log in read_metrics(run_dir / METRICS)]
+    logs = [{name: x for name, x in log.items() if x is not None} for log in lines]
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
-    monitor.add_section(report, logs)
+    monitor.add_section(report, lines)
     _plot(report, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
@@ -41,7 +46,7 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
         report.table("Curricula", heading, rows)
         report.section("Curricula", "" if rows else "Pass rates were not measured again.")
     memory.add_section(report, run_dir)
-    return report.write(run_dir / REPORT)
+    notice(f"report: {report.write(run_dir / REPORT)}")
 
 
 def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 NeMo-RL has these only for responses from NeMo Gym: its environment marks malformed messages, and its rollouts log
 missing routes. Here functions of its GRPO module (0.7 and main, sync and async) are replaced during a run: our parsers
-mark the messages, and NeMo-RL's own function sets the advantages and counts.
+mark the messages, and NeMo-RL's own function sets the advantages.
 """
 
 import contextlib
@@ -18,12 +18,17 @@ from nemo_ext.rl.algorithms import Penalties
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.rewards.format import malformed
 
+_RATES = {"malformed_thinking_rate": "has_malformed_thinking", "invalid_tool_call_rate": "is_invalid_tool_call"}
+"""Mapping from NeMo-RL's metrics to its flags of turns."""
+
 
 @contextlib.contextmanager
 def penalised(
     settings: Mapping[str, Any], tokenizer: Any, ends: frozenset[int], style: Style = "any"
 ) -> Iterator[None]:
     """Context in which the tokens of malformed responses get the advantages of `Penalties`.
+
+    The rates in NeMo-RL's metrics are the shares of turns with each fault, penalised or not.
 
     Args:
         settings: settings of `Penalties`.
@@ -42,7 +47,13 @@ def penalised(
     def penalise(train_data: Any, message_logs: Sequence[Any], master_config: Any, *rest: Any, **named: Any) -> Any:
         for log in message_logs:
             mark(log, tokenizer, ends, style)
-        return apply(train_data, message_logs, penalties.tool_call, penalties.thinking)
+        metrics = apply(train_data, message_logs, penalties.tool_call, penalties.thinking)
+        # NeMo-RL counts only penalised faults, and only one in a turn with both.
+        messages = [message for log in message_logs for message in log if message["role"] == "assistant"]
+        turns = [message for message in messages if "generation_logprobs" in message]
+        for rate, flag in _RATES.items():
+            metrics[rate] = sum(bool(turn.get(flag)) for turn in turns) / max(1, len(turns))
+        return metrics
 
     with patch.object(module, name, penalise):
         yield

@@ -71,16 +71,17 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
                 write_text(path, text)
         notice(f"training with NeMo-RL by {algorithm.algorithm} in {run_dir}")
         end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
-        notice(f"report: {write_report(run_dir, algorithm)}")
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
             resumable = saved and saved[-1].step == end.step
             advice = "the same command resumes" if resumable else "this step has no checkpoint"
             steps = master[section]["max_num_steps"]
             notice(f"stopped at step {end.step} of {steps} by checkpoint_must_save_by; {advice}")
+            write_report(run_dir, algorithm)
             sys.exit(INTERRUPTED)
         step = end.step
     leave_model(run_dir, step, master, section, checkout.root, config["template"], config)
+    write_report(run_dir, algorithm)
 
 
 def _check_teachers(config: Mapping[str, Any], algorithm: Algorithm) -> None:

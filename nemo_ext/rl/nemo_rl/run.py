@@ -254,6 +254,11 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
     by_token = bool(master["loss_fn"].get("token_level_loss", True))
     if level is not None and by_token != (level == "group"):
         raise ValueError(f"loss.level={level} requires loss_fn.token_level_loss={str(not by_token).lower()}; set it")
+    if level == "group" and master["loss_fn"].get("reference_policy_kl_penalty"):
+        raise ValueError(
+            "loss.level=group scales advantages, which a KL penalty does not have; set "
+            "loss_fn.reference_policy_kl_penalty=0, or another level"
+        )
     return level
 
 

@@ -76,7 +76,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
             phases.begin(None)
     if trained:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
-        notice(f"report: {write_report(run_dir, algorithm, curricula)}")
+        write_report(run_dir, algorithm, curricula)
     return bool(ready.stop.asked)
 
 

@@ -54,6 +54,24 @@ def test_malformed_turns_get_the_penalties_and_their_shares_are_counted(guarding
     assert metrics["malformed_thinking_rate"] == metrics["invalid_tool_call_rate"] == 0.25
 
 
+def test_faults_without_a_penalty_and_second_faults_of_a_turn_are_counted(guarding: ModuleType, tokenizer: Any) -> None:
+    end = "<|im_end|>"
+    turns = (f"so</think>so</think><tool_call>{{</tool_call>{end}", f"so</think>so</think>3{end}", f"so</think>4{end}")
+    logs = [
+        [message(tokenizer, "user", "<|im_start|>assistant\n<think>\n"), message(tokenizer, "assistant", turn)]
+        for turn in turns
+    ]
+    for log in logs:  # as NeMo-RL's loops do
+        log[0]["generation_logprobs"] = torch.zeros(len(log[0]["token_ids"]))
+    train_data = {"advantages": torch.zeros(3, max(sum(len(part["token_ids"]) for part in log) for log in logs))}
+
+    with penalised({"tool_call": -3.0}, tokenizer, end_tokens(tokenizer)):
+        metrics = guarding._apply_configured_message_level_advantage_penalties(train_data, logs, None)
+
+    assert metrics["malformed_thinking_rate"] == 2 / 3 and metrics["invalid_tool_call_rate"] == 1 / 3
+    assert train_data["advantages"].amin(dim=1).tolist() == [-3.0, 0.0, 0.0]
+
+
 def test_the_share_of_replayed_routes_is_that_of_generated_tokens(guarding: ModuleType) -> None:
     routes = torch.tensor([[-1, 3, 3, -1], [-1, 2, 2, 2]])[:, :, None, None].expand(2, 4, 6, 2)
     messages = {"routed_experts": routes, "token_loss_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]])}

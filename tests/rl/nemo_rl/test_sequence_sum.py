@@ -157,6 +157,11 @@ def test_terms_that_it_cannot_sum_are_refused(nemo_rl: ModuleType) -> None:
         ),
         ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "requires loss_fn.token_level_loss=false"),
         ({"level": "group"}, ("loss_fn.token_level_loss=false",), "requires loss_fn.token_level_loss=true"),
+        (
+            {"level": "group"},
+            ("loss_fn.token_level_loss=true", "loss_fn.reference_policy_kl_penalty=0.01"),
+            "set loss_fn.reference_policy_kl_penalty=0",
+        ),
         ({"levl": "sequence_sum"}, (), "did you mean 'level'"),
     ],
 )
