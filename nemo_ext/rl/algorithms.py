@@ -385,7 +385,9 @@ class PolicyGradient(_Training):
     penalties: Penalties = field(default_factory=Penalties)
     sampling: Sampling = field(default_factory=Sampling)
     overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
-    turns: PositiveInt = 1  # maximum number of responses in a conversation with tools
+    # maximum number of responses in a conversation with tools, for environments whose settings have no `max_turns`; 1
+    # for the environments' own maximum
+    turns: PositiveInt = 1
     asynchronous: Asynchronous | None = None
     # share of the prompts of each task file in thinking mode; null for the modes that the tasks set
     thinking_share: Share | None = None

@@ -97,6 +97,16 @@ def settings_of(name: str) -> dict[str, bool]:
     return {key: parameter.default is parameter.empty for key, parameter in parameters.items()}
 
 
+def with_turns(name: str, settings: Mapping[str, Any], turns: int) -> dict[str, Any]:
+    """Return an environment's settings, in which `max_turns` defaults to the algorithm's `turns` if that exceeds 1.
+
+    Raises:
+        ValueError: the environment is unknown.
+    """
+    default = {"max_turns": turns} if turns > 1 and "max_turns" in settings_of(name) else {}
+    return {**default, **settings}
+
+
 def _module(name: str) -> Any:
     if name.startswith(GYM):
         raise ValueError(f"environment {name}: only engine=nemo_rl trains on NeMo Gym's own environments; set it")

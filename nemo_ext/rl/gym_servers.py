@@ -15,10 +15,12 @@ from typing import Any
 
 import yaml
 
+from nemo_ext.chat.formats import thinking_mode
 from nemo_ext.chat.sample import Message
+from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import nearest
 from nemo_ext.rl.environments import GYM
-from nemo_ext.rl.gym.rows import PARAMETERS, agent_of, messages, mode, to_gym
+from nemo_ext.rl.gym.rows import ARGUMENTS, PARAMETERS, THINKING, agent_of, messages, to_gym
 from nemo_ext.rl.task import Task
 
 AGENT = "agent_ref"
@@ -44,15 +46,14 @@ class GymServer:
 
 
 def gym_folder(checkout: Path | None = None) -> Path:
-    """Return the folder with Gym's servers: of the installed package, else of the submodule in NeMo-RL's checkout.
+    """Return the folder with Gym's servers: of the submodule in NeMo-RL's checkout, else of the installed package.
 
     Raises:
         ValueError: there is neither.
     """
     spec = find_spec("nemo_gym")
-    places = [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
-    if checkout is not None:
-        places.append(checkout / "3rdparty" / "Gym-workspace" / "Gym")
+    places = [] if checkout is None else [checkout / "3rdparty" / "Gym-workspace" / "Gym"]
+    places += [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
     for place in places:
         if (place / "resources_servers").is_dir():
             return place
@@ -67,27 +68,32 @@ def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
 
     Args:
         environment: name with the prefix `gym-`.
-        checkout: NeMo-RL's checkout, whose Gym is used if none is installed.
+        checkout: NeMo-RL's checkout, which starts its own Gym; None for the installed Gym.
 
     Raises:
-        ValueError: Gym is not installed, the name is unknown, or the file has no agent.
+        ValueError: Gym is not installed, the name is unknown or ambiguous, or the file has no agent.
     """
     folder, name = gym_folder(checkout), environment.removeprefix(GYM)
-    files: dict[str, Path] = {}
+    files: dict[str, list[str]] = {}
     for kind in ("resources_servers", _AGENTS):
         for file in sorted(folder.glob(f"{kind}/*/configs/*.yaml")):
-            files.setdefault(file.stem, file)
+            files.setdefault(file.stem, []).append(file.relative_to(folder).as_posix())
     if name not in files:
         near = get_close_matches(name, files, n=8, cutoff=0.5)
         known = nearest(name, near) if near else "its configs/*.yaml have the names"
         raise ValueError(f"unknown environment {environment!r} of NeMo Gym in {folder}: {known}")
-    sections = yaml.safe_load(files[name].read_text(encoding="utf-8")) or {}
+    if len(files[name]) > 1:
+        raise ValueError(
+            f"environment {environment!r} is ambiguous: NeMo Gym in {folder} has {' and '.join(files[name])}; copy one "
+            "of them to a new name in its folder, and use this name"
+        )
+    (config,) = files[name]
+    sections = yaml.safe_load((folder / config).read_text(encoding="utf-8")) or {}
     agents = {
         key: next(iter(section[_AGENTS].values()))
         for key, section in sections.items()
         if isinstance(section, Mapping) and section.get(_AGENTS)
     }
-    config = files[name].relative_to(folder).as_posix()
     if not agents:
         raise ValueError(f"environment {environment!r}: NeMo Gym's {config} has no agent, so nothing can play its rows")
     data = [part for agent in agents.values() for part in agent.get("datasets") or () if part.get("type") == "example"]
@@ -98,10 +104,12 @@ def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
 def gym_task(row: Mapping[str, Any], server: GymServer, where: str) -> Task:
     """Convert a row of one of Gym's own environments into a task.
 
-    The prompt, for reports and filters, is the row's input; for agents that make it themselves, the row's metadata.
+    The prompt, for reports and filters, is the row's input; for agents that make it themselves, the row's metadata. A
+    row without an id gets a digest of its content as id.
 
     Raises:
-        ValueError: the row is not Gym's, is for another environment, or has an input other than text.
+        ValueError: the row is not Gym's, is for another environment, has an input other than text, or has invalid
+            arguments of the chat template.
     """
     parameters = row.get(PARAMETERS)
     if not isinstance(parameters, Mapping) or "input" not in parameters:
@@ -120,15 +128,30 @@ def gym_task(row: Mapping[str, Any], server: GymServer, where: str) -> Task:
         prompt = messages(parameters["input"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}; only text is supported") from None
+    try:
+        thinking = thinking_mode(_template_arguments(parameters).get(THINKING), THINKING)
+    except ValueError as error:
+        raise ValueError(f"{where}: {PARAMETERS}.metadata.{ARGUMENTS}: {error}; set it to a JSON object") from None
     if not prompt:
         prompt = (Message(role="user", content=json.dumps(parameters.get("metadata"), ensure_ascii=False)),)
+    content = f"{digest(0, GYM, json.dumps(row, sort_keys=True)):016x}"
     return Task(
-        id=str(next((row[key] for key in _IDS if row.get(key) is not None), where.rpartition("/")[2])),
+        id=str(next((row[key] for key in _IDS if row.get(key) is not None), content)),
         environment=server.name,
         prompt=prompt,
         reference={**row, AGENT: {"type": _AGENTS, "name": agent}},
         domain=server.name.removeprefix(GYM),
+        thinking=thinking,
     )
+
+
+def _template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's arguments of the chat template; raise ValueError if they are not a JSON object."""
+    text = (parameters.get("metadata") or {}).get(ARGUMENTS, "{}")
+    arguments = json.loads(text) if isinstance(text, str) else None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"expected a JSON object, not {text!r:.200}")
+    return arguments
 
 
 def check_reference(task: Task) -> None:
@@ -145,7 +168,8 @@ def gym_row(task: Task) -> dict[str, Any]:
     if not task.environment.startswith(GYM):
         return {**to_gym(task), AGENT: {"type": _AGENTS, "name": agent_of(task.environment)}}
     row = dict(task.reference)
-    if task.thinking is not None:
-        metadata = {**(row[PARAMETERS].get("metadata") or {}), **mode(task.thinking)}
-        row[PARAMETERS] = {**row[PARAMETERS], "metadata": metadata}
+    arguments = _template_arguments(row[PARAMETERS])
+    if task.thinking is not None and arguments.get(THINKING) is not task.thinking:
+        changed = {ARGUMENTS: json.dumps({**arguments, THINKING: task.thinking})}
+        row[PARAMETERS] = {**row[PARAMETERS], "metadata": {**(row[PARAMETERS].get("metadata") or {}), **changed}}
     return row

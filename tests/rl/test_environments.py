@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.rl.environments import known_environments, make
+from nemo_ext.rl.environments import known_environments, make, with_turns
 
 JUDGE = {"judge": {"endpoint": "http://localhost:1/v1", "model": "judge"}}
 
@@ -34,3 +34,20 @@ def test_an_environment_verifies_or_converses(name: str) -> None:
 def test_an_unknown_name_or_setting_is_reported(name: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(name, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "turns", "most"),
+    [
+        ("bank", {}, 1, 5),
+        ("bank", {}, 7, 7),
+        ("bank", {"max_turns": 3}, 7, 3),
+        ("python_tool", {"max_calls": 8}, 1, 9),
+        ("math", {}, 7, 1),
+        ("bfcl_multi_turn", {}, 7, make("bfcl_multi_turn").max_turns),
+    ],
+)
+def test_the_algorithm_sets_the_maximum_number_of_turns(
+    name: str, settings: dict[str, Any], turns: int, most: int
+) -> None:
+    assert make(name, with_turns(name, settings, turns)).max_turns == most

@@ -1,6 +1,7 @@
 """NeMo Gym's own environments, from the files of the installed package."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,38 @@ def test_tasks_keep_rows_unchanged(name: str, tmp_path: Path) -> None:
     assert set(agents) <= set(server.agents) and all(task.prompt[-1].content for task in made)
 
 
+def test_a_row_sets_the_mode_and_keeps_its_other_template_arguments() -> None:
+    set_by_row = {"metadata": {"chat_template_kwargs": '{"enable_thinking": false, "low_effort": true}', "user": "a"}}
+    row = {"responses_create_params": {"input": "?", **set_by_row}}
+
+    task = gym_task(row, gym_server("gym-mcqa"), "rows.jsonl:1")
+
+    assert task.thinking is False and gym_row(task)["responses_create_params"] == row["responses_create_params"]
+    sent = gym_row(replace(task, thinking=True))["responses_create_params"]["metadata"]
+    assert sent["user"] == "a"
+    assert json.loads(sent["chat_template_kwargs"]) == {"enable_thinking": True, "low_effort": True}
+
+
+def test_rows_without_an_id_in_files_of_equal_names_are_kept(tmp_path: Path) -> None:
+    rows = [{"responses_create_params": {"input": text}} for text in ("1 + 1?", "2 + 2?")]
+    files = [tmp_path / folder / "train.jsonl" for folder in "ab"]
+    for file, row in zip(files, rows, strict=True):
+        file.parent.mkdir()
+        file.write_text(json.dumps(row) + "\n")
+
+    made = TaskFile(tasks(tmp_path, "mcqa", f"records=[{files[0]}, {files[1]}]")).tasks
+
+    assert [task.prompt[0].content for task in made] == ["1 + 1?", "2 + 2?"]
+
+
+def test_the_gym_of_a_checkout_precedes_the_installed_package(tmp_path: Path) -> None:
+    config = tmp_path / "3rdparty/Gym-workspace/Gym/resources_servers/added/configs/added.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("{player: {responses_api_agents: {simple_agent: {}}}}")
+
+    assert gym_server("gym-added", tmp_path).agents == ("player",)
+
+
 def test_shares_count_both_kinds(tmp_path: Path) -> None:
     tasks(tmp_path, "mcqa")
     make_tasks(compose("rl_tasks", ["generator=arithmetic", "count=5", f"output={tmp_path}/math.jsonl"]))
@@ -67,6 +100,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="this one has question, answer"):
         gym_task({"question": "?", "answer": 1}, gym_server("gym-mcqa"), "rows.jsonl:1")
     row = {"responses_create_params": {"input": "Fix it."}}
+    kwargs = {"responses_create_params": {"input": "?", "metadata": {"chat_template_kwargs": "[1]"}}}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*chat_template_kwargs: expected a JSON object"):
+        gym_task(kwargs, gym_server("gym-mcqa"), "rows.jsonl:1")
+    with pytest.raises(ValueError, match=r"reasoning_gym/configs/rewoo_agent\.yaml and responses_api_agents/langgraph"):
+        gym_server("gym-rewoo_agent")
     with pytest.raises(ValueError, match="must be swe_agents_train or swe_agents_val"):
         gym_task(row, gym_server("gym-swebench_openhands_training"), "rows.jsonl:1")
     with pytest.raises(ValueError, match="only engine=nemo_rl"):

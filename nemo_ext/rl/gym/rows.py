@@ -20,13 +20,15 @@ from nemo_ext.rl.task import Task
 SERVER = "nemo_ext"
 """Prefix of our servers' names in Gym, and the name of their folder."""
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
+ARGUMENTS, THINKING = "chat_template_kwargs", "enable_thinking"
+"""Key of a request's metadata whose JSON Gym's vllm_model passes to the chat template, and the variable of the mode."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {"code": {"max_tests": 1000}}
 """Settings of environments whose defaults differ in Gym, because its code tasks have up to several hundred tests."""
 _KEYS = ("id", "environment", "domain", "reference", "thinking")
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, Any]:
+def to_gym(task: Task, *, thinking_key: str = THINKING) -> dict[str, Any]:
     """Convert a task into a row.
 
     Args:
@@ -38,17 +40,12 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
     if task.tools:
         parameters["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in task.tools]
     if task.thinking is not None:
-        parameters["metadata"] = mode(task.thinking, thinking_key)
+        parameters["metadata"] = {ARGUMENTS: json.dumps({thinking_key: task.thinking})}
     metadata: dict[str, Any] = {"id": task.id, "environment": task.environment, "domain": task.domain}
     metadata["reference"] = dict(task.reference)
     if task.thinking is not None:
         metadata["thinking"] = task.thinking
     return {PARAMETERS: parameters, METADATA: metadata}
-
-
-def mode(thinking: bool, key: str = "enable_thinking") -> dict[str, str]:
-    """Return the metadata of a request with which Gym's vllm_model sets variable `key` of the chat template."""
-    return {"chat_template_kwargs": json.dumps({key: thinking})}
 
 
 def agent_of(server: str) -> str:

@@ -12,16 +12,17 @@ from typing import Any
 
 from nemo_ext.chat.template import Template
 from nemo_ext.rl.algorithms import PolicyGradient
-from nemo_ext.rl.environments import GYM
+from nemo_ext.rl.environments import GYM, with_turns
 from nemo_ext.rl.gym.install import servers_of_run
-from nemo_ext.rl.gym.rows import SERVER
-from nemo_ext.rl.gym_servers import gym_row, gym_server
+from nemo_ext.rl.gym.rows import PARAMETERS, SERVER
+from nemo_ext.rl.gym_servers import check_reference, gym_row, gym_server
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import Draft
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 from nemo_ext.serving.vllm import parsers
 
+_CHAT = "http_server_serving_chat_kwargs"
 _MODEL = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 
 
@@ -76,19 +77,31 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     vllm = {
         "async_engine": True,
         "expose_http_server": True,
-        "http_server_serving_chat_kwargs": {key: value for key, value in chat.items() if value is not None},
+        _CHAT: {key: value for key, value in chat.items() if value is not None},
     }
     draft.put_all("environments", "policy.generation.vllm_cfg", vllm)
 
 
 def own_servers(algorithm: PolicyGradient, config: Mapping[str, Any]) -> dict[Path, str]:
     """Return the files of the servers for the algorithm's other environments, which belong in the run directory."""
-    uses = {
-        name: {key: value for key, value in (("settings", dict(use.settings)), ("reward", use.reward)) if value}
-        for name, use in algorithm.environments.items()
-        if not name.startswith(GYM)
-    }
+    uses = {}
+    for name, use in algorithm.environments.items():
+        if not name.startswith(GYM):
+            settings = with_turns(name, use.settings, algorithm.turns)
+            uses[name] = {key: value for key, value in (("settings", settings), ("reward", use.reward)) if value}
     return servers_of_run(Path(config["run_dir"]) / "gym" / "resources_servers" / SERVER, uses)
+
+
+def check_played(task: Task, master: Mapping[str, Any]) -> None:
+    """Raise ValueError if Gym cannot play a task, given NeMo-RL's config: it has no row, or tools without a parser."""
+    if task.environment.startswith(GYM):
+        check_reference(task)
+    declares = gym_row(task)[PARAMETERS].get("tools")
+    if declares and not master["policy"]["generation"]["vllm_cfg"][_CHAT].get("tool_parser"):
+        raise ValueError(
+            "the task has tools, but vLLM has no parser for tool calls in this chat template; set template=NAME to a "
+            f"template with a parser, or nemo_rl.set.policy.generation.vllm_cfg.{_CHAT}.tool_parser=NAME"
+        )
 
 
 @dataclass(frozen=True)

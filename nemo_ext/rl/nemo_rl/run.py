@@ -22,17 +22,16 @@ from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.algorithms import Distillation
-from nemo_ext.rl.environments import GYM, known_environments
+from nemo_ext.rl.environments import GYM, known_environments, with_turns
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
-from nemo_ext.rl.gym_servers import check_reference
 from nemo_ext.rl.job import READS_AHEAD
 from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import by_group, groups_of, scored
-from nemo_ext.rl.nemo_rl.gym import RowProcessor
+from nemo_ext.rl.nemo_rl.gym import RowProcessor, check_played
 from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
@@ -174,13 +173,20 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     settings = _environment_settings(config, master, tokenizer, planned)
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
-    check_references(
-        planned,
-        lambda task: local[task.environment].check(task) if task.environment in local else check_reference(task),
-    )
+    # Rollouts that end before their environment's last response have no reward.
+    turns = [episodes.environment.max_turns for episodes in local.values()]
+    grpo["max_rollout_turns"] = max(grpo["max_rollout_turns"], *turns, 1)
+    gym = bool(master["env"].get("should_use_nemo_gym"))
+
+    def check(task: Task) -> None:
+        if task.environment in local:
+            local[task.environment].check(task)
+        if gym:
+            check_played(task, master)
+
+    check_references(planned, check)
     if distils is not None:
         check_references([train], distils.teacher)
-    gym = bool(master["env"].get("should_use_nemo_gym"))
     processor = RowProcessor(template) if gym else TaskProcessor(template)
     max_length = master["data"].get("max_input_seq_length")
     names = {name for tasks in planned for name in tasks.environments()}
@@ -434,8 +440,13 @@ def _environment_settings(
         "tokenizer": source,
         "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
     }
-    ours = [name for name in used if not name.startswith(GYM)]
-    return {name: {"name": name, **common, **(section.get(name) or {})} for name in ours}
+    settings = {}
+    for name in used:
+        if not name.startswith(GYM):
+            use = section.get(name) or {}
+            of_turns = with_turns(name, use.get("settings") or {}, master["grpo"]["max_rollout_turns"])
+            settings[name] = {"name": name, **common, **use, "settings": of_turns}
+    return settings
 
 
 def _processed(

@@ -23,7 +23,7 @@ from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import checked, nearest
 from nemo_ext.memory import sampler
 from nemo_ext.rl.algorithms import Algorithm, EnvironmentUse, PolicyGradient
-from nemo_ext.rl.environments import make
+from nemo_ext.rl.environments import with_turns
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.lora import adapters as adapters_of
@@ -398,7 +398,10 @@ def _tasks(
                 f"tasks with environment {name!r} require it in rl.environments; add it there, or remove these tasks ("
                 f"{nearest(name, uses)})"
             )
-    environments = {name: Episodes(_episode_config(name, uses[name], algorithm.turns), prompts) for name in names}
+    environments = {}
+    for name in names:
+        of_turns = with_turns(name, uses[name].settings, algorithm.turns)
+        environments[name] = Episodes({"name": name, "settings": of_turns, "reward": uses[name].reward}, prompts)
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group, "rl.group")
     check_judges((episodes.environment for episodes in environments.values()), group)
@@ -436,14 +439,6 @@ def _teachers(
 def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:
     train, run_dir = config["tasks"]["train"], Path(config["run_dir"])
     return Curricula.from_config(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
-
-
-def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
-    """Return the config of an environment's episodes; `max_turns` defaults to the algorithm's number of turns."""
-    settings = dict(use.settings)
-    if turns > 1 and make(name, settings).begin is not None:
-        settings.setdefault("max_turns", turns)
-    return {"name": name, "settings": settings, "reward": use.reward}
 
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:

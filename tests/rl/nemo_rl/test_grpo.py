@@ -196,7 +196,7 @@ def test_conversations_of_several_turns(
     run(
         {
             "algorithm": "grpo",
-            "nemo_rl": grpo_config(*COMMON, "grpo.max_rollout_turns=5", "grpo.max_num_steps=1"),
+            "nemo_rl": grpo_config(*COMMON, "grpo.max_rollout_turns=1", "grpo.max_num_steps=1"),
             "template": "nemotron3_nano",
             "tool_style": "nemotron3_nano",
             "tasks": {"train": {"path": str(path)}},

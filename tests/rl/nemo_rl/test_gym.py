@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.rl.job import checked_algorithm
 from nemo_ext.rl.nemo_rl.checkout import Checkout
-from nemo_ext.rl.nemo_rl.gym import RowProcessor, own_servers
+from nemo_ext.rl.nemo_rl.gym import RowProcessor, check_played, own_servers
 from nemo_ext.rl.nemo_rl.job import settings_of
 from nemo_ext.rl.nemo_rl.rehearsal import rehearse
 from nemo_ext.rl.nemo_rl.run import _environment_settings
@@ -82,6 +83,29 @@ class TestConfig:
     ) -> None:
         with pytest.raises(ValueError, match=reason):
             rendered(config(*words, environments=environments), Path(nemo_rl.__file__).parents[2])
+
+    def test_servers_have_the_turns_of_the_algorithm(self, config: Any) -> None:
+        composed = config("rl.turns=7", environments="{workplace: {}, gym-mcqa: {}}")
+
+        (written,) = [
+            yaml.safe_load(text)
+            for path, text in own_servers(checked_algorithm(composed), composed).items()
+            if path.suffix == ".yaml"
+        ]
+
+        (server,) = written["nemo_ext_workplace"]["resources_servers"].values()
+        assert server["settings"] == {"max_turns": 7}
+        assert written["nemo_ext_workplace_agent"]["responses_api_agents"]["simple_agent"]["max_steps"] == 7
+
+    def test_tasks_with_tools_need_a_parser(self, config: Any) -> None:
+        task = plan_tasks({"path": f"{config()['tasks']['train']['directory']}/{THEIRS}.jsonl"}, steps=1, prompts=1)[0]
+        served = {"reasoning_parser": "qwen3"}
+        master = {"policy": {"generation": {"vllm_cfg": {"http_server_serving_chat_kwargs": served}}}}
+
+        with pytest.raises(ValueError, match="no parser for tool calls in this chat template"):
+            check_played(task, master)
+        served["tool_parser"] = "llama3_json"
+        check_played(task, master)
 
     def test_all_environments_of_the_tasks_are_served(self, config: Any, tokenizer: Any) -> None:
         tasks = plan_tasks(
