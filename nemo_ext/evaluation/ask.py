@@ -177,18 +177,19 @@ class Asking:
         async def answer(messages: Sequence[Mapping[str, Any]], turn: int) -> Answer:
             return await self._answer(question, number, turn, messages)
 
-        playing = Playing(episodes=scorer.episodes, answer=answer)
+        playing = Playing(episodes=scorer.episodes, answer=answer, verify=False)
         play = await playing.play(question.problem.task(question.prompt), question.shown["messages"])
         answers = play.answers
-        if answers[-1].problem:
-            return self._sample(question, number, answers[-1])
         last = self._sample(question, number, answers[-1])
-        counts = {} if play.verdict is None else play.verdict.more
+        if last.problem:
+            return last
+        if play.verdict is not None and play.verdict.outcome == "error":
+            return Sample(key=last.key, asked=last.asked, problem=f"environment: {play.verdict.reason}")
         return replace(
             last,
             turns=list(play.turns),
-            calls=counts.get("calls"),
-            failed_calls=counts.get("failed_calls"),
+            calls=play.counts.get("calls"),
+            failed_calls=play.counts.get("failed_calls"),
             prompt_tokens=_sum([answer.prompt_tokens for answer in answers]),
             completion_tokens=_sum([answer.completion_tokens for answer in answers]),
             reasoning_tokens=_sum([self._reasoning(answer) for answer in answers]),

@@ -124,8 +124,14 @@ def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def houses(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str]]:
-    """Convert ZebraLogic's solution {header, rows} to the format of the environment `grid`."""
+    """Convert ZebraLogic's solution {header, rows} to the format of the environment `grid`.
+
+    Raises:
+        ValueError: a cell is blank, as in the public copy.
+    """
     names = table["header"][1:]  # the first column is the number of the house
+    if any("___" in row for row in table["rows"]):
+        raise ValueError("cells of the solution are blank (___): request access to allenai/ZebraLogicBench-private")
     return {f"House {number}": dict(zip(names, row[1:], strict=True)) for number, row in enumerate(table["rows"], 1)}
 
 

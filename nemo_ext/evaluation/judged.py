@@ -1,13 +1,13 @@
 """Rewards from a judge that sees all answers to a task, for `nemo-ext rollouts` and `nemo-ext online`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.evaluation.score import said
-from nemo_ext.evaluation.store import Sample
+from nemo_ext.evaluation.store import Sample, digest_of
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.records import append_lines, read_lines
 from nemo_ext.rl.groups import GroupReward, Member
@@ -25,41 +25,58 @@ class Judged:
     Attributes:
         environment, id: environment and id of the task.
         rewards: one reward per response, in order of sample number.
+        digest: hash of the judge's settings and of the responses with their scores.
     """
 
     environment: str
     id: str
     rewards: Sequence[float]
+    digest: str = ""
 
 
 def group_rewards(
-    groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]], reward: GroupReward | None, path: Path
+    groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]],
+    reward: GroupReward | None,
+    settings: Mapping[str, Any],
+    path: Path,
 ) -> dict[tuple[str, str], Sequence[float]]:
     """Return the rewards of all responses, as a mapping from (environment, task id) to one reward per response.
 
     Args:
         groups: each task with its responses and their scores.
         reward: group reward function; if None, the scores are the rewards.
-        path: path of judged.jsonl; whole groups that it contains are not judged again, and new ones are appended.
+        settings: settings of `reward`; stored rewards with other settings are not reused.
+        path: path of judged.jsonl; groups that it contains unchanged are not judged again, and new ones are appended.
     """
     if reward is None:
         return {(task.environment, task.id): [score for _, score in group] for task, group in groups}
-    judged = {(line.environment, line.id): line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
-    remaining = [
-        (task, group) for task, group in groups if len(judged.get((task.environment, task.id), ())) != len(group)
-    ]
+    judged = {line.digest: line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
+    digests, remaining = dict[tuple[str, str], str](), []
+    for task, group in groups:
+        members = [_member(task, *scored) for scored in group]
+        digest = digest_of(_judging(settings), task.environment, task.id, members)
+        digests[task.environment, task.id] = digest
+        if digest not in judged:
+            remaining.append((task, members, digest))
     with progress_of("judging:", len(groups), unit="prompts") as advance:
         advance(len(groups) - len(remaining))
         for batch in batched(remaining, AT_ONCE):
-            rewards = reward([[_member(task, *scored) for scored in group] for task, group in batch])
+            rewards = reward([members for _, members, _ in batch])
             lines = [
-                Judged(environment=task.environment, id=task.id, rewards=list(task_rewards))
-                for (task, _), task_rewards in zip(batch, rewards, strict=True)
+                Judged(environment=task.environment, id=task.id, rewards=list(task_rewards), digest=digest)
+                for (task, _, digest), task_rewards in zip(batch, rewards, strict=True)
             ]
             append_lines(path, lines, Judged, what="rewards of a task")
-            judged |= {(line.environment, line.id): line.rewards for line in lines}
+            judged |= {line.digest: line.rewards for line in lines}
             advance(len(batch))
-    return judged
+    return {key: judged[digest] for key, digest in digests.items()}
+
+
+def _judging(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group reward that decide the rewards: not how its endpoint is reached."""
+    judge = dict(settings.get("judge") or {})
+    names = ("model", "sampling") if judge.get("model") else ("endpoint", "sampling")
+    return {**settings, "judge": {name: judge.get(name) for name in names}}
 
 
 def _member(task: Task, sample: Sample, score: float) -> Member:

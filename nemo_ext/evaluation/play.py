@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
 from nemo_ext.endpoint.client import Answer
 from nemo_ext.evaluation.score import said
+from nemo_ext.rl.environments import VerifiedLater
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.verdict import Verdict
+from nemo_ext.rl.verdict import Metric, Verdict
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -22,12 +23,15 @@ class Play:
     Attributes:
         turns: messages after the initial ones.
         answers: the model's answers; the last one has a problem if a failed request ended the conversation.
-        verdict: verdict on the environment's final state; None if a request failed.
+        verdict: verdict on the environment's final state; None if a request failed, or if it is left to
+            `Environment.verify` and the environment did not fail.
+        counts: further metrics of the verdict, or those of the conversation alone if there is no verdict.
     """
 
     turns: Messages
     answers: Sequence[Answer]
     verdict: Verdict | None = None
+    counts: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +43,13 @@ class Playing:
         answer: function that returns the model's answer, given all messages so far and the turn's index from 0.
         user: function that, given the turns so far, returns the user's next message, or None to end the conversation;
             without such a function, the user says only what is in the task.
+        verify: False to leave the verdict to `Environment.verify`, if the conversations are `VerifiedLater`.
     """
 
     episodes: Episodes
     answer: Callable[[Messages, int], Awaitable[Answer]]
     user: Callable[[Messages], Awaitable[str | None]] | None = None
+    verify: bool = True
 
     async def play(self, task: Task, messages: Messages) -> Play:
         """Hold the conversation on a task, from its initial messages to the end."""
@@ -59,18 +65,26 @@ class Playing:
             if answer.problem:
                 return Play(turns=turns, answers=answers)
             parsed = said(answer.answer or "", answer.reasoning, answer.tool_calls)
-            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
+            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable, close=False)
             turns.append(message_of(answer))
-            if turn.following is not None:
+            if turn.following is None:  # the environment failed
+                return Play(turns=turns, answers=answers, verdict=turn.verdict)
+            episode = turn.following
+            if turn.answers:
                 turns += openai_messages(turn.answers, arguments_as_text=True)
-                episode = turn.following
                 continue
             over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls or full
             text = None if over or self.user is None else await self.user(turns)
-            if text is None:
-                return Play(turns=turns, answers=answers, verdict=turn.verdict)
-            turns.append({"role": "user", "content": text})
-            episode = replace(episode, turn=episode.turn + 1)
+            if text is not None:
+                turns.append({"role": "user", "content": text})
+                continue
+            conversation = episode.conversation
+            if self.verify or not isinstance(conversation, VerifiedLater):
+                turn = await self.episodes.close(turn)
+                counts = turn.verdict.more if turn.verdict else {}
+                return Play(turns=turns, answers=answers, verdict=turn.verdict, counts=counts)
+            failed = Verdict.error(conversation.failure) if conversation.failure else None
+            return Play(turns=turns, answers=answers, verdict=failed, counts=conversation.counts)
 
 
 def message_of(answer: Answer) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings
 
 def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings) -> dict[Key, float]:
     """Return the rewards of `rollouts.group` by answer; empty without it. Judged groups are kept in judged.jsonl."""
-    reward = group_reward(section.group or {}, "rollouts.group")
+    settings = section.group or {}
+    reward = group_reward(settings, "rollouts.group")
     if reward is None:
         return {}
     tasks = {(task.environment, task.id): task for path in section.tasks for task in TaskFile(path).tasks}
@@ -144,7 +145,7 @@ def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSetting
     groups: list[tuple[Task, list[tuple[Sample, float]]]] = [
         (tasks[key], sorted(group, key=lambda answer: answer[0].key.sample)) for key, group in answers.items()
     ]
-    rewards = group_rewards(groups, reward, run_dir / JUDGED)
+    rewards = group_rewards(groups, reward, settings, run_dir / JUDGED)
     return {
         sample.key: value
         for task, group in groups

@@ -9,7 +9,7 @@ generations.jsonl    responses with rewards, for `nemo-ext preference_data`; wri
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Generation:
         max_tokens: maximum response length in tokens.
         environments: mapping from environment names to their settings.
         group: group reward function; if None, the environments' scores are the rewards.
+        group_settings: its settings.
     """
 
     samples: int
@@ -43,6 +44,7 @@ class Generation:
     max_tokens: int
     environments: Mapping[str, Mapping[str, Any]]
     group: GroupReward | None
+    group_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def generate(
@@ -90,7 +92,7 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
         notice(
             f"{expected - scored:,} of {expected:,} responses are missing or have no score; see {folder / 'report.md'}"
         )
-    rewards = group_rewards(groups, generation.group, folder / JUDGED)
+    rewards = group_rewards(groups, generation.group, generation.group_settings, folder / JUDGED)
     with complete_file(folder / GENERATIONS) as file:
         for task, group in groups:
             line = _line(task, group, rewards[task.environment, task.id])

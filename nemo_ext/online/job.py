@@ -118,6 +118,7 @@ class _Run:
             max_tokens=self.settings.tokens(self.algorithm),
             environments=self.settings.environments,
             group=group_reward(self.settings.group or {}, "online.group"),
+            group_settings=self.settings.group or {},
         )
 
     @cached_property

@@ -6,7 +6,7 @@ Engine adapters look up a task's environment here.
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
@@ -24,6 +24,22 @@ class Conversation(Protocol):
 
     def verdict(self) -> Verdict | Awaitable[Verdict]:
         """Return the verdict on the final state, or an awaitable of it; nothing is executed afterwards."""
+        ...
+
+
+@runtime_checkable
+class VerifiedLater(Conversation, Protocol):
+    """Conversation of an environment with `verify`, which can verify the last response without the conversation.
+
+    Attributes:
+        failure: failure of the environment, which is not the model's fault; "" if there was none.
+    """
+
+    failure: str
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """The conversation's metrics."""
         ...
 
 

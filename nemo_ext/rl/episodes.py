@@ -136,7 +136,14 @@ class Episodes:
         responses = map(self._response, episodes, texts, counts, ends)
         return list(await asyncio.gather(*map(self.turn, episodes, responses)))
 
-    async def turn(self, episode: Episode, response: Response, unreadable: Mapping[str, str] | None = None) -> Turn:
+    async def turn(
+        self,
+        episode: Episode,
+        response: Response,
+        unreadable: Mapping[str, str] | None = None,
+        *,
+        close: bool = True,
+    ) -> Turn:
         """Return the outcome of one response.
 
         Args:
@@ -144,19 +151,20 @@ class Episodes:
             response: parsed response.
             unreadable: mapping from the id of each malformed tool call to the reason. In a conversation, the model
                 gets the reasons as error messages; in a single-turn environment, the response is wrong.
+            close: False to return a conversation's last turn without a verdict and `answers`, for `close`.
         """
         async with self._slots:
             began = time.monotonic()
-            turn = await self._guarded(response, self._outcome(episode, response, unreadable or {}))
+            turn = await self._guarded(response, self._outcome(episode, response, unreadable or {}, close))
             self._add({"responses": 1, "seconds": time.monotonic() - began})
         return turn if turn.verdict is None else self._rewarded(episode, turn)
 
     async def close(self, turn: Turn) -> Turn:
         """End the conversation after a turn and return the turn with the verdict on the current state."""
         assert turn.following is not None and turn.following.conversation is not None
-        return self._rewarded(
-            turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
-        )
+        async with self._slots:
+            ended = await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
+        return self._rewarded(turn.following, ended)
 
     async def judged(self, episode: Episode, response: Response) -> Turn:
         """Return the outcome of the last response of a finished conversation, if the environment has `verify`."""
@@ -236,9 +244,9 @@ class Episodes:
         self._add({"episodes": 1, **outcome, **numbers})
         return replace(turn, reward=reward)
 
-    async def _outcome(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
+    async def _outcome(self, episode: Episode, response: Response, unreadable: Mapping[str, str], close: bool) -> Turn:
         if self.environment.begin is not None:
-            return await self._conversed(self.begun(episode), response, unreadable)
+            return await self._conversed(self.begun(episode), response, unreadable, close)
         if unreadable:
             reason = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
             return Turn(response=response, verdict=Verdict.wrong(reason))
@@ -249,16 +257,18 @@ class Episodes:
         verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
         return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
 
-    async def _conversed(self, episode: Episode, response: Response, unreadable: Mapping[str, str]) -> Turn:
+    async def _conversed(
+        self, episode: Episode, response: Response, unreadable: Mapping[str, str], close: bool
+    ) -> Turn:
         conversation, turn = episode.conversation, episode.turn + 1
         assert conversation is not None
         answers = [Message(role="tool", content=f"Error: {why}", tool_call_id=key) for key, why in unreadable.items()]
         # If all calls are malformed, the text next to them is not addressed to the user.
         if response.tool_calls or not unreadable:
             answers += await self.stepped(conversation, response)
-        if not answers or turn >= self.environment.max_turns:
-            return await self._ended(response, conversation)
         following = replace(episode, turn=turn)
+        if not answers or turn >= self.environment.max_turns:
+            return await self._ended(response, conversation) if close else Turn(response=response, following=following)
         if self._prompts is None:
             return Turn(response=response, answers=tuple(answers), following=following)
         task = episode.task

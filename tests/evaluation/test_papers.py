@@ -213,6 +213,16 @@ def test_rows_are_read_from_the_public_folders(tmp_path: Path) -> None:
     assert read("bfcl_v3_non_live", tmp_path)["irrelevance_0"].reference == {"accepted": []}
 
 
+def test_live_calls_without_expected_calls_are_left_out(tmp_path: Path) -> None:
+    for folder, rows in (("live", CALLS), ("live_answers", TRUTHS)):
+        (tmp_path / "bfcl_v3" / folder).mkdir(parents=True)
+        (tmp_path / "bfcl_v3" / folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    relevance = json.dumps(CALLS[0] | {"id": "live_relevance_3-3-0"})
+    (tmp_path / "bfcl_v3/live/BFCL_v3_live_relevance.jsonl").write_text(relevance)
+
+    assert len(problems(read_benchmark("bfcl_v3_live"), tmp_path, seed=1)) == len(CALLS)
+
+
 def test_joined_rows_must_exist_and_be_unique(tmp_path: Path) -> None:
     read("arena_hard", tmp_path)
     path = tmp_path / "arena-hard-v0.1/model_answer/gpt-4-0314.jsonl"
@@ -274,6 +284,14 @@ def test_a_grid_counts_if_every_cell_is_right(tmp_path: Path) -> None:
         assert cells(wrong) == (0, (0, 4))
 
 
+def test_blank_solutions_of_a_grid_are_refused(tmp_path: Path) -> None:
+    read("zebralogic", tmp_path)
+    path = tmp_path / "zebralogic/test.jsonl"
+    path.write_text(path.read_text().replace("milk", "___"))
+    with pytest.raises(ValueError, match=r"cells of the solution are blank .*ZebraLogicBench-private"):
+        problems(read_benchmark("zebralogic"), tmp_path, seed=1)
+
+
 def test_omega_takes_the_box(tmp_path: Path) -> None:
     problem = next(each for each in read("omega_500", tmp_path).values() if each.reference["answer"] == "3")
     assert (scored("omega_500", problem, "\\boxed{3}").score, scored("omega_500", problem, "\\boxed{4}").score) == (
@@ -286,6 +304,7 @@ def test_harm_is_graded_with_a_rate_and_two_composites(endpoint: Any, reply: Any
     problem = next(iter(read("strongreject", tmp_path).values()))
     for said, expected in (
         ("[[0]]", (0, {"jailbreak_rate": 0, "strongreject": 0})),
+        ("[[1]]", (0.1, {"jailbreak_rate": 1, "strongreject": 0})),
         ("[[2]]", (0.2, {"jailbreak_rate": 1, "strongreject": 0})),
         ("[[10]]", (1, {"jailbreak_rate": 1, "strongreject": 1})),
     ):
@@ -395,8 +414,9 @@ def test_multi_turn_conversations_end_in_the_expected_states(shop: None, tmp_pat
     assert [each.content for each in session.step(parse_response("Done."))] == ["Look."]
     (result,) = session.step(calls(("erase", {})))  # not documented
     assert result.content == "Error during execution: name 'erase' is not defined"
-    (result,) = session.step(calls(("buy", {"name": "pear", "exponent": 10**9})))
-    assert result.content == "Error during execution: numbers over 1000 are not allowed here"
+    for large in ({"exponent": 10**9}, {"decimal_places": -(10**10)}, {"precision": "1000000000"}):
+        (result,) = session.step(calls(("buy", {"name": "pear", **large})))
+        assert result.content == "Error during execution: numbers over 1000 are not allowed here"
     (added,) = session.step(parse_response("I cannot."))
     assert '"name": "look"' in added.content
     session.step(calls(("look", {})))

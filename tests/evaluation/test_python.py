@@ -73,6 +73,45 @@ def test_answers_with_python_are_scored_and_their_calls_counted(
     assert len(computing.requests) == asked and results()["benchmarks"]["sums"] == found
 
 
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Answers that the verifier of mathematics has seen."""
+    answers: list[str] = []
+    original = math.verify
+
+    def verify(response: Response, *arguments: Any) -> Any:
+        answers.append(response.answer)
+        return original(response, *arguments)
+
+    monkeypatch.setattr(math, "verify", verify)
+    return answers
+
+
+def test_a_failed_sandbox_is_repeated_and_an_answer_verified_once(
+    evaluate: Evaluate,
+    results: Read,
+    suite: Suite,
+    computing: Any,
+    verified: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = (f"suite={suite(rows=2)}", "evaluate.python=true")
+
+    def fail(*_: Any) -> None:
+        raise SandboxError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("nemo_ext.rl.sandbox.sessions.Sessions.call", fail)
+        code, output = evaluate(*words)
+    first = results()["benchmarks"]["sums"]
+    evaluate(*words)
+    found = results()["benchmarks"]["sums"]
+
+    assert (first["samples"], first["failed"]) == (1, 1), output
+    assert (found["samples"], found["failed"], found["accuracy"], found["calls"]) == (2, 0, 1, 1.5)
+    assert sorted(verified) == ["\\boxed{0}", "\\boxed{3}"]
+
+
 def test_an_interrupted_evaluation_resumes(
     evaluate: Evaluate, results: Read, suite: Suite, computing: Any, reply: type[Any]
 ) -> None:

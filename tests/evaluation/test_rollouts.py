@@ -130,7 +130,9 @@ def test_a_reward_model_gives_the_rewards_once(
 
     def both(payload: dict[str, Any]) -> Any:
         last = payload["messages"][-1]
-        return reply(text=f"reward:{len(last['content'])}.5") if last["role"] == "assistant" else answer(payload)
+        if last["role"] == "assistant":
+            return reply(text=f"reward:{len(last['content'])}.5")
+        return reply(text="longer " * 9) if payload["temperature"] == 0.5 else answer(payload)
 
     endpoint.reply = both
     group = f"rollouts.group={{judge: {{endpoint: '{endpoint.url}', model: m}}, show: reward_model}}"
@@ -144,3 +146,11 @@ def test_a_reward_model_gives_the_rewards_once(
         count = len(endpoint.requests)
         rollouts(f"rollouts.samples={samples}", group)
         assert len(endpoint.requests) - count < 3, "only the checks of the endpoints"
+
+    # Other answers, or another judge, have other rewards.
+    rollouts("rollouts.samples=3", "rollouts.temperature=0.5", group)
+    found = lines(tmp_path / "run")
+    assert {line["reward"] - len(line["response"]["content"]) for line in found} == {0.5}
+    count = len(endpoint.requests)
+    rollouts("rollouts.samples=3", "rollouts.temperature=0.5", group.replace("m}", "m, sampling: {temperature: 1}}"))
+    assert len(endpoint.requests) - count >= 24 * 3

@@ -7,9 +7,13 @@ the results so far must include theirs. Calls go to methods that the leaderboard
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from decimal import localcontext
 from functools import lru_cache, partial
 from importlib import import_module, resources
 from typing import Any
@@ -27,6 +31,7 @@ MOST_STEPS = 20
 _MOST_TURNS = 100 * MOST_STEPS
 _MOST = 1000
 """Maximum of exponents and of decimal places, which could otherwise keep the programs busy for hours."""
+_CALLING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +122,16 @@ class Programs:
 
     def call(self, name: str, /, *arguments: Any, **named: Any) -> str:
         """Call a documented function and return its result as text, or the error as the leaderboard words it."""
-        if any(isinstance(named.get(key), int) and abs(named[key]) > _MOST for key in ("exponent", "precision")):
+        if any(_exceeds(named.get(key), _MOST) for key in ("exponent", "precision", "decimal_places")):
             return f"Error during execution: numbers over {_MOST} are not allowed here"
         for program, instance in self.instances.items():
             if any(function["name"] == name for function in _documents(program)):
-                try:
-                    result = getattr(instance, name)(*arguments, **named)
-                    return result if isinstance(result, str) else _text(result)
-                except Exception as error:
-                    return f"Error during execution: {error}"
+                with _restored_precision():
+                    try:
+                        result = getattr(instance, name)(*arguments, **named)
+                        return result if isinstance(result, str) else _text(result)
+                    except Exception as error:
+                        return f"Error during execution: {error}"
         return f"Error during execution: name {name!r} is not defined"
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -134,6 +140,24 @@ class Programs:
             name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
             for name, instance in self.instances.items()
         }
+
+
+@contextmanager
+def _restored_precision() -> Iterator[None]:
+    """Run one call at a time, and restore the precision of mpmath (per process) and of decimal (per thread)."""
+    mpmath = sys.modules.get("mpmath")
+    with _CALLING, localcontext(), nullcontext() if mpmath is None else mpmath.workprec(mpmath.mp.prec):
+        yield
+
+
+def _exceeds(value: Any, most: int) -> bool:
+    """Return whether a value is a number, or a string that mpmath takes for one, of more than `most` or NaN."""
+    try:
+        return not abs(float(value)) <= most
+    except OverflowError:
+        return True
+    except (TypeError, ValueError):
+        return False
 
 
 def _text(result: Any) -> str:

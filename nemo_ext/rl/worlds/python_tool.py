@@ -131,8 +131,13 @@ class Conversation:
     async def _later(self, verdict: Awaitable[Verdict]) -> Verdict:
         return self._counted(await verdict)
 
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Numbers of calls and of failed calls."""
+        return {"calls": self.calls, "failed_calls": self.failed}
+
     def _counted(self, verdict: Verdict) -> Verdict:
-        return replace(verdict, more={**verdict.more, "calls": self.calls, "failed_calls": self.failed})
+        return replace(verdict, more={**verdict.more, **self.counts})
 
     def _output(self, call: ToolCall) -> str:
         if self.calls >= self.tool.max_calls:
