@@ -1,13 +1,14 @@
 """The job `nemo-ext generate` from Python: a data frame in, a data frame with the answers out."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.data.text.user_files import pyarrow_module
-from nemo_ext.generate.batch import index_of
+from nemo_ext.generate.batch import index_of, made_of
 from nemo_ext.generate.columns import ANSWER, answer_fields, renamed
 from nemo_ext.generate.job import answer
 from nemo_ext.generate.output import Output
@@ -61,7 +62,10 @@ def map(
     folder = Path(output).expanduser().absolute()
     table, file = _table(frame), folder / OWN / _INPUT
     named = {"input": file, "output": folder, "model": model, "endpoint": endpoint, "generate.template": template}
-    words = [f"{key}={hydra_value(str(value))}" for key, value in named.items() if value is not None]
+    for word in settings:
+        if (key := word.partition("=")[0].lstrip("+~")) in named:
+            raise ValueError(f"settings: {word}: the call sets {key} from its own arguments; remove it from settings")
+    words = [f"{key}={_literal(str(value))}" for key, value in named.items() if value is not None]
     words += settings
     config = compose("generate", words)
     checked_settings = checked(Settings, config)
@@ -75,10 +79,16 @@ def map(
         invoke("nemo_ext.slurm.submit:complete", ["job=generate", *words, *slurm])
     else:
         answer(config)
-    result = _answered(table, folder, checked_settings)
-    if not result[ERROR].drop_null():
+    answers = _answered(folder, checked_settings)
+    if not answers[ERROR].drop_null():
         write_text(done, json.dumps(words))
-    return _as(frame, result, checked_settings.samples)
+    names = renamed(table.column_names, checked_settings.generate.key, answers.column_names)
+    return _joined(frame, table, names, answers, checked_settings.samples)
+
+
+def _literal(text: str) -> str:
+    """Quote a string as `hydra_value` does, but so that `${` in it, as in prices or LaTeX, is no interpolation."""
+    return hydra_value(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def _table(frame: Any) -> Any:
@@ -100,7 +110,7 @@ def _library(frame: Any) -> str:
 
 
 def _write(table: Any, file: Path, part_rows: int) -> None:
-    """Write the input; an existing file must have the same rows, as workers may be reading it.
+    """Write the input; once answers have been requested, an existing file must have the same rows.
 
     Raises:
         ValueError: it has other rows.
@@ -109,7 +119,7 @@ def _write(table: Any, file: Path, part_rows: int) -> None:
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, row_group_size=part_rows)
     content = buffer.getvalue()
-    if not file.exists():
+    if not file.exists() or made_of(file.parents[1]) is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with complete_file(file) as new:
             new.write(content)
@@ -117,8 +127,8 @@ def _write(table: Any, file: Path, part_rows: int) -> None:
         raise ValueError(f"output={file.parents[1]} was started with other rows: choose another folder")
 
 
-def _answered(table: Any, folder: Path, settings: Settings) -> Any:
-    """Join the rows of the input with their answers and dead letters.
+def _answered(folder: Path, settings: Settings) -> Any:
+    """Return a table of the answers and dead letters of all rows of the input, in their order.
 
     Raises:
         JobFailed: rows have neither.
@@ -149,19 +159,25 @@ def _answered(table: Any, folder: Path, settings: Settings) -> Any:
             f"output={folder}: {missing:,} answers are missing, as the job ended early (`nemo-ext status` and "
             "`nemo-ext logs`); the same call resumes"
         )
-    names = renamed(table.column_names, generate.key, (*ANSWER, ERROR))
-    repeated = [row for row in range(len(table)) for _ in range(settings.samples)]
-    result = (table if settings.samples == 1 else table.take(repeated)).select(list(names)).rename_columns(names)
-    answers = answers.take([places[pair] for pair in wanted])
-    for item in schema:
+    return answers.take([places[pair] for pair in wanted])
+
+
+def _joined(frame: Any, table: Any, names: Mapping[str, str], answers: Any, samples: int) -> Any:
+    """Repeat each row of `frame` for its samples, and append the columns of `answers`.
+
+    Args:
+        frame: the user's data frame; the result is of its type.
+        table: the same as an Arrow table.
+        names: mapping from the columns of `table` that are kept to their names in the result.
+        answers: table of the answers.
+        samples: number of answers per row.
+    """
+    repeated = [row for row in range(len(table)) for _ in range(samples)]
+    if _library(frame) == "pandas":  # values and column names of its own types would not survive the conversion to Arrow
+        kept = frame.iloc[repeated, [place for place, name in enumerate(table.column_names) if name in names]]
+        kept.columns = [own if str(own) == new else new for own, new in zip(kept.columns, names.values(), strict=True)]
+        return kept.assign(**answers.to_pandas().set_axis(kept.index))
+    result = (table if samples == 1 else table.take(repeated)).select(list(names)).rename_columns(names)
+    for item in answers.schema:
         result = result.append_column(item, answers[item.name])
-    return result
-
-
-def _as(frame: Any, result: Any, samples: int) -> Any:
-    """Convert an Arrow table to the type of `frame`, with the index of each row for its samples."""
-    if isinstance(frame, type(result)):
-        return result
-    if _library(frame) == "pandas":
-        return result.to_pandas().set_axis(frame.index.repeat(samples))
     return type(frame)(result) if _library(frame) == "polars" else result

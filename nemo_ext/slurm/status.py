@@ -31,6 +31,10 @@ PIPELINE = "pipeline.yaml"
 """File in a pipeline's folder that lists its stages."""
 _SILENT = 60.0
 """Seconds without a touch of its file after which a replica counts as down; nodes' clocks may differ."""
+PATIENCE = 600.0
+"""Seconds for which squeue may fail while a command waits for a job."""
+_RETRY = 10.0
+"""Seconds before a failed squeue is repeated."""
 _LOOK = 1.0
 """Seconds between checks for a newer log to follow."""
 _APART = 60.0
@@ -221,14 +225,20 @@ def queued_job(run_dir: Path, queue: Container[str]) -> str:
     return job if job in queue and ends.is_own(run_dir / attempts.FOLDER, job) else ""
 
 
-def queued() -> dict[str, str]:
+def queued(patience: float = 0.0) -> dict[str, str]:
     """Mapping from id to state, such as `pending (Priority)`, for the user's jobs in Slurm's queue.
+
+    Args:
+        patience: seconds for which a failing squeue is repeated, as when Slurm's controller restarts.
 
     Raises:
         ValueError: squeue is missing or fails.
     """
-    done = call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])
-    if done.returncode:
+    end = time.monotonic() + patience
+    while (done := call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])).returncode:
+        if time.monotonic() < end:
+            time.sleep(_RETRY)
+            continue
         lines = done.stderr.strip().splitlines() or [f"squeue ended with exit code {done.returncode}"]
         raise ValueError(f"Slurm's queue cannot be read ({lines[-1]})")
     jobs = {}
@@ -322,7 +332,7 @@ def follow(run_dir: Path, lines: int) -> NoReturn:
             try:
                 path = log_of(run_dir)
             except ValueError:
-                queue = queued()
+                queue = queued(PATIENCE)
                 if not (job := queued_job(run_dir, queue)):
                     raise
                 if message != (message := f"waiting for job {job}: {queue[job]}"):

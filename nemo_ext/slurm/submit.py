@@ -28,7 +28,7 @@ from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, shard_reco
 from nemo_ext.slurm.preflight import findings, started, unknown_to_slurm
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
-from nemo_ext.slurm.status import job_of, queued, queued_job
+from nemo_ext.slurm.status import PATIENCE, job_of, queued, queued_job
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -353,13 +353,13 @@ def complete(words: Sequence[str]) -> None:
     """
     records = planned(words).records
 
-    def is_queued() -> bool:
-        queue = queued()
+    def is_queued(patience: float = 0.0) -> bool:
+        queue = queued(patience)
         return any(queued_job(record, queue) for record in records)
 
     if not is_queued() and submit(words, dry_run=False):
         raise ValueError("the job was not submitted: fix the errors printed above")
-    while is_queued():
+    while is_queued(PATIENCE):
         time.sleep(POLL)
 
 

@@ -21,7 +21,7 @@ from nemo_ext.rl.verifiers.refusal import refuses
 from nemo_ext.synthesis.source_code import code, code_blocks, lint_score, parses
 from nemo_ext.synthesis.translation import lines, unmasked
 
-_HEADING = re.compile(r"(#{1,6}|={2,6})?\s*(.*?)\s*=*")
+_MARK = re.compile(r"#{1,6}|={2,6}")
 _TO_THE_END = 7
 """Level of a heading without a mark: above that of all headings with one."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -78,8 +78,9 @@ def without_sections(text: str, *names: str) -> str:
     """
     kept, level = list[str](), 0
     for line in text.splitlines(keepends=True):
-        heading = _HEADING.fullmatch(line.strip())
-        mark, title = heading.groups() if heading else (None, "")
+        heading = line.strip()
+        mark = match.group() if (match := _MARK.match(heading)) else ""
+        title = heading.removeprefix(mark).rstrip("=").strip()
         if mark and len(mark) <= level:
             level = 0
         if not level and title.lower() in map(str.lower, names):

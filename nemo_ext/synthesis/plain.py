@@ -197,8 +197,10 @@ def _in_turns(members: Sequence[int], topics: Sequence[tuple[str, ...]], level: 
     for member in members:
         groups.setdefault(topics[member][level : level + 1], []).append(member)
     turns = [_in_turns(group, topics, level + 1) for group in groups.values()]
-    for turn in itertools.zip_longest(*turns):
-        yield from (member for member in turn if member is not None)
+    while turns:
+        taken = [(turn, next(turn, None)) for turn in turns]
+        yield from (member for _, member in taken if member is not None)
+        turns = [turn for turn, member in taken if member is not None]
 
 
 def _unique(step: Unique, context: Context) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import io
+import math
 from collections.abc import Collection
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -57,7 +58,9 @@ def _tree_sitter(language: str) -> Any:
 
 
 def lint_score(text: str | None) -> float:
-    """Return Pylint's score of a Python program: at most 10, and negative for many errors; imports are not resolved.
+    """Return Pylint's score of a Python program: at most 10, without a lower limit; imports are not resolved.
+
+    It is minus infinity for a program without statements or with a syntax error.
 
     Raises:
         ValueError: Pylint is not installed.
@@ -69,7 +72,11 @@ def lint_score(text: str | None) -> float:
         settings.write_text("")  # otherwise the settings of the current folder apply
         words = [str(program), f"--rcfile={settings}", "--disable=import-error,no-name-in-module", "--jobs=1"]
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            return float(run(words, reporter=reporter, exit=False).linter.stats.global_note)
+            stats = run(words, reporter=reporter, exit=False).linter.stats
+    if stats.fatal or not stats.statement:
+        return -math.inf
+    # Pylint's own formula sets negative scores to 0.
+    return float(10 - 10 * (5 * stats.error + stats.warning + stats.refactor + stats.convention) / stats.statement)
 
 
 def _module(name: str) -> Any:
