@@ -1,10 +1,13 @@
 """Benchmarks of the papers on five made-up rows each, in the folders and columns of the public data."""
 
 import asyncio
+import decimal
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from nemo_ext.evaluation.problems import Missing, Problem, problems
 from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.store import Key, Sample, Score
 from nemo_ext.rl.environments import make
+from nemo_ext.rl.worlds import bfcl
 
 FIVE = range(5)
 ALL_KEYS = dict.fromkeys(("N", "keyword1", "num_words", "relation", "word", "prompt_to_repeat"))
@@ -383,8 +387,6 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
         del sys.modules[name]
-    from nemo_ext.rl.worlds import bfcl
-
     bfcl._documents.cache_clear()
 
 
@@ -445,3 +447,24 @@ def test_multi_turn_conversations_end_in_the_expected_states(shop: None, tmp_pat
         environment.check({**problem.reference, "ground_truth": [["buy(open())"], [], []]})
     with pytest.raises(ValueError, match="unknown program 'Web'"):
         environment.check({**problem.reference, "involved_classes": ["Web"]})
+
+
+def test_a_call_has_a_precision_of_its_own(shop: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    running, before = list[int](), (mpmath.mp.dps, decimal.getcontext().prec)
+
+    def look(self: Any, precision: int) -> dict[str, Any]:
+        running.append(precision)
+        mpmath.mp.dps = decimal.getcontext().prec = precision
+        time.sleep(0.01)
+        running.remove(precision)
+        return {"result": mpmath.log(2), "others": len(running)}
+
+    programs = bfcl.Programs(bfcl.check({"question": [[]], "involved_classes": ["Shop"], "ground_truth": [[]]}))
+    monkeypatch.setattr(type(programs.instances["Shop"]), "look", look)
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda number: programs.call("look", precision=2 + number % 2 * 7), range(8)))
+
+    assert set(results) == {f"{{'result': mpf('{value}'), 'others': 0}}" for value in ("0.6934", "0.69314718047")}
+    programs.call("look", precision=5)
+    assert (mpmath.mp.dps, decimal.getcontext().prec) == before

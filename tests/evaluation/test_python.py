@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.chat.response import Response
 from nemo_ext.evaluation.store import Store
+from nemo_ext.rl.sandbox.isolation import SandboxError
+from nemo_ext.rl.verifiers import math
 from nemo_ext.rl.worlds.python_tool import TOOL
 
 Evaluate = Callable[..., tuple[int, str]]
@@ -79,9 +82,9 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     answers: list[str] = []
     original = math.verify
 
-    def verify(response: Response, *arguments: Any) -> Any:
+    def verify(response: Response, *arguments: Any, **settings: Any) -> Any:
         answers.append(response.answer)
-        return original(response, *arguments)
+        return original(response, *arguments, **settings)
 
     monkeypatch.setattr(math, "verify", verify)
     return answers
@@ -102,7 +105,7 @@ def test_a_failed_sandbox_is_repeated_and_an_answer_verified_once(
 
     with monkeypatch.context() as broken:
         broken.setattr("nemo_ext.rl.sandbox.sessions.Sessions.call", fail)
-        code, output = evaluate(*words)
+        _, output = evaluate(*words)
     first = results()["benchmarks"]["sums"]
     evaluate(*words)
     found = results()["benchmarks"]["sums"]

@@ -132,7 +132,7 @@ def test_a_reward_model_gives_the_rewards_once(
         last = payload["messages"][-1]
         if last["role"] == "assistant":
             return reply(text=f"reward:{len(last['content'])}.5")
-        return reply(text="longer " * 9) if payload["temperature"] == 0.5 else answer(payload)
+        return reply(text="longer" * 9) if payload["temperature"] == 0.5 else answer(payload)
 
     endpoint.reply = both
     group = f"rollouts.group={{judge: {{endpoint: '{endpoint.url}', model: m}}, show: reward_model}}"
