@@ -44,7 +44,8 @@ def map(
     answer, and the reason in `error`. docs/generate.md describes the other columns.
 
     Args:
-        frame: pandas or polars data frame, or Arrow table; the result is of the same type, and pandas' index is kept.
+        frame: pandas or polars data frame, or Arrow table; the result is of the same type. Pandas' index and dtypes
+            are kept.
         template: Jinja template of the user's message over the columns; None uses the column `messages` or `prompt`.
         output: folder for the answers.
         model: Hugging Face or run directory, which is served during the call; with `endpoint`, the model's name there.
@@ -173,7 +174,9 @@ def _joined(frame: Any, table: Any, names: Mapping[str, str], answers: Any, samp
         samples: number of answers per row.
     """
     repeated = [row for row in range(len(table)) for _ in range(samples)]
-    if _library(frame) == "pandas":  # values and column names of its own types would not survive the conversion to Arrow
+    if (
+        _library(frame) == "pandas"
+    ):  # values and column names of its own types would not survive the conversion to Arrow
         kept = frame.iloc[repeated, [place for place, name in enumerate(table.column_names) if name in names]]
         kept.columns = [own if str(own) == new else new for own, new in zip(kept.columns, names.values(), strict=True)]
         return kept.assign(**answers.to_pandas().set_axis(kept.index))

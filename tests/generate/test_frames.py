@@ -55,11 +55,14 @@ def test_a_frame_comes_back_with_its_answers(library: str, ask: Map, answering: 
 def test_rows_keep_their_order_and_index_with_repeated_and_failed_ones(ask: Map, answering: Any, reply: Any) -> None:
     pandas = pytest.importorskip("pandas")
     texts = [*QUESTIONS["question"], "refuse me", *QUESTIONS["question"][:2]]
-    frame = pandas.DataFrame({"prompt": texts, "error": 1.5}, index=[f"row {n}" for n in range(15)])
+    large = pandas.array([2**60 + (n != 12) for n in range(15)], dtype="Int64")
+    large[12] = None
+    frame = pandas.DataFrame({"prompt": texts, "error": 1.5, 0: large}, index=[f"row {n}" for n in range(15)])
 
     found = ask(frame, template=None)
 
     assert list(found.index) == list(frame.index) and list(found["prompt"]) == texts
+    assert found[0].equals(frame[0]) and found[0].iloc[0] == 2**60 + 1
     assert len(answering.requests) == 13
     assert list(found["answer"][:2]) == list(found["answer"][13:])
     assert found["answer"].isna().tolist() == [n == 12 for n in range(15)]
@@ -89,8 +92,20 @@ def test_the_same_call_reads_and_other_rows_or_settings_are_refused(ask: Map, an
         ask(frame, "samples=2")
     with pytest.raises(ValueError, match=r"generate\.format"):
         ask(frame, "generate.format=jsonl")
+    with pytest.raises(ValueError, match="settings: output=elsewhere: the call sets output"):
+        ask(frame, "output=elsewhere")
     with pytest.raises(ValueError, match="expected a pandas or polars data frame"):
         ask([{"question": "a list"}])
+
+
+def test_the_frame_may_be_corrected_before_the_first_request(ask: Map, answering: Any) -> None:
+    pandas, template = pytest.importorskip("pandas"), "Pay ${{ price }} or \\${x}$."
+
+    with pytest.raises(ValueError, match="'price' is undefined"):
+        ask(pandas.DataFrame({"cost": [5]}), template=template)
+    ask(pandas.DataFrame({"price": [5]}), template=template)
+
+    assert answering.requests[0]["messages"][0]["content"] == "Pay $5 or \\${x}$."
 
 
 @pytest.mark.parametrize("notebook", [False, True])

@@ -7,11 +7,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from nemo_ext.slurm import attempts, ends
+from nemo_ext.slurm import attempts, ends, status, submit
 from nemo_ext.slurm.status import cancel, follow, goodput, job_of, log_of, queued, runs_below, show, status_of
 
 
@@ -169,6 +170,25 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         runs_below([tmp_path])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="squeue is not on PATH"):
+        queued()
+
+
+def test_a_failing_squeue_does_not_end_a_wait(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, calls = run(tmp_path / "a"), tmp_path / "calls"
+    monkeypatch.setattr(submit, "planned", lambda words: SimpleNamespace(records=[folder]))
+    monkeypatch.setattr(submit, "POLL", 0.0)
+    monkeypatch.setattr(status, "_RETRY", 0.0)
+    squeue = queue.parent / "bin" / "squeue"
+    squeue.write_text(
+        f"#!/bin/sh\necho >> {calls}\n"
+        f"case $(wc -l < {calls}) in 1) echo '7|RUNNING|None';; 2) echo 'controller is down' >&2; exit 1;; esac\n"
+    )
+
+    submit.complete([])
+
+    assert calls.read_text() == "\n" * 3
+    calls.write_text("\n")
+    with pytest.raises(ValueError, match="controller is down"):
         queued()
 
 

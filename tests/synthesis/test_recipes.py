@@ -409,23 +409,29 @@ def test_rewritten_code_is_parsed_and_has_a_better_score(
     pytest.importorskip("pylint")
     pytest.importorskip("tree_sitter_cpp")
     clean = '"""Twice."""\n\n\ndef twice(number):\n    """Twice the number."""\n    return 2 * number\n'
+    poor = "print(unknown)\n"
+    better = f'"""Poor."""\n{poor}'
 
     def write(prompt: str, payload: Mapping[str, Any]) -> str:
         if "in C++" in prompt:
             return f"```cpp\nlong twice(long x) {{ return 2 * x; {'' if 'import' in prompt else '}'}\n```"
         if "```cpp" in prompt:
             return f"```python\n{clean}\n```"
+        if poor in prompt:
+            return f"```python\n{poor if better in prompt else better}```"
         silent = "# pylint: disable=all\n" if "import sys" in prompt else ""
         return f"```python\n{silent}{clean.replace('2 *', '2 +  0 +')}```"
 
     sources = [clean, "import os\ndef twice(x):\n  return x + x\n", "import sys\ndef twice(x):\n  return x + x\n"]
+    sources += [poor, better]  # scores far below 0
     words = ["recipe=rewrite_code", f"input={written([{'code': source} for source in sources])}", "steps.unique=null"]
     code, output = synthesize(*words, "steps.style.rows=['rewrite', 'transpile']", f"endpoint={model(write).url}")
 
     assert code == 0, output
     assert report()["steps"]["syntax"]["dropped"] == {"no C++": 2}
     assert report()["steps"]["lint"]["dropped"] == {"no better by Pylint": 1, "Pylint is silenced": 1}
-    assert [record["style"] for record in records("documents")] == ["transpile", "rewrite"]
+    styles = ["rewrite", "transpile", "rewrite", "rewrite", "transpile", "transpile"]
+    assert [record["style"] for record in records("documents")] == styles
 
 
 def test_lines_are_translated_and_the_rest_is_unchanged(
@@ -961,10 +967,13 @@ def test_scientific_code_has_all_its_parts(
         steps = [step] * (4 if "subject0" in subjects else 5)
         if "subject1" in subjects:
             steps = [*steps[1:], {**step, "docstring": ""}]
-        problem = {"problem": f"Compute {subjects[0]}.", "dependencies": ["import numpy as np"], "steps": steps}
+        if "subject4" in subjects:
+            steps = [*steps[1:], {**step, "body": ["y = x"]}]
+        dependencies = {"numpy": "np"} if "subject5" in subjects else ["import numpy as np"]
+        problem = {"problem": f"Compute {subjects[0]}.", "dependencies": dependencies, "steps": steps}
         return f"```json\n{json.dumps(problem)}\n```"
 
-    texts = [f"This is about subject{number}. " + "It is known well and used widely. " * 8 for number in range(4)]
+    texts = [f"This is about subject{number}. " + "It is known well and used widely. " * 8 for number in range(6)]
 
     code, output = synthesize(
         "recipe=science_code",
@@ -975,7 +984,8 @@ def test_scientific_code_has_all_its_parts(
 
     assert code == 0, output
     steps = report()["steps"]
-    assert steps["write"]["dropped"] == {"not 5 to 15 substeps": 1, "a component is missing": 1}
+    reasons = {"not 5 to 15 substeps": 1, "a component is missing": 2, "no list of dependencies": 1}
+    assert steps["write"]["dropped"] == reasons
     assert steps["parses"]["dropped"] == {"no Python": 1}
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
     documents = [record["text"] for record in records("documents") if record["style"] == "problem"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_ext.synthesis.expressions import code, majority, parses
+from nemo_ext.synthesis.expressions import code, majority, parses, without_sections
 from nemo_ext.synthesis.translation import lines, unmasked
 
 
@@ -61,6 +61,7 @@ def test_long_lines_are_fast() -> None:
     for text in ("a." * 20000, "\\( " * 20000, "```a\n" * 20000):
         lines(text)
         code(text)
+    assert without_sections(f"a{' ' * 200_000}b", "Notes")
 
 
 def test_blocks_by_language() -> None:
