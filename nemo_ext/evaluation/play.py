@@ -11,7 +11,7 @@ from nemo_ext.evaluation.score import said
 from nemo_ext.rl.environments import VerifiedLater
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.verdict import Metric, Verdict
+from nemo_ext.rl.verdict import Verdict
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -25,13 +25,13 @@ class Play:
         answers: the model's answers; the last one has a problem if a failed request ended the conversation.
         verdict: verdict on the environment's final state; None if a request failed, or if it is left to
             `Environment.verify` and the environment did not fail.
-        counts: further metrics of the verdict, or those of the conversation alone if there is no verdict.
+        counts: further metrics of the verdict that are numbers, or those of the conversation alone if there is no verdict.
     """
 
     turns: Messages
     answers: Sequence[Answer]
     verdict: Verdict | None = None
-    counts: Mapping[str, Metric] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,8 @@ class Playing:
             conversation = episode.conversation
             if self.verify or not isinstance(conversation, VerifiedLater):
                 turn = await self.episodes.close(turn)
-                counts = turn.verdict.more if turn.verdict else {}
+                more = turn.verdict.more if turn.verdict else {}
+                counts = {name: value for name, value in more.items() if isinstance(value, int | float)}
                 return Play(turns=turns, answers=answers, verdict=turn.verdict, counts=counts)
             failed = Verdict.error(conversation.failure) if conversation.failure else None
             return Play(turns=turns, answers=answers, verdict=failed, counts=conversation.counts)
