@@ -113,7 +113,7 @@ def test_outputs_of_python_are_not_trained_on(model: Path, tmp_path: Path) -> No
     steps = [*map(call, (*calls, failing)), f"\\boxed{{{answer}}}"]
 
     (found,) = made.conversations(
-        [made.prompt(task)], lambda prompts, room: [ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts]
+        [made.prompt(task)], lambda prompts, room: ([ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts], None)
     )
 
     assert made.rewards([found]) == [1.0]
