@@ -31,6 +31,7 @@ from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked, nearest
+from nemo_ext.rl.environments import make
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
@@ -181,6 +182,11 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
     Raises:
         ValueError: no benchmark can be run.
     """
+    if isinstance(settings.python, Mapping):
+        try:
+            make("python_tool", settings.python)
+        except ValueError as error:
+            raise ValueError(f"evaluate.python: {error}") from None
     plans, scorers, harness, missing = [], {}, [], {}
     for benchmark in benchmarks:
         if benchmark.kind == "harness":

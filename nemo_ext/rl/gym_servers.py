@@ -80,7 +80,7 @@ def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
             files.setdefault(file.stem, []).append(file.relative_to(folder).as_posix())
     if name not in files:
         near = get_close_matches(name, files, n=8, cutoff=0.5)
-        known = nearest(name, near) if near else "its configs/*.yaml have the names"
+        known = nearest(environment, [GYM + each for each in near]) if near else "its configs/*.yaml have the names"
         raise ValueError(f"unknown environment {environment!r} of NeMo Gym in {folder}: {known}")
     if len(files[name]) > 1:
         raise ValueError(

@@ -154,3 +154,9 @@ def test_a_full_context_is_a_truncated_answer(
     found = results()["benchmarks"]["sums"]
     assert (found["samples"], found["failed"]) == (3, 0)
     assert found["accuracy"] == pytest.approx(1 / 3) and found["truncated"] == pytest.approx(2 / 3)
+
+
+def test_unknown_settings_of_the_tool_are_refused(evaluate: Evaluate, suite: Suite, computing: Any) -> None:
+    code, output = evaluate(f"suite={suite(rows=1)}", "evaluate.python={max_cals: 3}")
+
+    assert code != 0 and "evaluate.python" in output and "did you mean 'max_calls'" in output

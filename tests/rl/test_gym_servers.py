@@ -93,7 +93,7 @@ def test_shares_count_both_kinds(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="did you mean 'mcqa'"):
+    with pytest.raises(ValueError, match="did you mean 'gym-mcqa'"):
         gym_server("gym-mcqq")
     with pytest.raises(ValueError, match=r"physics_judge/configs/judge_openai\.yaml has no agent"):
         gym_server("gym-judge_openai")

@@ -72,7 +72,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("environments", "words", "reason"),
         [
-            ("{gym-mcqq: {}}", (), "did you mean 'mcqa'"),
+            ("{gym-mcqq: {}}", (), "did you mean 'gym-mcqa'"),
             ("{gym-mcqa: {reward: score}}", (), "nemo_rl.set.env.nemo_gym.KEY"),
             ("{gym-mcqa: {}, chat: {}}", (), "compares the responses of a group"),
             ("{gym-mcqa: {}}", ("rl.group={length_control: {answer: 0.1}}",), "rl.group cannot be combined"),
