@@ -172,7 +172,7 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights' quantised copies, plain and transposed: a list of tensors that hold numbers and scales."""
+        """Return the weights' quantised copies, plain and transposed: tensors of numbers and scales."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
@@ -188,7 +188,7 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Return the padded number of tokens in each quantised input matrix: one per entry of `counts`, or one in total."""
+        """Return the padded numbers of tokens of the quantised input matrices: one per entry of `counts`, or one."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
@@ -504,7 +504,7 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
 
 
 def _scatters(module: torch.nn.Module) -> bool:
-    """Return whether a row-parallel layer scatters its output along the sequence; its gradient is gathered quantised."""
+    """Return whether a row-parallel layer scatters its output along the sequence and gathers its gradient quantised."""
     return (
         isinstance(module, RowParallelLinear)
         and module.sequence_parallel

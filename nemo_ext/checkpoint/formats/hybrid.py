@@ -306,7 +306,7 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     Raises:
         ValueError: a letter or type is unknown, there are no blocks, or letters and types differ.
     """
-    text, name = keys.get(key), key.replace("hybrid_override_pattern", "layers_block_type")
+    text, listed = keys.get(key), key.replace("hybrid_override_pattern", "layers_block_type")
     if text is not None:
         try:
             pattern = parse(str(text))
@@ -314,11 +314,12 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
             raise ValueError(f"config.json: {key}: {error}") from None
         if pattern.mtp or pattern.cuts:
             raise ValueError(f"config.json: {key}={text!r}: expected only the letters of blocks, without / and |")
-        if isinstance(types, list) and [_KINDS.get(str(kind)) for kind in types] != [each.kind for each in pattern.blocks]:
-            raise ValueError(f"config.json: {name} does not match {key}={text!r}: correct one of them")
+        kinds = [block.kind for block in pattern.blocks]
+        if isinstance(types, list) and [_KINDS.get(str(name)) for name in types] != kinds:
+            raise ValueError(f"config.json: {listed} does not match {key}={text!r}: correct one of them")
         return pattern
     if not isinstance(types, list) or not types or not all(isinstance(kind, str) and kind in _KINDS for kind in types):
-        raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_KINDS)}")
+        raise ValueError(f"config.json: {listed}={types!r}: expected a list of {', '.join(_KINDS)}")
     return Pattern(tuple(Block.from_values(_KINDS[kind]) for kind in types))
 
 
