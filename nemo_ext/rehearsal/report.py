@@ -12,11 +12,11 @@ from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.puzzle.plan import REACHED, StageWork
-from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
+from nemo_ext.rehearsal.settings import QUANTISED_WEIGHTS, TE_VERSION
 
 COLORS = {
     "weights": "#31688e",
-    FP8_WEIGHTS: "#5f7f3f",
+    QUANTISED_WEIGHTS: "#5f7f3f",
     "teacher": "#7ea6c4",
     "variants": "#443a83",
     "gradients": "#35b779",
@@ -106,8 +106,8 @@ def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float 
     report.table("", heading, rows).add(
         "Live bytes at the peak of a step, without the CUDA context, NCCL's buffers and fragmentation of the "
         "allocator.",
-        f"Linear layers and FP8 as in the sources of Transformer Engine {TE_VERSION} (docs/rehearsal.md).",
-        "The cost model assumes BF16, without FP8 copies." if FP8_WEIGHTS in shown else None,
+        f"Linear layers, FP8 and NVFP4 as in the sources of Transformer Engine {TE_VERSION} (docs/rehearsal.md).",
+        "The cost model assumes BF16, without FP8 and NVFP4 copies." if QUANTISED_WEIGHTS in shown else None,
         PUZZLE_NOTE if "name" in ranks[0] else None,
     )
     for result in results:

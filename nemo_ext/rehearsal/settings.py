@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from nemo_ext.architecture.layout import RECOMPUTED_BY_ENGINE
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
+from nemo_ext.architecture.precision_plan import HEAD, LOW, Plan, assigned
 from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
 from nemo_ext.megatron.fp8 import plan_flags
@@ -56,8 +56,8 @@ def is_own(word: str) -> bool:
 
 STAGES = ("library", "distill", "score", "compare")
 """Puzzle's stages that run the parent; `parent` and `heal` are training runs, and other stages need less memory."""
-FP8_WEIGHTS = "fp8 weights"
-"""Kind of memory that FP8 copies of weights are counted as."""
+QUANTISED_WEIGHTS = "quantised weights"
+"""Kind of memory that FP8 and NVFP4 copies of weights are counted as."""
 TE_VERSION = "2.20.2"
 """Version of Transformer Engine whose sources `nemo_ext.rehearsal.transformer_engine` follows."""
 NOT_REHEARSED = (
@@ -104,8 +104,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     permute_fusion, which the local back end does not support.
 
     Raises:
-        ValueError: a block's sizes do not fit the FP8 scaling, the plan uses NVFP4, or the phases are invalid
-            (`plan_of`).
+        ValueError: a block's sizes do not fit the scaling, or the phases are invalid (`plan_of`).
     """
     config = one_phase(config)
     megatron = dict(config["megatron"])
@@ -116,18 +115,13 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         plan = None
         aside.append("rounded copies of weights and inputs (train.quantization_aware)")
     if plan is not None:
-        if Plan.from_config(plan).uses_nvfp4:
-            raise ValueError(
-                "precision_plan: the memory of NVFP4 copies is not modelled; rehearse with precision=mxfp8, whose "
-                "copies are larger"
-            )
         engine = {**config["model"], "backend": "transformer_engine"}
         megatron |= plan_flags({**config, "model": engine, "megatron": megatron, "precision_plan": plan})
         if any(
-            each.weight.part == HEAD and each.precision == "fp8"
+            each.weight.part == HEAD and each.precision in LOW
             for each in assigned(Plan.from_config(plan), Architecture.from_config(config))
         ):
-            aside.append("FP8 of the output layer, which is Megatron's own")
+            aside.append("FP8 or NVFP4 of the output layer, which is Megatron's own")
     if megatron.get("moe_token_dispatcher_type") == "flex":
         aside.append("moe_token_dispatcher_type=flex, whose kernels send what alltoall does")
         megatron |= {"moe_token_dispatcher_type": "alltoall"}
@@ -142,7 +136,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             aside.append(f"recompute_modules: {', '.join(sorted(by_engine))}")
             megatron["recompute_modules"] = [name for name in modules if name not in by_engine] or None
             megatron["recompute_granularity"] = "selective" if megatron["recompute_modules"] else None
-    megatron |= dict.fromkeys((*FP8_FLAGS, "moe_permute_fusion"))
+    megatron |= dict.fromkeys((*FP8_FLAGS, "fp4_format", "fp4_recipe", "moe_permute_fusion"))
     megatron |= {
         "pretrained_checkpoint": None,
         "mock_data": True,

@@ -1,4 +1,4 @@
-"""Stand-ins that allocate as Transformer Engine's linear layers do: FP8 copies, grouped GEMM, permutation, workspaces.
+"""Stand-ins that allocate as Transformer Engine's linear layers do: FP8 and NVFP4 copies, grouped GEMM, permutation, workspaces.
 
 Read from the sources of Transformer Engine 2.20.2 (`transformer_engine/pytorch`) and Megatron-Core 0.19.2, not measured:
 
@@ -7,23 +7,25 @@ Read from the sources of Transformer Engine 2.20.2 (`transformer_engine/pytorch`
 | FP8, per-tensor scale | 1 byte per number and one fp32 scale; before Blackwell a transposed copy for the products of the backward pass; the same for delayed and current scaling | tensor/float8_tensor.py, utils.py is_non_tn_fp8_gemm_supported |
 | FP8, blockwise | both directions; an fp32 scale per 1x128 numbers, in weights per 128x128 | tensor/float8_blockwise_tensor.py get_scale_shape |
 | MXFP8 | both directions; a 1-byte scale per 32 numbers, padded to 128x4 | tensor/mxfp8_tensor.py get_scale_shape |
-| weights | BF16 parameter, and both directions in FP8, kept from the first micro-batch on and refilled in the first of each step; with disable_parameter_transpose_cache made in each forward pass and kept until its backward pass | module/base.py quantize_weight; extensions/transformer_engine.py TELinear.forward |
-| saved input | only FP8, in the direction of the weight gradient; if it is gathered along the sequence and has a per-tensor scale, the rank's rows untransposed | module/linear.py _linear_forward_impl |
+| NVFP4 | both directions; half a byte per number, a 1-byte scale per 16, padded to 128x4, and an fp32 maximum; the same for weights, whose blocks are 16x16 | tensor/nvfp4_tensor.py inner_tensor_specs, get_scale_shape |
+| weights | BF16 parameter, and both quantised directions, kept from the first micro-batch on and refilled in the first of each step; with disable_parameter_transpose_cache made in each forward pass and kept until its backward pass | module/base.py quantize_weight; extensions/transformer_engine.py TELinear.forward |
+| saved input | only quantised, in the direction of the weight gradient; if it is gathered along the sequence and has a per-tensor scale, the rank's rows untransposed | module/linear.py _linear_forward_impl |
 | input saved in BF16 | where another layer has saved it: attention's projection, the shared expert's first layer, layers recomputed by moe_act; not with delayed scaling | transformer/attention.py, moe/shared_experts.py, moe/experts.py: set_save_original_input |
 | fused norm and linear | saves the norm's input, statistics and output; the output as the linear layer's input above | module/layernorm_linear.py |
-| sequence parallelism | gathers FP8, not BF16; also for gradients of row-parallel layers | distributed.py gather_along_first_dim; module/base.py grad_output_preprocess |
-| output gradient | both directions in FP8 while in use | module/linear.py _linear_backward_impl |
+| sequence parallelism | gathers FP8 or NVFP4, not BF16; also for gradients of row-parallel layers; NVFP4's transposed numbers are reordered into a second tensor | distributed.py gather_along_first_dim, _post_process_nvfp4_gather; module/base.py grad_output_preprocess |
+| output gradient | both quantised directions while in use | module/linear.py _linear_backward_impl |
 | weight gradient | accumulated in main_grad by the product; autograd gets one dummy per weight shape | module/base.py get_dummy_wgrad |
 | amax (delayed scaling) | histories and scales in fp32, 3 forward and 2 backward per weight | module/base.py set_meta_tensor, quantization.py DelayedScalingRecipeState |
-| grouped GEMM | one call for all experts of a rank; saves one FP8 copy or the BF16 input; tokens per expert padded to 16, with MXFP8 to 32 | module/grouped_linear.py, module/fp8_padding.py |
+| grouped GEMM | one call for all experts of a rank; saves one quantised copy or the BF16 input; tokens per expert padded to 16, with MXFP8 to 32, with NVFP4 to 128 | module/grouped_linear.py, module/fp8_padding.py |
 | fused permutation | saves int32 row ids, tokens x (2 experts + 1); sorting of chunks saves one per token; no int64 indices | triton/permutation.py |
 | cuBLAS workspace | 32 MiB + 1 KiB from Hopper on, else 4 MiB; grouped GEMM 4 more; torch's own 32 MiB | cpp_extensions/gemm.py get_cublas_workspace |
 
 Read in the sources but not modelled: the fused router saves its map and [tokens, experts] in fp32 (csrc/extensions/router.cpp);
 the fused cross-entropy saves its logits and a few numbers per token, and returns the gradient in their place (cross_entropy.py);
+the rotation before NVFP4 rounding writes a temporary BF16 copy where no fused kernel fits the shape (csrc/quantizer.cpp);
 communication overlap holds a buffer [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
 with fp8_param_gather the FP8 copies are the parameters, without BF16 ones (tensor/float8_tensor.py).
-The GPU is assumed to be a Hopper or, with MXFP8, a Blackwell. LayerNormMLP is not used by Megatron's specs.
+The GPU is assumed to be a Hopper or, with MXFP8 or NVFP4, a Blackwell. LayerNormMLP is not used by Megatron's specs.
 """  # noqa: E501
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,26 +44,28 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.architecture.precision_plan import assigned
+from nemo_ext.architecture.precision import NVFP4_BLOCK
+from nemo_ext.architecture.precision_plan import LOW, NVFP4_MULTIPLE, assigned
+from nemo_ext.architecture.precision_plan import multiple as scaling_of
 from nemo_ext.megatron import model as builders
 from nemo_ext.megatron import specs
 from nemo_ext.megatron.fp8 import Precision, module_patterns
-from nemo_ext.rehearsal.settings import FP8_WEIGHTS
+from nemo_ext.rehearsal.settings import QUANTISED_WEIGHTS
 from nemo_ext.rehearsal.tracker import Tracker
 
 MIB = 2**20
 PER_TENSOR = ("delayed", "tensorwise")
-LEADING = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
+LEADING = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32, "nvfp4": NVFP4_MULTIPLE}
 """Number by which the tokens must be divisible (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
-WIDTH = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+WIDTH = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": NVFP4_MULTIPLE}
 """Number by which rows and columns of a rank's matrix must be divisible (the same sources, and cuBLAS)."""
 
 
 def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = False, weight: bool = False) -> int:
-    """Compute the bytes of a matrix's FP8 scales in one direction.
+    """Compute the bytes of a matrix's scales in one direction; in NVFP4 with the fp32 maximum.
 
     Args:
-        scaling: one of `precision_plan.RECIPES`.
+        scaling: one of `precision_plan.RECIPES`, or `nvfp4`.
         rows: rows of the matrix: tokens, or outputs of a weight.
         columns: columns of the matrix.
         columnwise: whether the scales belong to the transposed copy, which the backward pass uses.
@@ -75,6 +79,8 @@ def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = Fal
             return _up(rows // 32, 4) * _up(columns, 128)
         return _up(rows, 128) * _up(columns // 32, 4)
     along, across = (columns, rows) if columnwise else (rows, columns)
+    if scaling == "nvfp4":
+        return _up(along, 128) * _up(-(-across // NVFP4_BLOCK), 4) + 4
     if weight:
         return 4 * _up(along, 128) // 128 * _up(-(-across // 128), 4)
     return 4 * -(-across // 128) * _up(along, 4)
@@ -86,7 +92,7 @@ class Engine:
 
     Attributes:
         tracker: the rank's tracker.
-        keeps_weights: whether FP8 copies of weights are kept between micro-batches.
+        keeps_weights: whether quantised copies of weights are kept between micro-batches.
         fuses: whether products accumulate weight gradients in main_grad.
         history: length of the amax history in delayed scaling.
         dummies: tensors that all layers share: dummy weight gradients for autograd, and workspaces.
@@ -118,11 +124,11 @@ class Product:
     Attributes:
         engine: state shared by all layers.
         weight: name of the weight in the precision plan, for messages; "" for BF16.
-        scaling: FP8 scaling; None for BF16.
-        keeps_input: whether the input of an FP8 product is saved in BF16.
+        scaling: FP8 scaling, or `nvfp4`; None for BF16.
+        keeps_input: whether the input of a quantised product is saved in BF16.
         scatters: process group over which a row-parallel layer scatters its output along the sequence; None for
             other layers.
-        multiple: the FP8 copy of a sequential expert's input is padded to a multiple of this number of tokens.
+        multiple: the quantised copy of a sequential expert's input is padded to a multiple of this number of tokens.
     """
 
     engine: Engine
@@ -166,13 +172,13 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights' FP8 copies, plain and transposed: a list of tensors that hold numbers and scales."""
+        """Return the weights' quantised copies, plain and transposed: tensors of numbers and scales."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
         assert scaling is not None
         sizes = [(each.shape[0], each.shape[1]) for each in weights]
-        with tracker.during(tracker.phase, FP8_WEIGHTS):
+        with tracker.during(tracker.phase, QUANTISED_WEIGHTS):
             made = [each for way in (False, True) for each in _copy(weights[0], scaling, sizes, way, weight=True)]
             if scaling == "delayed" and not self._history:
                 numbers = 5 * len(weights) * (self.engine.history + 1)
@@ -182,22 +188,23 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Return the padded number of tokens in each FP8 input matrix: one per entry of `counts`, or one in total."""
+        """Return the padded numbers of tokens of the quantised input matrices: one per entry of `counts`, or one."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
         if self.scaling is None:
             return
         step, width = LEADING[self.scaling], WIDTH[self.scaling]
+        name = "NVFP4" if self.scaling == "nvfp4" else f"{self.scaling} FP8"
         for rows in self.rows(input.shape, counts):
             if rows % step:
                 raise ValueError(
-                    f"{self.weight}: {self.scaling} FP8 requires a multiple of {step} tokens, not {rows}; change the "
+                    f"{self.weight}: {name} requires a multiple of {step} tokens, not {rows}; change the "
                     "sequence length, the microbatch or the parallel sizes"
                 )
         if any(size % width for size in weight.shape):
             raise ValueError(
-                f"{self.weight}: {self.scaling} FP8 requires sizes that are multiples of {width}, but a rank's part is "
+                f"{self.weight}: {name} requires sizes that are multiples of {width}, but a rank's part is "
                 f"{weight.shape[0]} x {weight.shape[1]}; change the parallel sizes, or keep it in bf16 with a rule of "
                 "precision_plan"
             )
@@ -253,14 +260,14 @@ class _Linear(torch.autograd.Function):
             if scattered is not None and per_tensor:
                 work += _copy(grad, scaling, [(each * scattered.size(), out_width) for each in rows], True)
             else:
-                work += _gathered(_copy(grad, scaling, sizes, True), scattered)
+                work += _gathered(_copy(grad, scaling, sizes, True), scattered, reordered=scaling == "nvfp4")
             input_sizes = [(each, wide) for each in product.rows(shape, ctx.counts)]
             if saved_input and product.keeps_input:
                 if per_tensor:
                     work += _copy(grad, scaling, input_sizes, False)
                 saved_input = _copy(grad, scaling, input_sizes, not (per_tensor and ctx.gathers is not None))
         if saved_input:
-            saved_input = _gathered(saved_input, ctx.gathers)
+            saved_input = _gathered(saved_input, ctx.gathers, reordered=scaling == "nvfp4")
         dx = None
         if ctx.needs_input_grad[5]:
             tracker.add_flops(2 * tokens * wide * out_width)
@@ -281,11 +288,11 @@ class _Linear(torch.autograd.Function):
 def _copy(
     like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
 ) -> list[Tensor]:
-    """Allocate an FP8 copy of one or several matrices.
+    """Allocate a quantised copy of one or several matrices.
 
     Args:
         like: tensor on the device to use.
-        scaling: one of `precision_plan.RECIPES`.
+        scaling: one of `precision_plan.RECIPES`, or `nvfp4`.
         sizes: rows and columns of each matrix.
         columnwise: whether to make the transposed copy.
         weight: whether the matrices are weights, whose scales differ.
@@ -293,15 +300,15 @@ def _copy(
     Returns:
         A tensor with the bytes of the numbers and one with those of the scales; an empty one is omitted.
     """
-    numbers = sum(rows * columns for rows, columns in sizes)
+    numbers = sum(rows * columns for rows, columns in sizes) // (2 if scaling == "nvfp4" else 1)
     scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
     return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
 
 
-def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """All-gather FP8 numbers and scales along the first dimension; per-tensor scales stay as they are.
+def _gathered(parts: Sequence[Tensor], group: Any, *, reordered: bool = False) -> list[Tensor]:
+    """All-gather quantised numbers and scales along the first dimension; per-tensor scales stay as they are.
 
-    Without a group, all tensors stay as they are.
+    Without a group, all tensors stay as they are. `reordered` tensors are then copied once, as NVFP4's transposed ones.
     """
     if group is None:
         return list(parts)
@@ -312,7 +319,7 @@ def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
             continue
         whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
         torch.distributed.all_gather_into_tensor(whole, part, group=group)
-        gathered.append(whole)
+        gathered.append(torch.empty_like(whole) if reordered else whole)
     return gathered
 
 
@@ -462,13 +469,12 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
         stage: 0-based numbers of the stage's blocks.
 
     Raises:
-        ValueError: a weight that the plan puts in FP8 does not belong to such a layer.
+        ValueError: a weight that the plan puts in FP8 or NVFP4 does not belong to such a layer.
     """
-    low = _in_fp8(precision, stage)
-    whole = precision is not None and precision.plan.default == "fp8"
-    scaling = precision.plan.recipe if precision is not None else None
+    low = _quantised(precision, stage)
+    default = "bf16" if precision is None else scaling_of(precision.plan, precision.plan.default)[0]
     missing = set(low)
-    multiple = (32 if scaling == "mxfp8" else 16) if whole else 1
+    multiple = {"bf16": 1, "mxfp8": 32, "nvfp4": 128}.get(default, 16)
     for name, module in model.named_modules():
         if isinstance(module, GroupedMLP):
             module.multiple = multiple
@@ -478,9 +484,10 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
         pattern = next((pattern for pattern in low if fnmatchcase(name, pattern)), None)
         product = Product(engine)
         if pattern is not None:
+            weight, scaling = low[pattern]
             missing -= {each for each in low if low[each] == low[pattern]}
-            keeps = whole and scaling != "delayed" and _keeps_input(name, getattr(model, "config", None))
-            product = Product(engine, low[pattern], scaling, keeps)
+            keeps = default not in ("bf16", "delayed") and _keeps_input(name, getattr(model, "config", None))
+            product = Product(engine, weight, scaling, keeps)
             product.multiple = multiple if ".local_experts." in name else 1
             if _scatters(module):
                 # The product communicates in place of Megatron's forward pass.
@@ -491,13 +498,13 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
             module._forward_impl = product
     if missing:
         raise ValueError(
-            f"precision_plan: {low[min(missing)]} is in FP8, but is not in a linear layer of this stage; exclude it by "
-            "a rule"
+            f"precision_plan: {low[min(missing)][0]} is in FP8 or NVFP4, but is not in a linear layer of this stage; "
+            "exclude it by a rule"
         )
 
 
 def _scatters(module: torch.nn.Module) -> bool:
-    """Return whether a row-parallel layer scatters its output along the sequence; its gradient is gathered in FP8."""
+    """Return whether a row-parallel layer scatters its output along the sequence and gathers its gradient quantised."""
     return (
         isinstance(module, RowParallelLinear)
         and module.sequence_parallel
@@ -506,23 +513,24 @@ def _scatters(module: torch.nn.Module) -> bool:
     )
 
 
-def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
-    """Map module name patterns to the weights that the plan puts in FP8, for the blocks of a pipeline stage.
+def _quantised(precision: Precision | None, stage: range) -> dict[str, tuple[str, str]]:
+    """Map module name patterns to the weights that the plan puts in FP8 or NVFP4, for the blocks of a pipeline stage.
 
     Args:
-        precision: precision plan and the model it applies to; None for a model without FP8.
+        precision: precision plan and the model it applies to; None for BF16.
         stage: 0-based numbers of the stage's blocks.
 
     Returns:
-        Mapping from name pattern to the weight's name in the plan.
+        Mapping from name pattern to the weight's name in the plan, and its scaling.
     """
-    patterns: dict[str, str] = {}
+    patterns: dict[str, tuple[str, str]] = {}
     for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
         number = each.weight.block
-        if precision is None or each.precision != "fp8" or number is None or number not in stage:
+        if precision is None or each.precision not in LOW or number is None or number not in stage:
             continue
         kind = precision.architecture.sizes[number].kind
-        patterns |= dict.fromkeys(module_patterns(each.weight, kind, first_block=stage.start), str(each.weight))
+        quantised = (str(each.weight), scaling_of(precision.plan, each.precision)[0])
+        patterns |= dict.fromkeys(module_patterns(each.weight, kind, first_block=stage.start), quantised)
     return patterns
 
 

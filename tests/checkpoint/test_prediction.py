@@ -81,6 +81,12 @@ def test_published_checkpoints_have_the_tensors_that_are_expected(
         ({"mtp_hybrid_override_pattern": "*E/*E"}, "mtp_hybrid_override_pattern=.* only the letters"),
         ({"hybrid_override_pattern": "ME*|-"}, "hybrid_override_pattern=.* only the letters"),
         ({"moe_latent_size": 0}, "moe_latent_size=0"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers=5 does not match the 4 entries of the pattern: correct it"),
+        (
+            {"layers_block_type": ["mamba", "moe", "attention"]},
+            "layers_block_type does not match hybrid_override_pattern=",
+        ),
+        ({"mtp_layers_block_type": ["moe"]}, r"mtp_layers_block_type does not match mtp_hybrid_override_pattern='\*E'"),
     ],
 )
 def test_an_invalid_config_is_one_error(change: dict[str, Any], message: str) -> None:

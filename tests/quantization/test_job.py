@@ -543,3 +543,60 @@ def test_vllm_computes_what_the_fake_quantised_model_computes(
         distances.append((torch.tensor(found) - wanted).abs())
     # Where an input lies between two FP8 numbers, a last bit decides.
     assert distances[0].median() < 1e-5 and distances[0].mean() < 0.1 * distances[1].mean()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tests/vllm/requirements.txt)")
+@pytest.mark.parametrize(
+    ("name", "pattern", "precision"),
+    [
+        ("domyn_small_tiny", "*-*-", ["precision=nvfp4", "precision_plan.rules=['head bf16']"]),
+        ("nemotron3_nano_tiny", "ME*E", ["precision=nvfp4_experts", "precision_plan.kv_cache=bf16"]),
+    ],
+    ids=["dense", "hybrid with FP8"],
+)
+def test_vllms_own_classes_run_nvfp4(
+    name: str,
+    pattern: str,
+    precision: list[str],
+    folder_of: Callable[..., Path],
+    conversations: Callable[[int], Path],
+    quantize: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """By its emulation, without our plug-in; next to the model that `quantize` compares with the original."""
+    source, to = folder_of(name, pattern, torch.float32), tmp_path / "nvfp4"
+    words = [f"from={source}", f"to={to}", *precision, f"calibration.data={conversations(40)}", *FEW]
+    prompts = [[(step * 7 + first) % 256 for step in range(40)] for first in (0, 100)]
+    work, likely = job.prepare(compose("quantize", words)), dict[str, torch.Tensor]()
+    exporting = export.export
+
+    def measured(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor(prompts), use_cache=False).logits[:, :-1].log_softmax(-1)
+        return logits.gather(-1, torch.tensor(prompts)[:, 1:, None])[..., 0]
+
+    def keeps_logits(model: Any, *arguments: Any, **given: Any) -> None:
+        likely["quantised"] = measured(model)
+        exporting(model, *arguments, **given)
+
+    monkeypatch.setattr(export, "export", keeps_logits)
+    code, told = quantize(*words)
+    assert code == 0, told
+    likely["original"] = measured(job.load_model(source, work.conversion.format, "cpu"))
+    asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
+    asked.write_text(json.dumps({"folder": str(to), "prompts": prompts, "new_tokens": 4, "engine": {}}))
+
+    command = [sys.executable, "tests/vllm/tokens.py", str(asked), str(answered)]
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": ""}
+    ended = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    found = json.loads(answered.read_text())
+    assert found["model"].startswith("vllm.model_executor.models.nemotron")
+    distances = {kind: (torch.tensor(found["prompt"]) - values).abs() for kind, values in likely.items()}
+    # Where a number lies between two of NVFP4 or FP8, a last bit decides.
+    assert distances["original"].mean() > 1e-3
+    assert distances["quantised"].mean() < 0.1 * distances["original"].mean()

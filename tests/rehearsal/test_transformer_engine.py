@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.ranks import rehearse
-from nemo_ext.rehearsal.settings import FP8_WEIGHTS, rehearsed
+from nemo_ext.rehearsal.settings import QUANTISED_WEIGHTS, rehearsed
 from nemo_ext.rehearsal.tracker import Tracker
 
 MIB = 2**20
@@ -53,11 +53,12 @@ def passed(scaling: str | None, *, keeps_input: bool = False, **given: Any) -> t
         ("delayed", 2 * OUT * WIDE + 4 + 4 * 5 * 2, TOKENS * WIDE),  # with a history of one step and its scales
         ("blockwise", 2 * OUT * WIDE + 4 * (8 * 4 + 4 * 8), TOKENS * WIDE + 4 * (TOKENS // 128) * WIDE),
         ("mxfp8", 2 * (OUT * WIDE + OUT * WIDE // 32), TOKENS * WIDE + TOKENS * WIDE // 32),
+        ("nvfp4", 2 * (OUT * WIDE * 9 // 16 + 4), TOKENS * WIDE * 9 // 16 + 4),  # with the maximum of each direction
     ],
 )
 def test_copies_of_a_layer(scaling: str | None, weights: int, saved: int) -> None:
     forward, backward = passed(scaling)
-    assert forward[FP8_WEIGHTS] == backward[FP8_WEIGHTS] == weights
+    assert forward[QUANTISED_WEIGHTS] == backward[QUANTISED_WEIGHTS] == weights
     assert forward["activations"] == saved  # the BF16 input does not belong to the layer
     assert forward["temporary"] == WORKSPACES
     assert backward["activations"] == 0
@@ -71,8 +72,8 @@ def test_an_input_that_is_saved_in_bf16_has_no_copy() -> None:
 
 def test_copies_of_weights_that_are_not_kept_live_until_the_backward_pass() -> None:
     forward, backward = passed("tensorwise", keeps_weights=False)
-    assert forward[FP8_WEIGHTS] == 2 * OUT * WIDE + 4
-    assert backward[FP8_WEIGHTS] == 0
+    assert forward[QUANTISED_WEIGHTS] == 2 * OUT * WIDE + 4
+    assert backward[QUANTISED_WEIGHTS] == 0
 
 
 def test_scales_of_a_part_that_ends_within_a_block() -> None:
@@ -83,6 +84,8 @@ def test_scales_of_a_part_that_ends_within_a_block() -> None:
     assert scale_bytes("blockwise", 300, 700, weight=True) == 4 * 3 * 8
     assert scale_bytes("mxfp8", 96, 96) == 128 * 4
     assert scale_bytes("mxfp8", 96, 96, columnwise=True) == 4 * 128
+    assert scale_bytes("nvfp4", 96, 160) == 128 * 12 + 4
+    assert scale_bytes("nvfp4", 96, 160, columnwise=True, weight=True) == 256 * 8 + 4
 
 
 def test_experts_are_one_product_with_a_copy_each() -> None:
@@ -101,7 +104,7 @@ def test_experts_are_one_product_with_a_copy_each() -> None:
             product(x, weights, counts=[33, 63, 96])
         assert tracker.live["temporary"] == 5 * 32 * MIB + 4 * 1024
         # 128 rows and 4 columns, 4 rows and 128 columns of scales.
-        assert tracker.live[FP8_WEIGHTS] == 3 * (2 * 64 * 96 + 2 * 128 * 4)
+        assert tracker.live[QUANTISED_WEIGHTS] == 3 * (2 * 64 * 96 + 2 * 128 * 4)
     assert tracker.flops == {"forward": 2 * 192 * 96 * 64}
 
 
@@ -156,8 +159,8 @@ def test_fused_permutation_saves_only_its_map() -> None:
 def test_a_width_that_fp8_does_not_support_is_refused() -> None:
     with pytest.raises(ValueError, match="block 1 fc1: out 500 is not a multiple of 16"):
         rehearsed(compose("rehearse", [*DENSE, "precision=fp8_current", "model.pattern='*-{ffn=500}'"]))
-    with pytest.raises(ValueError, match="the memory of NVFP4 copies is not modelled; rehearse with precision=mxfp8"):
-        rehearsed(compose("rehearse", [*DENSE, "precision=nvfp4"]))
+    with pytest.raises(ValueError, match=r"block 1 fc1: out 528 is not a multiple of 32 \(nvfp4\)"):
+        rehearsed(compose("rehearse", [*DENSE, "precision=nvfp4", "model.pattern='*-{ffn=528}*-*-'"]))
 
 
 def test_flags_of_fp8_are_rehearsed_as_a_plan() -> None:
@@ -209,7 +212,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_copies_of_a_model(precision: str, scales: int, lost: int, bf16: dict[str, Any], tmp_path: Path) -> None:
     """Hidden size 128: qkv to 640, projection from 384, FFN of 512."""
     rank = ranks(tmp_path, *DENSE, f"precision={precision}")[0]
-    assert rank["peak"][FP8_WEIGHTS] == LAYERS * (2 * 262144 + scales)
+    assert rank["peak"][QUANTISED_WEIGHTS] == LAYERS * (2 * 262144 + scales)
     saved = bf16["peak"]["activations"] - rank["peak"]["activations"]
     assert saved == ROWS * SAVED - lost
     for same in ("weights", "gradients", "optimizer"):
@@ -250,6 +253,34 @@ def test_grouped_experts_match_sequential_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_nvfp4_next_to_mxfp8(tmp_path: Path) -> None:
+    """Super's plan; experts get 171 tokens, padded to 256."""
+    from nemo_ext.architecture.model import Architecture
+    from nemo_ext.architecture.precision_plan import Plan, assigned
+    from nemo_ext.rehearsal.transformer_engine import scale_bytes
+
+    words = [*QUICKSTART, "megatron.mamba_num_heads=32", "megatron.mamba_head_dim=8"]
+    words += ["megatron.moe_grouped_gemm=true", "megatron.num_experts=24"]
+    high = rehearse(compose("rehearse", words), "all", tmp_path / "high")["ranks"][0]
+    config = compose("rehearse", [*words, "precision=nvfp4"])
+    low = rehearse(config, "all", tmp_path / "low")["ranks"][0]
+
+    copies = {"nvfp4": 0, "mxfp8": 0}
+    for each in assigned(Plan.from_config(config["precision_plan"]), Architecture.from_config(config)):
+        scaling = {"nvfp4": "nvfp4", "fp8": "mxfp8"}.get(each.precision)
+        if scaling is not None:
+            rows, columns = each.weight.rows, each.weight.columns
+            scales = sum(scale_bytes(scaling, rows, columns, columnwise=way) for way in (False, True))
+            numbers = rows * columns * (1 if scaling == "nvfp4" else 2)
+            copies[scaling] += each.weight.count * (numbers + scales)
+    assert min(copies.values()) > 0
+    assert low["peak"][QUANTISED_WEIGHTS] == sum(copies.values())
+    assert low["peak"]["activations"] < high["peak"]["activations"]
+    for same in ("weights", "gradients", "optimizer"):
+        assert low["peak"][same] == high["peak"][same]
+
+
+@pytest.mark.slow
 def test_a_plan_of_single_blocks(tmp_path: Path) -> None:
     """With 24 experts, whose 170 or 171 tokens are padded."""
     from nemo_ext.architecture.model import Architecture
@@ -264,4 +295,4 @@ def test_a_plan_of_single_blocks(tmp_path: Path) -> None:
         if each.precision == "fp8"
     ]
     assert {weight.block for weight in low} == {0, 1, 4, 5, 6, 7}
-    assert rank["peak"][FP8_WEIGHTS] == sum(2 * each.parameters + 4 * each.count for each in low)
+    assert rank["peak"][QUANTISED_WEIGHTS] == sum(2 * each.parameters + 4 * each.count for each in low)

@@ -1,5 +1,5 @@
 """What vLLM has no kernels for on a CPU, written out in torch: experts without gates, rounding to FP8, and Mamba-2's
-convolution with drafts, some of which were rejected.
+convolution with drafts, some of which were rejected. NVFP4 is vLLM's own emulation, which it offers on GPUs only.
 
 Everything around them stays vLLM's: routing, scaling, shared experts, loading.
 """
@@ -18,15 +18,21 @@ LARGEST = 448.0
 def install() -> None:
     """Puts them where vLLM looks for its own."""
     import vllm._custom_ops as ops
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.quantization import modelopt
+    from vllm.platforms import PlatformEnum
 
     ops.scaled_fp8_quant = to_fp8
-    modelopt.ModelOptFp8Config.get_supported_act_dtypes = lambda _: [torch.float32]
+    for kind in (modelopt.ModelOptFp8Config, modelopt.ModelOptNvFp4Config, modelopt.ModelOptMixedPrecisionConfig):
+        kind.get_supported_act_dtypes = lambda _: [torch.float32]
     modelopt.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.EMULATION, Experts)
+    modelopt.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.EMULATION, Experts)
+    linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationNvFp4LinearKernel]
     mamba_mixer2.causal_conv1d_update = _with_drafts(mamba_mixer2.causal_conv1d_update)
     config.current_platform = _WithExperts(config.current_platform)
     Experts._supports_no_act_and_mul = staticmethod(lambda: True)  # type: ignore[method-assign]
@@ -63,16 +69,22 @@ def _apply(
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, place = torch.where(topk_ids == expert)
-        made = _linear(hidden_states[token], w1[expert], self.w1_scale, self.a1_scale, expert)
-        made = _linear(ACTIVATIONS[activation.value](made), w2[expert], self.w2_scale, self.a2_scale, expert)
+        made = _product(self, 1, hidden_states[token], w1, expert)
+        made = _product(self, 2, ACTIVATIONS[activation.value](made), w2, expert)
         output.index_add_(0, token, (made * topk_weights[token, place, None]).to(output.dtype))
 
 
-def _linear(inputs: Tensor, weight: Tensor, scales: Tensor | None, of_inputs: Tensor | None, expert: int) -> Tensor:
+def _product(experts: Any, layer: int, inputs: Tensor, weights: Tensor, expert: int) -> Tensor:
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import run_nvfp4_emulations
+
+    scales, of_inputs = getattr(experts, f"w{layer}_scale"), getattr(experts, f"a{layer}_scale")
+    if weights.dtype == torch.uint8:
+        whole, of_inputs = getattr(experts, f"g{layer}_alphas"), getattr(experts, f"a{layer}_gscale")
+        return run_nvfp4_emulations(inputs, of_inputs, weights[expert], scales[expert], whole[expert], swizzle=False)
     if scales is None or of_inputs is None:
-        return inputs @ weight.T
+        return inputs @ weights[expert].T
     rounded, scale = to_fp8(inputs, of_inputs)
-    return ((rounded.float() * scale) @ (weight.float() * scales[expert]).T).to(inputs.dtype)
+    return ((rounded.float() * scale) @ (weights[expert].float() * scales[expert]).T).to(inputs.dtype)
 
 
 def _with_drafts(update: Any) -> Any:

@@ -11,7 +11,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats.dense import biases, dense_format, read_llama, rms_settings
-from nemo_ext.checkpoint.formats.format import Keys, attention_with_mlp, common_facts, own_bias, refuse
+from nemo_ext.checkpoint.formats.format import Keys, attention_with_mlp, check_layers, common_facts, own_bias, refuse
 from nemo_ext.checkpoint.formats.rope import write_rope
 
 NO_OP: Mapping[str, Mapping[str, object]] = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
@@ -115,11 +115,7 @@ def _read(keys: Keys) -> Description:
         raise ValueError(
             f"config.json: block_configs: expected a list with one entry per layer, not {type(layers).__name__}"
         )
-    if len(layers) != (count := keys.integer("num_hidden_layers", len(layers))):
-        raise ValueError(
-            f"config.json: num_hidden_layers={count} does not match the {len(layers)} entries of block_configs: "
-            "correct it"
-        )
+    check_layers(keys, len(layers), "block_configs")
     blocks, numbers = [], []
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     whole = {"heads": heads, "head_dim": keys.integer("head_dim", hidden // heads)}

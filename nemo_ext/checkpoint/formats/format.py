@@ -192,6 +192,18 @@ class Keys:
             raise ValueError(f"config.json: {self.where}{key}={value!r} is not supported: expected {words}")
 
 
+def check_layers(keys: Keys, blocks: int, listed: str) -> None:
+    """Reject a `num_hidden_layers` that differs from the number of entries, `blocks`, of the key `listed`.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if (count := keys.integer("num_hidden_layers", blocks)) != blocks:
+        raise ValueError(
+            f"config.json: num_hidden_layers={count} does not match the {blocks} entries of {listed}: correct it"
+        )
+
+
 def described(
     keys: Keys,
     blocks: Sequence[Block],

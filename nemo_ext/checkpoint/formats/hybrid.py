@@ -11,6 +11,7 @@ from nemo_ext.checkpoint.description import Description, Router
 from nemo_ext.checkpoint.formats.format import (
     Format,
     Keys,
+    check_layers,
     common_facts,
     common_value,
     described,
@@ -55,7 +56,7 @@ SIZES: dict[str, dict[str, tuple[str, int]]] = {
 }
 """Mapping from block kind to its config.json keys, each with our name for the value and transformers' default."""
 LATENT = "moe_latent_size"
-_DEPTHS = "num_nextn_predict_layers"
+_DEPTHS, _LETTERS = "num_nextn_predict_layers", "mtp_hybrid_override_pattern"
 TYPES = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 """Mapping from block kind to its name in lists of block types."""
 _KINDS = {name: kind for kind, name in TYPES.items()} | {"linear_attention": "M", "full_attention": "*"}
@@ -70,7 +71,7 @@ KNOWN = frozenset(
         # not read without multi-token prediction
         *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         # the same as hybrid_override_pattern
-        *("num_hidden_layers", "layers_block_type", "layer_types"),
+        *("layers_block_type", "layer_types"),
         # sizes of kinds of blocks that may not occur in a pattern
         *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_head_dim", "sliding_window"),
         "intermediate_size",
@@ -262,15 +263,17 @@ def read_hybrid(
 
 
 def _pattern(keys: Keys) -> Pattern:
-    return _blocks(keys, "hybrid_override_pattern", keys.get("layers_block_type") or keys.get("layer_types"))
+    pattern = _blocks(keys, "hybrid_override_pattern", keys.get("layers_block_type") or keys.get("layer_types"))
+    check_layers(keys, len(pattern.blocks), "the pattern")
+    return pattern
 
 
 def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
     """Return the blocks of a depth of multi-token prediction, and the number of depths."""
     if not has_depths(keys):
         return (), 0
-    types = keys.get("mtp_layers_block_type", ["attention", "moe"])  # transformers' default
-    blocks = _blocks(keys, "mtp_hybrid_override_pattern", types).blocks
+    default = None if keys.get(_LETTERS) else ["attention", "moe"]  # transformers' default
+    blocks = _blocks(keys, _LETTERS, keys.get("mtp_layers_block_type", default)).blocks
     return blocks, read_depths(keys, len(blocks))
 
 
@@ -298,12 +301,12 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     Args:
         keys: the config.json.
         key: name of the key that holds one letter per block, such as `M*E`.
-        types: list of block types, used if the config.json does not have that key.
+        types: list of block types; None if the config.json has that key only.
 
     Raises:
-        ValueError: a letter or type is unknown, or there are no blocks.
+        ValueError: a letter or type is unknown, there are no blocks, or letters and types differ.
     """
-    text = keys.get(key)
+    text, listed = keys.get(key), key.replace("hybrid_override_pattern", "layers_block_type")
     if text is not None:
         try:
             pattern = parse(str(text))
@@ -311,10 +314,12 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
             raise ValueError(f"config.json: {key}: {error}") from None
         if pattern.mtp or pattern.cuts:
             raise ValueError(f"config.json: {key}={text!r}: expected only the letters of blocks, without / and |")
+        kinds = [block.kind for block in pattern.blocks]
+        if isinstance(types, list) and [_KINDS.get(str(name)) for name in types] != kinds:
+            raise ValueError(f"config.json: {listed} does not match {key}={text!r}: correct one of them")
         return pattern
     if not isinstance(types, list) or not types or not all(isinstance(kind, str) and kind in _KINDS for kind in types):
-        name = key.replace("hybrid_override_pattern", "layers_block_type")
-        raise ValueError(f"config.json: {name}={types!r}: expected a list of {', '.join(_KINDS)}")
+        raise ValueError(f"config.json: {listed}={types!r}: expected a list of {', '.join(_KINDS)}")
     return Pattern(tuple(Block.from_values(_KINDS[kind]) for kind in types))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.checkpoint.description import Description, Router
-from nemo_ext.checkpoint.formats.format import Keys, refuse
+from nemo_ext.checkpoint.formats.format import Keys, check_layers, refuse
 from nemo_ext.checkpoint.formats.hybrid import (
     KNOWN,
     LATENT,
@@ -70,6 +70,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 def _read(keys: Keys) -> Description:
     main, routers = _read_blocks(keys, *_PATTERNS[0])
+    check_layers(keys, len(main), _PATTERNS[0][0])
     depth, more = _read_blocks(keys, *_PATTERNS[1]) if has_depths(keys) else ((), {})
     router = None
     for where, found in (routers | more).items():

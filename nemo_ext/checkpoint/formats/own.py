@@ -11,6 +11,7 @@ from nemo_ext.checkpoint.formats.format import (
     CannotExpress,
     Format,
     Keys,
+    check_layers,
     common_facts,
     described,
     one_layer_a_block,
@@ -98,6 +99,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _read(keys: Keys) -> Description:
     blocks = [_read_block(number, block) for number, block in enumerate(keys.get("blocks", []), start=1)]
+    check_layers(keys, len(blocks), "blocks")
     keys.only("norm_type", *NORM_TYPES)
     normalization, zero_centred = NORM_TYPES[keys.get("norm_type", "rms_norm")]
     moe = any(block.kind == "E" and not block.is_linear for block in blocks)
@@ -179,7 +181,7 @@ BLOCKS = Format(
     norms=dict.fromkeys("*-ME", "norm"),
     linear=dict.fromkeys("*-ME", "mixer"),
     layers=one_layer_a_block,
-    known=frozenset(("num_hidden_layers", "routed_scaling_factor", "norm_topk_prob", "rope_scaling_on_windowed")),
+    known=frozenset(("routed_scaling_factor", "norm_topk_prob", "rope_scaling_on_windowed")),
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
     remarks=_remarks,
