@@ -1094,3 +1094,83 @@ def test_questions_of_benchmarks_are_found_by_embeddings_and_a_model(
     assert steps["compare"]["numbers"]["canaries"] > 3 and not steps["compare"]["numbers"]["canaries_fooled"]
     assert [record["answer"] for record in records("prompts")] == [2 * n + 3 for n in (1, 3, 4, 6, 7)]
     assert all(record["domain"] == "sums" and "prompt" not in record for record in records("prompts"))
+
+
+def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        asked = re.findall(r"matter (\d+)", prompt)
+        if "[Last answer]" in prompt:
+            return f"<verdict>{'yes' if asked[-1] == asked[0] else 'no'}</verdict>"
+        if "what the same user says next" in prompt:
+            turn = prompt.count("[assistant]")
+            return f"<message>{f'Matter {asked[0]}' if asked[0] == '3' else f'More of matter {asked[0]}, {turn}'}</message>"
+        return f"matter {asked[-1] if asked[-1] != '5' else 6} is this" if asked else "What?"
+
+    rows = [{"id": f"q{number}", "question": f"Explain matter {number}"} for number in range(24)]
+
+    code, output = synthesize(
+        "recipe=multi_turn_chat", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["judge"]["dropped"] == {"does not answer": 1}, "of matter 5"
+    assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = {record["id"]: record for record in records("conversations")}
+    assert {len(record["messages"]) // 2 for record in found.values()} == {1, 2, 3, 4}
+    for name, record in found.items():
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * record["turns"]
+        assert all(f"matter {name[1:]}" in message["content"].lower() for message in record["messages"][:1])
+
+
+def test_personas_write_instructions_that_are_verified_in_every_turn(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "[Answer]" in prompt:
+            person, answer = re.findall(r"person (\d+)", prompt)[-1], prompt.rpartition("[Answer]")[2]
+            return f"<verdict>{'useful' if f'of {person} ' in answer else 'trivial'}</verdict>"
+        if "You are this person" in prompt:
+            person, word = re.findall(r"person (\d+)", prompt)[0], re.findall(r'the word "(\w+)"', prompt)[-1]
+            return f'<message>I am person {person} and need help. Use the word "{word}" once or more.</message>'
+        person, word = re.findall(r"person (\d+)", prompt)[0], re.findall(r'the word "(\w+)"', prompt)[-1]
+        first = len(payload["messages"]) == 1
+        if person == "3" and not first:
+            return f"This is for the help of {person} without it."
+        return f"The {word} is here." if person == "4" else f"This is for the help of {person} with the {word}."
+
+    words = ("lantern", "bridge", "copper", "meadow")
+    rules = [
+        {
+            "id": word,
+            "rules": f'1. Use the word "{word}".',
+            "reference": {"instructions": [{"id": "keywords:existence", "kwargs": {"keywords": [word]}}]},
+        }
+        for word in words
+    ]
+    people = [{"id": f"p{number}", "persona": f"person {number}"} for number in range(24)]
+
+    code, output = synthesize(
+        "recipe=persona_instructions",
+        f"input={written(people + rules)}",
+        f"endpoint={model(anyone).url}",
+        "steps.unique.near=null",
+        "steps.task.columns.turns=2 if id == 'p3' else 1 | within(3, seed, id, 'turns')",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["personas"]["dropped"] == {"a row of instructions": 4}
+    assert (steps["right1"]["dropped"], steps["right2"]["dropped"]) == ({}, {"not followed": 1})
+    assert steps["judge"]["dropped"] == {"trivial": 1}
+    assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = records("conversations")
+    assert {record["id"] for record in found} == {f"p{number}" for number in range(24)} - {"p3", "p4"}
+    assert {len(record["messages"]) // 2 for record in found} == {1, 2, 3}
+    for record in found:
+        asked = [re.findall(r'"(\w+)"', message["content"])[0] for message in record["messages"][::2]]
+        assert len({*asked}) == len(asked), "every turn has instructions of its own"
+    assert len(records("tasks")) == 22
