@@ -1174,3 +1174,111 @@ def test_personas_write_instructions_that_are_verified_in_every_turn(
         asked = [re.findall(r'"(\w+)"', message["content"])[0] for message in record["messages"][::2]]
         assert len({*asked}) == len(asked), "every turn has instructions of its own"
     assert len(records("tasks")) == 22
+
+
+LEAN = (
+    'text=$(cat Main.lean); case "$text" in *mistake*) echo Main.lean:3: unknown identifier mistake; exit 1 ;; '
+    '*"by sorry") echo warning: sorry ;; *"by rfl") ;; *) echo Main.lean:3: unsolved goals; exit 1 ;; esac'
+)
+"""Stand-in for Lean: accepts statements without a mistake, and proofs by rfl."""
+
+
+def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        number = int(re.findall(r"t(\d+)", prompt)[0])
+        header = "import Mathlib\n\n"
+        if "[Theorem 2]" in prompt:
+            return {"content": f"<verdict>{'yes' if len({*re.findall(r't\d+', prompt)}) == 1 else 'no'}</verdict>"}
+        if "in natural language what" in prompt:
+            return {"content": f"It is the claim t{99 if number == 3 else number}."}
+        if "Prove the theorem" not in prompt:  # t2 is never formalised, t1 in the second attempt
+            wrong = number == 2 or (number == 1 and "[Lean]" not in prompt)
+            claim = "mistake" if wrong else f"{number} = {number}"
+            return {"content": f"```lean\n{header}theorem t{number} : {claim} := by sorry\n```"}
+        statement = f"theorem t{number} : {number} = {number} := by "
+        rounds = prompt.count("[Lean]") and 1
+        proof = {4: "sorry", 5: "nlinarith", 6: "rfl" if rounds and "unsolved goals" in prompt else "simp"}.get(
+            number, "rfl"
+        )
+        if number == 7 and payload["seed"] % 2:
+            statement = f"/- {statement}-/ theorem u : True := by "
+        return {"content": f"```lean\n{header}{statement}{proof}\n```", "reasoning_content": "I think."}
+
+    rows = [{"id": f"q{number}", "question": f"the claim t{number}"} for number in range(9)]
+    rows.append({"id": "formal", "statement": "import Mathlib\n\ntheorem t8 : 8 = 8 := by sorry", "question": "t8"})
+
+    code, output = synthesize(
+        "recipe=lean_proofs",
+        f"input={written(rows)}",
+        f"endpoint={model(anyone).url}",
+        f"steps.check.settings.command={json.dumps(['bash', '-c', LEAN])}",
+        "steps.prove.samples=2",
+        *(f"steps.{kind}{number}=null" for kind in ("fix", "proof") for number in range(3, 9)),
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["compiles"]["dropped"] == {"does not compile": 1}, "t2"
+    assert steps["judge"]["dropped"] == {"states something else": 1}, "t3"
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    assert steps["unique"]["dropped"] == {"duplicate": 1}, "t8"
+    found = records("conversations")
+    rounds = {(record["id"].partition("/")[0], record["rounds"]) for record in found}
+    assert {("q0", 0), ("q1", 0), ("q6", 1), ("q8", 0)} <= rounds and {name for name, _ in rounds}.isdisjoint(
+        {"q4", "q5"}
+    )
+    assert all(record["messages"][1]["content"].endswith("by rfl\n```") for record in found)
+    assert all(task["reference"]["start"].endswith(":= by ") for task in records("tasks"))
+
+
+def test_tasks_in_a_shell_are_verified_by_their_tests(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def agent(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        messages = payload["messages"]
+        outputs = [message["content"] for message in messages if message["role"] == "tool"]
+        asked = messages[0]["content"]
+        wrong = payload["seed"] % 3 == 0
+        if "question.txt" in asked:
+            commands = [
+                "cat task/question.txt",
+                f"echo {sum_of(outputs[0]) + wrong if outputs else ''} > task/answer.txt",
+            ]
+        elif "prices" in asked:
+            commands = [f"awk -F, '{{s += $2}} END {{print s}}' prices.csv > {'other' if wrong else 'total'}.txt"]
+        else:
+            commands = []
+        if len(outputs) == len(commands):
+            return {"content": "Done."}
+        function = {"name": "bash", "arguments": json.dumps({"command": commands[len(outputs)]})}
+        return {"content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+    files = {"prices.csv": "apple,3\npear,4\n"}
+    rows: list[dict[str, Any]] = [
+        {"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in (1, 2)
+    ]
+    rows.append(
+        {
+            "id": "sum",
+            "question": "Write the sum of prices to total.txt.",
+            "files": files,
+            "test": "grep -qx 7 total.txt",
+        }
+    )
+    rows.append({"id": "idle", "question": "Do nothing.", "test": "true"})
+    rows.append({"id": "hard", "question": "Do what you cannot.", "test": "false"})
+    rows.append({"id": "open", "question": "What do you think?"})
+
+    code, output = synthesize("recipe=terminal_traces", f"input={written(rows)}", f"endpoint={model(agent).url}")
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["testable"]["dropped"] == {"without a test or an answer": 1}
+    assert steps["fate"]["dropped"] == {"never solved": 4}
+    assert steps["right"]["dropped"]["without a call"] == 4
+    found = records("conversations")
+    assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "sum"}
+    assert all(record["tools"][0]["function"]["name"] == "bash" for record in found)
+    assert {task["environment"] for task in records("tasks")} <= {"terminal"}

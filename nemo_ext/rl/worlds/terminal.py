@@ -154,9 +154,7 @@ class Containers:
         with suppress(OSError):
             self._run(self._container.stop, name, seconds=_GRACE)
 
-    def _run(
-        self, command: Sequence[str], name: str, *more: str, image: str = "", seconds: float
-    ) -> tuple[int, bytes]:
+    def _run(self, command: Sequence[str], name: str, *more: str, image: str = "", seconds: float) -> tuple[int, bytes]:
         """Run a command and return its exit status and the beginning of its output, which ends it if it is too long."""
         names = {"{name}": f"nemo_ext_{name}", "{image}": image}
         words = [_replaced(word, names) for word in command]
@@ -212,7 +210,10 @@ class Conversation(python_tool.Conversation):
     def _start(self) -> None:
         if self.executed:
             return
-        shells, script = cast(Any, self.tool.sessions), f"set -e\n{_writing(self.reference.files)}\n{self.reference.setup}"
+        shells, script = (
+            cast(Any, self.tool.sessions),
+            f"set -e\n{_writing(self.reference.files)}\n{self.reference.setup}",
+        )
         shells.start(self.name, self.reference.image)
         run = shells.call(self.name, (), script)
         if (error := error_of(run)) != "":

@@ -43,7 +43,10 @@ def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENC
         ("So:\n```lean\ntheorem t :\n  1 = 1 := by rfl\n```", ""),
         ("```lean\ntheorem t : 1 = 1 := by simp\n```", "exit status 1: Main.lean:1: unsolved goals\nnone"),
         ("```lean4\ntheorem t : 1 = 1 := by spin\n```", "over its time limit: "),
-        ("```lean\n/- theorem t : 1 = 1 := -/ theorem t : True := by rfl\n```", "does not start with the required text"),
+        (
+            "```lean\n/- theorem t : 1 = 1 := -/ theorem t : True := by rfl\n```",
+            "does not start with the required text",
+        ),
         ("```lean\ntheorem t : 1 = 1 := by sorry -- by rfl\n```", "contains 'sorry'"),
         ("theorem t : 1 = 1 := by rfl", "no answer in a ```lean block"),
         ("", "no answer"),

@@ -65,7 +65,9 @@ def test_files_persist_and_the_test_is_the_verdict(where: str, engine: dict[str,
     sums = "awk -F, '{ total += $2 } END { print total }' data/prices.csv > total.txt"
 
     right, wrong, idle = (begun(reference, seconds=5, **settings) for _ in range(3))
-    found = outputs(right, f"cd data && ls; {sums.replace('data/', '')}; mv total.txt ..", "cat total.txt log; ls check.sh")
+    found = outputs(
+        right, f"cd data && ls; {sums.replace('data/', '')}; mv total.txt ..", "cat total.txt log; ls check.sh"
+    )
     right = pickle.loads(pickle.dumps(right))
     failed = outputs(wrong, "cat nothing", "echo {8} > total.txt; sed -i 's/[{}]//g' total.txt")
 
