@@ -1282,3 +1282,145 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
     assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "sum"}
     assert all(record["tools"][0]["function"]["name"] == "bash" for record in found)
     assert {task["environment"] for task in records("tasks")} <= {"terminal"}
+
+
+def test_questions_that_require_five_documents_fail_without_any_of_them(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    """The answer is the sum of what five documents say; q2's question can be answered without its last document."""
+
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        stated = dict(re.findall(r"The mill (\d+) ground (\d+) sacks", prompt))
+        if "[[correct]]" in prompt:
+            expected, answer = (
+                re.findall(rf"BEGIN [^\n]*{name}[^\n]*\n(.*?)\nEND", prompt, re.DOTALL)[0].split()[-1]
+                for name in ("reference answer", "candidate's answer")
+            )
+            return f"[[{'correct' if expected == answer else 'incorrect'}]]"
+        if "[Document 1]" in prompt:
+            mills = list(stated)[: 4 if "mill 3 " in prompt.partition("[Document 2]")[0] else 5]
+            uses = ", ".join(str(number + 1) for number in range(len(mills)))
+            total = sum(int(stated[mill]) for mill in mills)
+            return f"<question>How many sacks did mills {' and '.join(mills)} grind together?</question><answer>{total}</answer><uses>{uses}</uses>"
+        mills = re.findall(r"\d+", prompt.rpartition("How many sacks")[2].partition("grind")[0])
+        missing = [mill for mill in mills if mill not in stated]
+        if missing and "2" not in mills[:1]:
+            return "They do not suffice: nothing"
+        return str(sum(100 + int(mill) for mill in mills))
+
+    rows = [{"id": f"q{n}", "text": f"The mill {n} ground {100 + n} sacks. It stands by the river."} for n in range(12)]
+
+    code, output = synthesize(
+        "recipe=multi_document_qa", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["ask"]["dropped"] == {"fewer than five documents": 1}, "q3"
+    assert steps["needed"]["dropped"]["answered without one of them"] == 1, "q2"
+    assert steps["check"]["numbers"]["canaries"] > 10 and not steps["check"]["numbers"]["canaries_fooled"]
+    tasks = records("tasks")
+    assert {task["id"].partition("/")[0] for task in tasks} == {row["id"] for row in rows} - {"q2", "q3"}
+    for task in tasks:
+        mills = re.findall(r"\d+", task["reference"]["question"])
+        assert len(mills) == 5 and task["reference"]["answer"] == str(sum(100 + int(mill) for mill in mills))
+        assert all(f"mill {mill} ground" in task["prompt"] for mill in mills)
+
+
+def test_schemas_with_documents_are_limited_and_satisfied(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        topic = re.findall(r"topic(\d)", prompt)
+        if "<verdict>yes</verdict>" in prompt:
+            return f"<verdict>{'yes' if len({*topic}) == 1 else 'no'}</verdict>"
+        if "a JSON schema for" in prompt:
+            properties: dict[str, Any] = {f"topic{topic[0]}": {"type": "string"}, "year": {"type": "integer"}}
+            if topic[0] == "1":  # too simple for levels 2 and 3
+                schema: dict[str, Any] = {"type": "object", "properties": properties}
+            else:
+                inner = {"type": "object", "properties": properties, "required": ["year"]}
+                schema = {"type": "object", "properties": {"one": inner, "two": inner}, "required": ["one", "two"]}
+            if topic[0] == "2":
+                schema["properties"]["one"] = {"type": "integer", "minimum": 9, "maximum": 1}  # cannot be satisfied
+                schema["properties"]["more"] = {"type": "object", "properties": properties}
+            text = f"A report on topic{topic[0]}. " + "It was written in the year 1900 by the town. " * 6
+            return f"<document>{text}{payload['seed']}</document>\n```json\n{json.dumps(schema)}\n```"
+        value = {"one": {"year": 1900}, "two": {"year": 1900 if payload["seed"] % 2 else "1900"}}
+        return json.dumps(value if topic[0] != "1" else {"year": 1900})
+
+    rows = [{"id": f"q{number}", "topic": f"topic{number}"} for number in range(4)]
+
+    code, output = synthesize(
+        "recipe=json_schemas", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["write"]["dropped"] == {"too simple": 4}
+    assert steps["rate"]["dropped"]["never valid"] > 0
+    assert steps["judge"]["numbers"]["canaries"] > 5 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = records("conversations")
+    assert {record["id"].partition("/")[0] for record in found} == {"q0", "q1", "q3"}
+    for record in found:
+        asked, answer = (message["content"] for message in record["messages"])
+        assert "1900" in asked and '"properties"' in asked and '"1900"' not in answer
+    assert all("one" in task["reference"]["schema"]["properties"] for task in records("tasks")), "q1 is always valid"
+
+
+def test_retrieved_passages_become_questions_with_choices_and_open_ones(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any
+) -> None:
+    def embed(payload: Mapping[str, Any]) -> Any:
+        matter = ["heat", "light", "cells"]
+        vector = [float(word in payload["input"]) for word in matter] + [0.01]
+        return reply(body=json.dumps({"data": [{"embedding": vector}], "usage": {"prompt_tokens": 3}}).encode())
+
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        numbers = re.findall(r"law (\d+)", prompt)
+        if "[Answer]" in prompt:
+            wrong = prompt.rpartition("[Answer]")[2].split()[-1] != f"v{numbers[0]}"
+            return f"<verdict>{'no' if wrong or len({*numbers}) > 1 else 'yes'}</verdict>"
+        if "in other words" in prompt:
+            text = prompt.rpartition("</question>.")[2].strip()
+            return f"<question>{text if numbers[0] == '1' else f'Tell me: {text}'}</question>"
+        if "[Right]" in prompt:
+            lead = "Which of the following is" if numbers[0] == "2" else "What is"
+            return f"<question>{lead} the value of law {numbers[0]}?</question><answer>v{numbers[0]}</answer>"
+        right = "v9" if numbers[0] == "3" else f"v{numbers[0]}"  # the answer to law 3 is wrong
+        choices = "".join(f"<choice>{value}</choice>" for value in ("x", "y", right, "z"))
+        return f"<question>Which value has law {numbers[0]} here?</question>{choices}<right>{right}</right>"
+
+    embedder = model(anyone)
+    embedder.reply = embed
+    matter = ("heat", "heat", "light", "light", "heat", "cells")
+    rows: list[dict[str, Any]] = [
+        {"id": f"p{number}", "text": f"Of {word}: law {number} has the value v{number}."}
+        for number, word in enumerate(matter)
+    ]
+    rows += [{"id": "a", "query": "laws of heat"}, {"id": "b", "query": "laws of light and heat"}]
+
+    code, output = synthesize(
+        "recipe=science_retrieval",
+        f"input={written(rows)}",
+        f"endpoint={model(anyone).url}",
+        f"roles.embedder.endpoint={embedder.url}",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["queries"]["dropped"] == {"a passage": 6}
+    assert steps["similar"]["dropped"] == {"not similar": 4}, "heat and light: 3, 3, 2 and 2 of 6, cells: none"
+    assert steps["once"]["dropped"] == {"duplicate": 3}
+    assert steps["open"]["dropped"] == {"asks for a choice": 1}
+    assert steps["paraphrase"]["dropped"] == {"a copy": 2}
+    assert steps["judge"]["dropped"]["not answered by the passage"] >= 2, "law 3"
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    laws = [{re.findall(r"law (\d)", record["question"])[0] for record in records(name)} for name in ("prompts",)]
+    assert laws == [{"0", "1", "2", "4"}]
+    for record, task in zip(records("prompts"), records("tasks"), strict=True):
+        number = re.findall(r"law (\d)", record["question"])[0]
+        assert (
+            f"\n{record['answer']}) v{number}" in record["question"] and task["reference"]["answer"] == record["answer"]
+        )
+    assert {record["reference"]["answer"] for record in records("open")} == {"v0", "v1", "v3", "v4"}
