@@ -1,5 +1,6 @@
-"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs (stages.yaml and configs); and
-everything that differs, on one page.
+"""The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs (stages.yaml and configs).
+
+differences.md has everything that differs, of all papers.
 
 python tests/papers/pages.py          # writes them
 """
@@ -130,9 +131,9 @@ def differences() -> str:
     absent = sum(row[2] == "not here" for rows in tables.values() for row in rows)
     parts = [
         "# What differs from the papers",
-        f"After this page you know every stage and method that is not as in its paper: {total} rows, {absent} of them not here. "
-        "Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked (choice) on its page. "
-        "The published values of benchmarks, and how benchmarks differ, are in [evaluation data](../evaluation_data.md). "
+        f"After this page you know every stage and method that is not as in its paper: {total} rows, {absent} of them "
+        "not here. Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked "
+        "(choice) on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
         "This page is written by `python tests/papers/pages.py`.",
     ]
     for paper, rows in tables.items():

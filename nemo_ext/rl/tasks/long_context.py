@@ -162,7 +162,9 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
             size += sum(len(text) + 15 for text in new)
         place = int(random.integers(teachers, len(people)))
         (person, house, _), town = people[place], people[place - teachers][2]
-        born = f"{person} born" if hops == 1 else f"{'the teacher of ' * teachers}the founder of the house of {house} born"
+        born = (
+            f"{person} born" if hops == 1 else f"{'the teacher of ' * teachers}the founder of the house of {house} born"
+        )
         shown = [texts[place] for place in random.permutation(len(texts))]
         context = "\n".join(f"Document {place}: {text}" for place, text in enumerate(shown, 1))
         question = f"In which town was {born}? Answer with the name of the town alone."
