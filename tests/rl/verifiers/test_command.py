@@ -34,7 +34,7 @@ def checker() -> Iterator[Environment]:
 def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENCE) -> Verdict:
     assert made.verify is not None
     found: Any = made.verify(parse_response(answer), made.check(reference))
-    return asyncio.run(found)  # type: ignore[no-any-return]
+    return asyncio.run(found)
 
 
 @pytest.mark.parametrize(
