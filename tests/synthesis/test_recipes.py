@@ -1266,6 +1266,7 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
             "test": "grep -qx 7 total.txt",
         }
     )
+    rows.append({"id": "math", "environment": "math", "prompt": "What is 4 + 5?", "reference": {"answer": "9"}})
     rows.append({"id": "idle", "question": "Do nothing.", "test": "true"})
     rows.append({"id": "hard", "question": "Do what you cannot.", "test": "false"})
     rows.append({"id": "open", "question": "What do you think?"})
@@ -1278,7 +1279,7 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
     assert steps["fate"]["dropped"] == {"never solved": 4}
     assert steps["right"]["dropped"]["without a call"] == 4
     found = records("conversations")
-    assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "sum"}
+    assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "math", "sum"}
     assert all(record["tools"][0]["function"]["name"] == "bash" for record in found)
     assert {task["environment"] for task in records("tasks")} <= {"terminal"}
 

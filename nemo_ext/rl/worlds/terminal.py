@@ -306,7 +306,7 @@ def _writing(files: Mapping[str, str]) -> str:
     """Return the commands that write files."""
     return "\n".join(
         f"mkdir -p {shlex.quote(os.path.dirname(path) or '.')} && "
-        f"base64 -d <<< {base64.b64encode(content.encode()).decode()} > {shlex.quote(path)}"
+        f"base64 -d <<< '{base64.b64encode(content.encode()).decode()}' > {shlex.quote(path)}"
         for path, content in files.items()
     )
 

@@ -15,7 +15,7 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.worlds.terminal import TOOL, Conversation
 
 REFERENCE = {
-    "files": {"data/prices.csv": "apple,3\npear,4\n"},
+    "files": {"data/prices.csv": "apple,3\npear,4\n", "data/it's empty": ""},
     "setup": "chmod 600 data/prices.csv; echo ready > log",
     "test": "sh check.sh",
     "test_files": {"check.sh": '[ "$(cat total.txt)" = 7 ] || { echo "wrong total"; exit 3; }\n'},
@@ -71,7 +71,7 @@ def test_files_persist_and_the_test_is_the_verdict(where: str, engine: dict[str,
     right = pickle.loads(pickle.dumps(right))
     failed = outputs(wrong, "cat nothing", "echo {8} > total.txt; sed -i 's/[{}]//g' total.txt")
 
-    assert found[0] == "prices.csv" and found[1].startswith("7\nready\n") and "[exit status 2]" in found[1]
+    assert found[0] == "it's empty\nprices.csv" and found[1].startswith("7\nready\n") and "[exit status 2]" in found[1]
     assert "nothing" in failed[0] and failed[0].endswith("[exit status 1]") and failed[1] == "[no output]"
     assert right.verdict().outcome == "correct"
     verdict = wrong.verdict()
