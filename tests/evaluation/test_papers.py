@@ -16,7 +16,7 @@ import pytest
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.evaluation.benchmark import read_benchmark
-from nemo_ext.evaluation.problems import Missing, Problem, problems
+from nemo_ext.evaluation.problems import Missing, Problem, metrics, problems
 from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.store import Key, Sample, Score
 from nemo_ext.rl.environments import make
@@ -234,6 +234,15 @@ def test_rows_are_read_from_the_public_folders(tmp_path: Path) -> None:
     assert challenge.domain == "RELIABLE_VERSION_EDITING" and challenge.reference["question"] == "Dessert 3?"
     assert challenge.reference["rubric"].endswith("is YES, else 0: Is the dessert free of nuts?")
     assert read("bfcl_v3_non_live", tmp_path)["irrelevance_0"].reference == {"accepted": []}
+
+
+def test_the_axes_of_multi_challenge_have_equal_weights(tmp_path: Path) -> None:
+    benchmark, rows = read_benchmark("multi_challenge"), read("multi_challenge", tmp_path)
+    correct = {"674552680": 1.0, "674552681": 0.0, "674552682": 1.0, "674552683": 1.0, "674552684": 0.0}
+    pairs = [metrics(benchmark, rows[name], score, None)["axes"] for name, score in correct.items()]
+
+    assert sum(pair[0] for pair in pairs) == pytest.approx(1 / 113 + 1 / 50 + 1 / 41)  # type: ignore[index]
+    assert sum(pair[1] for pair in pairs) == pytest.approx(1 / 113 + 1 / 69 + 2 / 50 + 1 / 41)  # type: ignore[index]
 
 
 def test_live_calls_without_expected_calls_are_left_out(tmp_path: Path) -> None:
