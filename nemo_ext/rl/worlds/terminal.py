@@ -182,6 +182,10 @@ class Containers:
 class Conversation(python_tool.Conversation):
     """A task in a shell; see `nemo_ext.rl.environments.Conversation`. The shell starts at the first command."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._end.atexit = isinstance(self.tool.sessions, Containers)  # unlike the sandbox, they outlive this process
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, super().__reduce__()[1]
 

@@ -1,7 +1,10 @@
 """Tasks in a shell: in the sandbox, and in containers of a stand-in engine."""
 
 import asyncio
+import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,27 @@ def test_limits_end_a_command_but_not_the_container(engine: dict[str, Any], tmp_
     assert "characters omitted" in long and len(long) < 9000
     assert outputs(conversation, "cat README") == ["of the image"]
     assert conversation.verdict().outcome == "correct"
+
+
+def test_an_abandoned_container_ends_with_its_process(engine: dict[str, Any], tmp_path: Path) -> None:
+    program = (
+        "import json, sys\n"
+        "from nemo_ext.chat.response import Response\n"
+        "from nemo_ext.chat.sample import ToolCall\n"
+        "from nemo_ext.rl.environments import make\n"
+        "made = make('terminal', json.loads(sys.argv[1]))\n"
+        "conversation = made.begin(made.check({'test': 'true', 'image': sys.argv[2]}))\n"
+        "call = ToolCall(name='bash', arguments={'command': 'pwd'})\n"
+        "print(conversation.step(Response(text='', tool_calls=(call,)))[0].content)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(engine), str(tmp_path / "image")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "engine.nemo_ext_" in done.stdout and not list(tmp_path.glob("engine.*"))
 
 
 def test_a_container_that_fails_is_an_error_and_not_a_wrong_answer(engine: dict[str, Any], tmp_path: Path) -> None:
