@@ -182,7 +182,7 @@ class TaskSettings:
             )
         if self.records and not self.environment:
             raise ValueError(
-                "environment=null: set it to the kind of tasks to make: chat, genrm, python_tool or gym-NAME"
+                "environment=null: set it to the kind of tasks to make: chat, genrm, python_tool, terminal or gym-NAME"
             )
 
 

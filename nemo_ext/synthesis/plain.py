@@ -111,28 +111,33 @@ def _group(step: Group, context: Context) -> Iterator[Row]:
 
 
 def _draw(step: Draw, context: Context) -> Iterator[Row]:
-    total = len(context.rows)
-    for number, row in enumerate(context.read_rows()):
+    places = [place for place, row in enumerate(context.rows) if context.applies(step.among, row)]
+    number = 0
+    for place, row in enumerate(context.read_rows()):
+        while number < len(places) and places[number] < place:
+            number += 1
         if context.applies(step.when, row):
-            others = list(others_of(number, total, step.count, context.seed, context.name, row[ID]))
+            at = number if number < len(places) and places[number] == place else None
+            others = others_of(at, len(places), step.count, context.seed, context.name, row[ID])
             row[step.column] = [
-                context.value("value", step.value, context.names(context.rows[other])) for other in others
+                context.value("value", step.value, context.names(context.rows[places[other]])) for other in others
             ]
         yield row
 
 
-def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]:
+def others_of(number: int | None, total: int, count: int, *names: Any) -> Iterator[int]:
     """Draw `count` distinct indices of rows at random, or all if there are fewer, without the row's own index.
 
     Args:
-        number: index of the row.
+        number: index of the row; None if it is not one of the rows.
         total: number of rows.
         count: number of indices to draw.
         names: values that seed the draw.
     """
-    if total > 1:
-        drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
-        yield from (int(other) + (int(other) >= number) for other in drawn)
+    others = total - (number is not None)
+    if others > 0:
+        drawn = generator(0, *map(str, names)).choice(others, size=min(count, others), replace=False)
+        yield from (int(other) + (number is not None and int(other) >= number) for other in drawn)
 
 
 def _nearest(step: Nearest, context: Context) -> Iterator[Row]:

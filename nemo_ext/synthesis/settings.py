@@ -299,13 +299,15 @@ class Draw(Step):
         column: name of the new column.
         count: number of rows to draw.
         value: expression over each drawn row.
+        among: condition for the rows that are drawn from; None for all.
     """
 
     kind = "draw"
-    VALUES = ("when", "value")
+    VALUES = ("when", "among", "value")
     column: str
     value: Expression
     count: Count = 1
+    among: Expression | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -88,18 +88,22 @@ def test_common_words_are_the_most_frequent() -> None:
         assert {word for word, _ in counted[4:]} == set(row["wrong"])
 
 
-@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("hops", [1, 2, 3, 5])
 def test_documents_have_the_answer_once(hops: int) -> None:
     for row in made("documents", hops=hops):
         born = dict(re.findall(r"Document \d+: (\w+ \w+) was born in (\w+) in", row["context"]))
         founded = dict(re.findall(r"The house of (\w+) was founded by (\w+ \w+)\.", row["context"]))
-        if hops == 2:
+        taught = dict(re.findall(r"(\w+ \w+) learned everything from (\w+ \w+)\.", row["context"]))
+        if hops >= 2:
             (house,) = re.findall(r"the founder of the house of (\w+) born", row["question"])
             person = founded[house]
+            for _ in range(hops - 2):
+                person = taught[person]
+            assert row["question"].count("the teacher of") == hops - 2
         else:
             (person,) = re.findall(r"was (\w+ \w+) born", row["question"])
         assert row["answers"] == [born[person]]
-        assert row["context"].count(person) == 2
+        assert row["context"].count(f"{person} was born") == row["context"].count(f"founded by {person}.") == 1
 
 
 @pytest.mark.parametrize("asked", ["order", "total"])
@@ -178,7 +182,7 @@ def test_a_source_is_in_its_module() -> None:
         ("needles", {"keys": 9}, "keys=9: expected a whole number from 1 to 8"),
         ("variables", {"hops": 0}, "hops must be a whole number of at least 1"),
         ("common_words", {"common": 11}, "common=11"),
-        ("documents", {"hops": 3}, "hops=3: expected a whole number from 1 to 2"),
+        ("documents", {"hops": 6}, "hops=6: expected a whole number from 1 to 5"),
         ("deliveries", {"towns": 9}, "towns=9: expected a whole number from 3 to 8"),
         ("deliveries", {"asked": "sum"}, "asked: unknown"),
         ("choices", {"kinds": ["largst"]}, "'largst': did you mean 'largest'"),

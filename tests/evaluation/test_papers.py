@@ -16,7 +16,7 @@ import pytest
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.evaluation.benchmark import read_benchmark
-from nemo_ext.evaluation.problems import Missing, Problem, problems
+from nemo_ext.evaluation.problems import Missing, Problem, metrics, problems
 from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.store import Key, Sample, Score
 from nemo_ext.rl.environments import make
@@ -152,6 +152,21 @@ CALLS = [
 ] + [{"id": "irrelevance_0", "question": [[{"role": "user", "content": "Hi"}]], "function": []}]
 TRUTHS = [{"id": row["id"], "ground_truth": [{"area": {}}]} for row in CALLS[:4]]
 
+AXES = ("INFERENCE_MEMORY", "INSTRUCTION_RETENTION", "SELF_COHERENCE", "RELIABLE_VERSION_EDITING", "SELF_COHERENCE")
+CHALLENGES = [
+    {
+        "QUESTION_ID": f"67455268{number}",
+        "AXIS": axis,
+        "CONVERSATION": [
+            {"role": "user", "content": "I eat no nuts."},
+            {"role": "assistant", "content": "Noted."},
+            {"role": "user", "content": f"Dessert {number}?"},
+        ],
+        "TARGET_QUESTION": "Is the dessert free of nuts?",
+        "PASS_CRITERIA": "YES",
+    }
+    for number, axis in enumerate(AXES)
+]
 FILES: dict[str, dict[str, Sequence[Mapping[str, Any]]]] = {
     "ifeval": {"IFEval/ifeval_input_data.jsonl": IFEVAL},
     "ifbench": {"ifbench/IFBench_test.jsonl": IFBENCH},
@@ -171,6 +186,7 @@ FILES: dict[str, dict[str, Sequence[Mapping[str, Any]]]] = {
         "arena-hard-v2.0/question.jsonl": HARD,
         "arena-hard-v2.0/model_answer/gemini-2.0-flash-001.jsonl": ANSWERS,
     },
+    "multi_challenge": {"multi_challenge/benchmark_questions.jsonl": CHALLENGES},
     "mmlu_redux_cot": {"mmlu_redux/anatomy/test.jsonl": REDUX, "mmlu_redux_cot/solved.jsonl": SOLVED},
     "mmlu_redux_tweak": {"mmlu_redux_tweak/test.jsonl": REDUX + SOLVED},
     "livecodebench_prompts": {"livecodebench/test6.jsonl": LIVECODEBENCH},
@@ -214,7 +230,19 @@ def test_rows_are_read_from_the_public_folders(tmp_path: Path) -> None:
     assert str(cot).endswith("D. d\nAnswer: Let's think step by step.")
     prompts = read("livecodebench_prompts", tmp_path)["q0"].prompts
     assert len(set(prompts.values())) == 4 and all("Add." in str(prompt) for prompt in prompts.values())
+    challenge = read("multi_challenge", tmp_path)["674552683"]
+    assert challenge.domain == "RELIABLE_VERSION_EDITING" and challenge.reference["question"] == "Dessert 3?"
+    assert challenge.reference["rubric"].endswith("is YES, else 0: Is the dessert free of nuts?")
     assert read("bfcl_v3_non_live", tmp_path)["irrelevance_0"].reference == {"accepted": []}
+
+
+def test_the_axes_of_multi_challenge_have_equal_weights(tmp_path: Path) -> None:
+    benchmark, rows = read_benchmark("multi_challenge"), read("multi_challenge", tmp_path)
+    correct = {"674552680": 1.0, "674552681": 0.0, "674552682": 1.0, "674552683": 1.0, "674552684": 0.0}
+    pairs = [metrics(benchmark, rows[name], score, None)["axes"] for name, score in correct.items()]
+
+    assert sum(pair[0] for pair in pairs) == pytest.approx(1 / 113 + 1 / 50 + 1 / 41)  # type: ignore[index]
+    assert sum(pair[1] for pair in pairs) == pytest.approx(1 / 113 + 1 / 69 + 2 / 50 + 1 / 41)  # type: ignore[index]
 
 
 def test_live_calls_without_expected_calls_are_left_out(tmp_path: Path) -> None:

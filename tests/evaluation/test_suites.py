@@ -247,7 +247,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any] | str]] = [
         "multi_challenge",
         {
             "QUESTION_ID": "q",
-            "AXIS": "x",
+            "AXIS": "SELF_COHERENCE",
             "CONVERSATION": [{"role": "user", "content": "Hi"}],
             "TARGET_QUESTION": "Polite?",
             "PASS_CRITERIA": "YES",

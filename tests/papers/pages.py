@@ -1,5 +1,7 @@
 """The pages docs/papers/*.md: stages and methods of the papers, our numbers next to theirs (stages.yaml and configs).
 
+differences.md has everything that differs, of all papers.
+
 python tests/papers/pages.py          # writes them
 """
 
@@ -111,7 +113,38 @@ def page(paper: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def differing(paper: str) -> list[tuple[str, str, str, str]]:
+    """Stage or method, section, `differs` or `not here`, and how, of everything on a page that is not exact."""
+    given, made = PAPERS[paper], []
+    for stage in given["stages"]:
+        config = composed(stage) if stage["numbers"] else {}
+        told = [("differs", what) for what in stage.get("differs") or ()]
+        told += [("not here", what) for what in config.get("not_reproduced") or ()]
+        made += [(stage["stage"], str(stage["section"]), *each) for each in told]
+    return made + [tuple(row) for row in given.get("methods") or () if row[2] != "exact"]
+
+
+def differences() -> str:
+    """The page with everything that is not exact, of all papers."""
+    tables = {paper: differing(paper) for paper in PAPERS}
+    total = sum(map(len, tables.values()))
+    absent = sum(row[2] == "not here" for rows in tables.values() for row in rows)
+    parts = [
+        "# What differs from the papers",
+        f"After this page you know every stage and method that is not as in its paper: {total} rows, {absent} of them "
+        "not here. Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked "
+        "(choice) on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
+        "This page is written by `python tests/papers/pages.py`.",
+    ]
+    for paper, rows in tables.items():
+        given = PAPERS[paper]
+        parts += [f"## {given['title']}", f"[Stage by stage]({paper}.md). {given['left_out']}"]
+        parts.append(markdown_table(("stage or method", "section", "here", "how"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name in PAPERS:
         (FOLDER / f"{name}.md").write_text(page(name))
+    (FOLDER / "differences.md").write_text(differences())

@@ -31,6 +31,27 @@ def test_a_page_is_what_the_configs_make_of_it(paper: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_differences_of_all_papers_are_on_one_page() -> None:
+    made = pages()
+
+    assert (made.FOLDER / "differences.md").read_text() == made.differences(), "python tests/papers/pages.py"
+
+
+def test_every_method_has_a_verdict_and_differences_say_how() -> None:
+    for paper in PAPERS.values():
+        for method, section, verdict, how in paper.get("methods") or ():
+            assert verdict in ("exact", "differs", "not here") and method and section and how, (method, verdict)
+
+
+def test_every_recipe_of_a_paper_is_a_stage_or_a_method_of_its_page() -> None:
+    for path in Path(__file__).parents[2].glob("hydra_conf/synthesize/*.yaml"):
+        about = yaml.safe_load(path.read_text())["about"]
+        for paper, name in (("nemotron3_nano", "Nano"), ("llama_nemotron", "Llama-Nemotron")):
+            if name in about:
+                assert path.stem in yaml.safe_dump(PAPERS[paper], width=10_000), f"{path.stem}: {paper}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", PAPERS)
 def test_what_a_paper_states_is_what_we_have(paper: str) -> None:
     made = pages()

@@ -1094,3 +1094,334 @@ def test_questions_of_benchmarks_are_found_by_embeddings_and_a_model(
     assert steps["compare"]["numbers"]["canaries"] > 3 and not steps["compare"]["numbers"]["canaries_fooled"]
     assert [record["answer"] for record in records("prompts")] == [2 * n + 3 for n in (1, 3, 4, 6, 7)]
     assert all(record["domain"] == "sums" and "prompt" not in record for record in records("prompts"))
+
+
+def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        asked = re.findall(r"matter (\d+)", prompt)
+        if "[Last answer]" in prompt:
+            return f"<verdict>{'yes' if asked[-1] == asked[0] else 'no'}</verdict>"
+        if "what the same user says next" in prompt:
+            turn = prompt.count("[assistant]")
+            return f"<message>More of matter {asked[0]}, {turn}</message>"
+        return f"matter {asked[-1] if asked[-1] != '5' else 6} is this" if asked else "What?"
+
+    rows = [{"id": f"q{number}", "question": f"Explain matter {number}"} for number in range(24)]
+
+    code, output = synthesize(
+        "recipe=multi_turn_chat", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["judge"]["dropped"] == {"does not answer": 1}, "of matter 5"
+    assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = {record["id"]: record for record in records("conversations")}
+    assert {len(record["messages"]) // 2 for record in found.values()} == {1, 2, 3, 4}
+    for name, record in found.items():
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * record["turns"]
+        assert all(f"matter {name[1:]}" in message["content"].lower() for message in record["messages"][:1])
+
+
+def test_personas_write_instructions_that_are_verified_in_every_turn(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "[Answer]" in prompt:
+            person, answer = re.findall(r"person (\d+)", prompt)[-1], prompt.rpartition("[Answer]")[2]
+            return f"<verdict>{'useful' if f'of {person} ' in answer else 'trivial'}</verdict>"
+        if "You are this person" in prompt:
+            person, word = re.findall(r"person (\d+)", prompt)[0], re.findall(r'the word "(\w+)"', prompt)[-1]
+            return f'<message>I am person {person} and need help. Use the word "{word}" once or more.</message>'
+        person, word = re.findall(r"person (\d+)", prompt)[0], re.findall(r'the word "(\w+)"', prompt)[-1]
+        first = len(payload["messages"]) == 1
+        if person == "3" and not first:
+            return f"This is for the help of {person} without it."
+        return f"The {word} is here." if person == "4" else f"This is for the help of {person} with the {word}."
+
+    words = ("lantern", "bridge", "copper", "meadow")
+    rules = [
+        {
+            "id": word,
+            "rules": f'1. Use the word "{word}".',
+            "reference": {"instructions": [{"id": "keywords:existence", "kwargs": {"keywords": [word]}}]},
+        }
+        for word in words
+    ]
+    people = [{"id": f"p{number}", "persona": f"person {number}"} for number in range(24)]
+
+    code, output = synthesize(
+        "recipe=persona_instructions",
+        f"input={written(people + rules)}",
+        f"endpoint={model(anyone).url}",
+        "steps.unique.near=null",
+        "steps.task.columns.turns=2 if id == 'p3' else 1 | within(3, seed, id, 'turns')",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["personas"]["dropped"] == {"a row of instructions": 4}
+    assert (steps["right1"]["dropped"], steps["right2"]["dropped"]) == ({}, {"not followed": 1})
+    assert steps["judge"]["dropped"] == {"trivial": 1}
+    assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = records("conversations")
+    assert {record["id"] for record in found} == {f"p{number}" for number in range(24)} - {"p3", "p4"}
+    assert {len(record["messages"]) // 2 for record in found} == {1, 2, 3}
+    for record in found:
+        asked = [re.findall(r'"(\w+)"', message["content"])[0] for message in record["messages"][::2]]
+        assert len({*asked}) == len(asked), "every turn has instructions of its own"
+    assert len(records("tasks")) == 22
+
+
+LEAN = (
+    'text=$(cat Main.lean); case "$text" in *mistake*) echo Main.lean:3: unknown identifier mistake; exit 1 ;; '
+    '*"by sorry") echo warning: sorry ;; *"by rfl") ;; *) echo Main.lean:3: unsolved goals; exit 1 ;; esac'
+)
+"""Stand-in for Lean: accepts statements without a mistake, and proofs by rfl."""
+
+
+def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        number = int(re.findall(r"t(\d+)", prompt)[0])
+        header = "import Mathlib\n\n"
+        if "[Theorem 2]" in prompt:
+            return {"content": f"<verdict>{'yes' if len({*re.findall(r't\d+', prompt)}) == 1 else 'no'}</verdict>"}
+        if "in natural language what" in prompt:
+            return {"content": f"It is the claim t{99 if number == 3 else number}."}
+        if "Prove the theorem" not in prompt:  # t2 is never formalised, t1 in the second attempt
+            wrong = number == 2 or (number == 1 and "[Lean]" not in prompt)
+            claim = "mistake" if wrong else f"{number} = {number}"
+            return {"content": f"```lean\n{header}theorem t{number} : {claim} := by sorry\n```"}
+        statement = f"theorem t{number} : {number} = {number} := by "
+        rounds = prompt.count("[Lean]") and 1
+        proof = {4: "sorry", 5: "nlinarith", 6: "rfl" if rounds and "unsolved goals" in prompt else "simp"}.get(
+            number, "rfl"
+        )
+        if number == 7 and payload["seed"] % 2:
+            statement = f"/- {statement}-/ theorem u : True := by "
+        return {"content": f"```lean\n{header}{statement}{proof}\n```", "reasoning_content": "I think."}
+
+    rows = [{"id": f"q{number}", "question": f"the claim t{number}"} for number in range(9)]
+    rows.append({"id": "formal", "statement": "import Mathlib\n\ntheorem t8 : 8 = 8 := by sorry", "question": "t8"})
+
+    code, output = synthesize(
+        "recipe=lean_proofs",
+        f"input={written(rows)}",
+        f"endpoint={model(anyone).url}",
+        f"steps.check.settings.command={json.dumps(['bash', '-c', LEAN])}",
+        "steps.prove.samples=2",
+        *(f"steps.{kind}{number}=null" for kind in ("fix", "proof") for number in range(3, 9)),
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["compiles"]["dropped"] == {"does not compile": 1}, "t2"
+    assert steps["judge"]["dropped"] == {"states something else": 1}, "t3"
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    assert steps["unique"]["dropped"] == {"duplicate": 1}, "t8"
+    found = records("conversations")
+    rounds = {(record["id"].partition("/")[0], record["rounds"]) for record in found}
+    assert {("q0", 0), ("q1", 0), ("q6", 1), ("q8", 0)} <= rounds
+    assert {name for name, _ in rounds}.isdisjoint({"q4", "q5"})
+    assert all(record["messages"][1]["content"].endswith("by rfl\n```") for record in found)
+    assert all(task["reference"]["start"].endswith(":= by ") for task in records("tasks"))
+
+
+def test_tasks_in_a_shell_are_verified_by_their_tests(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def agent(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        messages = payload["messages"]
+        outputs = [message["content"] for message in messages if message["role"] == "tool"]
+        asked = messages[0]["content"]
+        wrong = payload["seed"] % 3 == 0
+        if "question.txt" in asked:
+            commands = [
+                "cat task/question.txt",
+                f"echo {sum_of(outputs[0]) + wrong if outputs else ''} > task/answer.txt",
+            ]
+        elif "prices" in asked:
+            commands = [f"awk -F, '{{s += $2}} END {{print s}}' prices.csv > {'other' if wrong else 'total'}.txt"]
+        else:
+            commands = []
+        if len(outputs) == len(commands):
+            return {"content": "Done."}
+        function = {"name": "bash", "arguments": json.dumps({"command": commands[len(outputs)]})}
+        return {"content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+    files = {"prices.csv": "apple,3\npear,4\n"}
+    rows: list[dict[str, Any]] = [
+        {"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in (1, 2)
+    ]
+    rows.append(
+        {
+            "id": "sum",
+            "question": "Write the sum of prices to total.txt.",
+            "files": files,
+            "test": "grep -qx 7 total.txt",
+        }
+    )
+    rows.append({"id": "math", "environment": "math", "prompt": "What is 4 + 5?", "reference": {"answer": "9"}})
+    rows.append({"id": "idle", "question": "Do nothing.", "test": "true"})
+    rows.append({"id": "hard", "question": "Do what you cannot.", "test": "false"})
+    rows.append({"id": "open", "question": "What do you think?"})
+
+    code, output = synthesize("recipe=terminal_traces", f"input={written(rows)}", f"endpoint={model(agent).url}")
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["testable"]["dropped"] == {"without a test or an answer": 1}
+    assert steps["fate"]["dropped"] == {"never solved": 4}
+    assert steps["right"]["dropped"]["without a call"] == 4
+    found = records("conversations")
+    assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "math", "sum"}
+    assert all(record["tools"][0]["function"]["name"] == "bash" for record in found)
+    assert {task["environment"] for task in records("tasks")} <= {"terminal"}
+
+
+def test_questions_that_require_five_documents_fail_without_any_of_them(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    """The answer is the sum of what five documents say; q2's question can be answered without its last document."""
+
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        stated = dict(re.findall(r"The mill (\d+) ground (\d+) sacks", prompt))
+        if "[[correct]]" in prompt:
+            expected, answer = (
+                re.findall(rf"BEGIN [^\n]*{name}[^\n]*\n(.*?)\nEND", prompt, re.DOTALL)[0].split()[-1]
+                for name in ("reference answer", "candidate's answer")
+            )
+            return f"[[{'correct' if expected == answer else 'incorrect'}]]"
+        if "[Document 1]" in prompt:
+            mills = list(stated)[: 4 if "mill 3 " in prompt.partition("[Document 2]")[0] else 5]
+            uses = ", ".join(str(number + 1) for number in range(len(mills)))
+            total = sum(int(stated[mill]) for mill in mills)
+            question = f"How many sacks did mills {' and '.join(mills)} grind together?"
+            return f"<question>{question}</question><answer>{total}</answer><uses>{uses}</uses>"
+        mills = re.findall(r"\d+", prompt.rpartition("How many sacks")[2].partition("grind")[0])
+        missing = [mill for mill in mills if mill not in stated]
+        if missing and "2" not in mills[:1]:
+            return "They do not suffice: nothing"
+        return str(sum(100 + int(mill) for mill in mills))
+
+    rows = [{"id": f"q{n}", "text": f"The mill {n} ground {100 + n} sacks. It stands by the river."} for n in range(12)]
+
+    code, output = synthesize(
+        "recipe=multi_document_qa", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["ask"]["dropped"] == {"fewer than five documents": 1}, "q3"
+    assert steps["needed"]["dropped"]["answered without one of them"] == 1, "q2"
+    assert steps["check"]["numbers"]["canaries"] > 10 and not steps["check"]["numbers"]["canaries_fooled"]
+    tasks = records("tasks")
+    assert {task["id"].partition("/")[0] for task in tasks} == {row["id"] for row in rows} - {"q2", "q3"}
+    for task in tasks:
+        mills = re.findall(r"\d+", task["reference"]["question"])
+        assert len(mills) == 5 and task["reference"]["answer"] == str(sum(100 + int(mill) for mill in mills))
+        assert all(f"mill {mill} ground" in task["prompt"] for mill in mills)
+
+
+def test_schemas_with_documents_are_limited_and_satisfied(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
+) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        topic = re.findall(r"topic(\d)", prompt)
+        if "<verdict>yes</verdict>" in prompt:
+            return f"<verdict>{'yes' if len({*topic}) == 1 else 'no'}</verdict>"
+        if "a JSON schema for" in prompt:
+            properties: dict[str, Any] = {f"topic{topic[0]}": {"type": "string"}, "year": {"type": "integer"}}
+            if topic[0] == "1":  # too simple for levels 2 and 3
+                schema: dict[str, Any] = {"type": "object", "properties": properties}
+            else:
+                inner = {"type": "object", "properties": properties, "required": ["year"]}
+                schema = {"type": "object", "properties": {"one": inner, "two": inner}, "required": ["one", "two"]}
+            if topic[0] == "2":
+                schema["properties"]["one"] = {"type": "integer", "minimum": 9, "maximum": 1}  # cannot be satisfied
+                schema["properties"]["more"] = {"type": "object", "properties": properties}
+            text = f"A report on topic{topic[0]}. " + "It was written in the year 1900 by the town. " * 6
+            return f"<document>{text}{payload['seed']}</document>\n```json\n{json.dumps(schema)}\n```"
+        value = {"one": {"year": 1900}, "two": {"year": 1900 if payload["seed"] % 2 else "1900"}}
+        return json.dumps(value if topic[0] != "1" else {"year": 1900})
+
+    rows = [{"id": f"q{number}", "topic": f"topic{number}"} for number in range(4)]
+
+    code, output = synthesize(
+        "recipe=json_schemas", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["write"]["dropped"] == {"too simple": 4}
+    assert steps["rate"]["dropped"]["never valid"] > 0
+    assert steps["judge"]["numbers"]["canaries"] > 5 and not steps["judge"]["numbers"]["canaries_fooled"]
+    found = records("conversations")
+    assert {record["id"].partition("/")[0] for record in found} == {"q0", "q1", "q3"}
+    for record in found:
+        asked, answer = (message["content"] for message in record["messages"])
+        assert "1900" in asked and '"properties"' in asked and '"1900"' not in answer
+    assert all("one" in task["reference"]["schema"]["properties"] for task in records("tasks")), "q1 is always valid"
+
+
+def test_retrieved_passages_become_questions_with_choices_and_open_ones(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any
+) -> None:
+    def embed(payload: Mapping[str, Any]) -> Any:
+        matter = ["heat", "light", "cells"]
+        vector = [float(word in payload["input"]) for word in matter] + [0.01]
+        return reply(body=json.dumps({"data": [{"embedding": vector}], "usage": {"prompt_tokens": 3}}).encode())
+
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        numbers = re.findall(r"law (\d+)", prompt)
+        if "[Answer]" in prompt:
+            wrong = prompt.rpartition("[Answer]")[2].split()[-1] != f"v{numbers[0]}"
+            return f"<verdict>{'no' if wrong or len({*numbers}) > 1 else 'yes'}</verdict>"
+        if "in other words" in prompt:
+            text = prompt.rpartition("</question>.")[2].strip()
+            return f"<question>{text if numbers[0] == '1' else f'Tell me: {text}'}</question>"
+        if "[Right]" in prompt:
+            lead = "Which of the following is" if numbers[0] == "2" else "What is"
+            return f"<question>{lead} the value of law {numbers[0]}?</question><answer>v{numbers[0]}</answer>"
+        right = "v9" if numbers[0] == "3" else f"v{numbers[0]}"  # the answer to law 3 is wrong
+        choices = "".join(f"<choice>{value}</choice>" for value in ("x", "y", right, "z"))
+        return f"<question>Which value has law {numbers[0]} here?</question>{choices}<right>{right}</right>"
+
+    embedder = model(anyone)
+    embedder.reply = embed
+    matter = ("heat", "heat", "light", "light", "heat", "cells")
+    rows: list[dict[str, Any]] = [
+        {"id": f"p{number}", "text": f"Of {word}: law {number} has the value v{number}."}
+        for number, word in enumerate(matter)
+    ]
+    rows += [{"id": "a", "query": "laws of heat"}, {"id": "b", "query": "laws of light and heat"}]
+
+    code, output = synthesize(
+        "recipe=science_retrieval",
+        f"input={written(rows)}",
+        f"endpoint={model(anyone).url}",
+        f"roles.embedder.endpoint={embedder.url}",
+    )
+
+    assert code == 0, output
+    steps = report()["steps"]
+    assert steps["queries"]["dropped"] == {"a passage": 6}
+    assert steps["similar"]["dropped"] == {"not similar": 4}, "heat and light: 3, 3, 2 and 2 of 6, cells: none"
+    assert steps["once"]["dropped"] == {"duplicate": 3}
+    assert steps["open"]["dropped"] == {"asks for a choice": 1}
+    assert steps["paraphrase"]["dropped"] == {"a copy": 2}
+    assert steps["judge"]["dropped"]["not answered by the passage"] >= 2, "law 3"
+    assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
+    laws = [{re.findall(r"law (\d)", record["question"])[0] for record in records(name)} for name in ("prompts",)]
+    assert laws == [{"0", "1", "2", "4"}]
+    for record, task in zip(records("prompts"), records("tasks"), strict=True):
+        number = re.findall(r"law (\d)", record["question"])[0]
+        assert (
+            f"\n{record['answer']}) v{number}" in record["question"] and task["reference"]["answer"] == record["answer"]
+        )
+    assert {record["reference"]["answer"] for record in records("open")} == {"v0", "v1", "v3", "v4"}

@@ -132,22 +132,23 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
 
 
 def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -> Iterator[dict[str, Any]]:
-    """Generate questions about one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
+    """Generate questions about one to five of many short documents, in place of RULER's SQuAD and HotpotQA.
 
     Args:
         count: number of questions.
         seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
-        hops: number of documents needed for the answer, 1 or 2.
+        hops: number of documents needed for the answer, 1 to 5; from 3 on, a chain of teachers.
     """
-    _check(1, 2, hops=hops)
+    _check(1, 5, hops=hops)
+    teachers = max(0, hops - 2)
     for number, tokens in _lengths(count, length):
         random = generator(seed, "documents", hops, tokens, number)
         seen = set(TOWNS)
         people: list[tuple[str, str, str]] = []
         texts: list[str] = []
         size = 0
-        while size < tokens * CHARACTERS or len(people) < 2:
+        while size < tokens * CHARACTERS or len(people) < max(2, teachers + 1):
             person, house = f"{unseen(random, seen, 2)} {unseen(random, seen)}", unseen(random, seen, 4)
             town, work, thing = pick(random, TOWNS), pick(random, PEOPLE), pick(random, NOUNS)
             people.append((person, house, town))
@@ -155,10 +156,15 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
                 f"{person} was born in {town} in {int(random.integers(1700, 1950))} and worked as a {work}.",
                 f"The house of {house} was founded by {person}. It made every kind of {thing}.",
             ]
+            if teachers and len(people) > 1:
+                new.append(f"{person} learned everything from {people[-2][0]}.")
             texts += new
             size += sum(len(text) + 15 for text in new)
-        person, house, town = people[int(random.integers(len(people)))]
-        born = f"{person} born" if hops == 1 else f"the founder of the house of {house} born"
+        place = int(random.integers(teachers, len(people)))
+        (person, house, _), town = people[place], people[place - teachers][2]
+        born = (
+            f"{person} born" if hops == 1 else f"{'the teacher of ' * teachers}the founder of the house of {house} born"
+        )
         shown = [texts[place] for place in random.permutation(len(texts))]
         context = "\n".join(f"Document {place}: {text}" for place, text in enumerate(shown, 1))
         question = f"In which town was {born}? Answer with the name of the town alone."

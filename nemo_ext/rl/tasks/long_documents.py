@@ -1,9 +1,9 @@
-"""Questions about long generated texts, in seven levels, for the environment `contains`.
+"""Questions about long generated texts, in eight levels, for the environment `contains`.
 
 1  one of two codes                         2  two of four codes
 3  a fact from two of many documents        4  variables assigned from each other
 5  the most frequent words of a list        6  the order of dated events
-7  a sum over scattered amounts
+7  a sum over scattered amounts             8  a fact from five of many documents
 
 The texts come from `nemo_ext.rl.tasks.long_context`; the setting `length` is in tokens of four characters.
 """
@@ -26,12 +26,13 @@ _ROWS: tuple[Callable[..., Iterator[Mapping[str, Any]]], ...] = (
     long_context.common_words,
     partial(long_context.deliveries, towns=6),
     partial(long_context.deliveries, asked="total"),
+    partial(long_context.documents, hops=5),
 )
 LEVELS = len(_ROWS)
 
 
 def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = LENGTH) -> Iterator[Task]:
-    """Generate questions at levels 1 to 7.
+    """Generate questions at levels 1 to 8.
 
     Args:
         count: number of questions.

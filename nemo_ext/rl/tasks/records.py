@@ -27,10 +27,11 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
     chat      conversations in any format of `nemo-ext sft_data`; the prompt is everything up to the last user message
     genrm     `genrm_*.jsonl` from `nemo-ext preference_data`: two responses, with instructions to compare them
     python_tool    tasks of the environment `math`, which get Python as a tool
+    terminal  tasks of the environment `terminal`, which get the shell as a tool
     gym-NAME  rows of one of NeMo Gym's own environments (`nemo_ext.rl.gym_servers`)
 
     Args:
-        environment: environment of the tasks: chat, genrm, python_tool or gym-NAME.
+        environment: environment of the tasks: chat, genrm, python_tool, terminal or gym-NAME.
         paths: paths and globs of JSONL or Parquet files; for gym-NAME, Gym's example rows if there are none.
         report: counts of skipped records, which are updated.
 
@@ -127,8 +128,10 @@ def _rows(
         yield gym_task(row, server, where), where
 
 
-def _with_python(source: ConversationSource, part: Any, report: ConversationReport) -> Iterator[tuple[Task, str]]:
-    tools = make("python_tool").tools
+def _with_tools(
+    source: ConversationSource, part: Any, report: ConversationReport, *, before: str
+) -> Iterator[tuple[Task, str]]:
+    tools = make(source.name).tools
     for number, record in source.files.records(part, report):
         where = source.files.place(part, number)
         try:
@@ -136,11 +139,16 @@ def _with_python(source: ConversationSource, part: Any, report: ConversationRepo
         except ValueError as error:
             report.skip("schema", f"{where}: {error}")
             continue
-        if task.environment != "math" or task.tools:
-            report.skip("of another environment than math, or with tools", where)
+        if task.environment != before or task.tools:
+            report.skip(f"of another environment than {before}, or with tools", where)
             continue
-        yield replace(task, environment="python_tool", tools=tools), where
+        yield replace(task, environment=source.name, tools=tools), where
 
 
 _Reader = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
-_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons, "python_tool": _with_python}
+_READERS: Mapping[str, _Reader] = {
+    "chat": _chats,
+    "genrm": _comparisons,
+    "python_tool": partial(_with_tools, before="math"),
+    "terminal": partial(_with_tools, before="terminal"),
+}

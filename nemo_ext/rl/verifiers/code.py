@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal, cast
@@ -180,7 +180,7 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
         partial: score wrong answers by the share of tests that pass, for which all tests are run; otherwise testing
             stops at the first failure.
     """
-    source = program(response.answer, reference.language)
+    source = program(response.answer, TAGS[reference.language])
     if source is None:
         return _no_program(response.answer, reference.language)
     try:
@@ -191,7 +191,7 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
 
 async def verify_async(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
     """Do the same as `verify` for asyncio; calls beyond the sandbox's concurrency wait."""
-    source = program(response.answer, reference.language)
+    source = program(response.answer, TAGS[reference.language])
     if source is None:
         return _no_program(response.answer, reference.language)
     try:
@@ -240,14 +240,14 @@ def environment(
     )
 
 
-def program(answer: str, language: str) -> str | None:
-    """Return the answer's last fenced block in the language, else its last block without a language, else None.
+def program(answer: str, tags: Collection[str]) -> str | None:
+    """Return the answer's last fenced block with one of the tags, else its last block without a tag, else None.
 
     Models also show inputs and outputs in fenced blocks, so the very last block need not be the program.
     """
     named = unnamed = None
     for tag, inner, _, _ in fences(answer):
-        if tag in TAGS[language]:
+        if tag in tags:
             named = inner
         elif not tag:
             unnamed = inner

@@ -47,23 +47,26 @@ class PythonTool:
 
     Attributes:
         settings: settings of the environment as JSON, from which an unpickled conversation restores it.
-        verify: `Environment.verify` of the environment that verifies the last response, without calls.
+        verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
+            verdict depends on the session.
         sessions: Python sessions of the conversations.
         limits: limits of each call.
         max_calls: maximum number of calls per conversation.
         max_turns: maximum number of responses per conversation.
         characters: maximum length of a call's output.
         style: format of tool calls in raw text.
+        function: the tool's function.
     """
 
     settings: str
-    verify: Callable[[Response, Any], Verdict | Awaitable[Verdict]]
+    verify: Callable[[Response, Any], Verdict | Awaitable[Verdict]] | None
     sessions: Sessions
     limits: Limits
     max_calls: int
     max_turns: int
     characters: int
     style: Style
+    function: Tool = TOOL
 
 
 @dataclass
@@ -108,7 +111,7 @@ class Conversation:
         if self.turns >= tool.max_turns or self.failure:
             return ()
         self.turns += 1
-        self.last, parsed = _without_calls(response, tool.style)
+        self.last, parsed = _without_calls(response, tool.style, tool.function)
         if self.turns >= tool.max_turns:
             return ()
         outputs = [(self._output(call), call.id) for call in parsed.calls]
@@ -125,6 +128,7 @@ class Conversation:
         self.tool.sessions.end(self.name)
         if self.failure:
             return Verdict.error(self.failure)
+        assert self.tool.verify is not None
         verdict = self.tool.verify(self.last, self.reference)
         return self._later(verdict) if inspect.isawaitable(verdict) else self._counted(verdict)
 
@@ -142,10 +146,11 @@ class Conversation:
     def _output(self, call: ToolCall) -> str:
         if self.calls >= self.tool.max_calls:
             return f"Error: at most {self.tool.max_calls} calls are allowed\n{_LAST_CALL}"
+        function = self.tool.function
         try:
-            if call.name != TOOL.name:
-                raise ToolError(f"unknown tool {call.name[:80]!r}: the only tool is {TOOL.name}")
-            output: str = TOOL.call(cast(Any, self._execute), call.arguments)
+            if call.name != function.name:
+                raise ToolError(f"unknown tool {call.name[:80]!r}: the only tool is {function.name}")
+            output: str = function.call(cast(Any, self._execute), call.arguments)
             return output
         except ToolError as error:
             return self._error(f"Error: {error}")
@@ -178,9 +183,9 @@ class Conversation:
         return _shortened(text, self.tool.characters, more=len(run.stdout) >= limits.output_bytes) or "[no output]"
 
 
-def _without_calls(response: Response, style: Style) -> tuple[Response, ParsedCalls]:
+def _without_calls(response: Response, style: Style, function: Tool = TOOL) -> tuple[Response, ParsedCalls]:
     """Return a response without its reasoning and calls, and the calls."""
-    parsed = calls_of(response, (TOOL.schema,), style)
+    parsed = calls_of(response, (function.schema,), style)
     return Response(text=parsed.answer, answer=parsed.answer, finished=response.finished), parsed
 
 

@@ -69,6 +69,16 @@ def test_tasks_of_mathematics_get_python(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 of another environment than math" in capsys.readouterr().out
 
 
+def test_tasks_in_a_terminal_get_the_shell(tmp_path: Path) -> None:
+    record = {"id": "1", "environment": "terminal", "prompt": "Write 7 to total.txt.", "reference": {"test": "true"}}
+    output = tmp_path / "tasks.jsonl"
+
+    job(f"records={written(tmp_path / 'shell.jsonl', [record])}", "environment=terminal", f"output={output}")
+
+    (task,) = TaskFile(output).tasks
+    assert task.environment == "terminal" and task.tools[0]["function"]["name"] == "bash"
+
+
 def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [comparison(), comparison(id="q", ranking=7), comparison(id="r", messages=[])]
     output = tmp_path / "tasks.jsonl"
@@ -106,7 +116,7 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["environment=chats"], "did you mean 'chat'"),
-        ([], "environment=null: set it to the kind of tasks to make: chat, genrm, python_tool or gym-NAME"),
+        ([], "environment=null: set it to the kind of tasks to make: chat, genrm, python_tool, terminal or gym-NAME"),
         (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl applies only to generated tasks and"),
         (["environment=chat", "level=1"], "level=1 applies only to generated tasks"),
         (["environment=genrm"], "none of the 5 records can be made into a task"),

@@ -412,7 +412,7 @@ def test_adversarial_answers_are_wrong(answer: str, sandbox: Sandbox) -> None:
     ],
 )
 def test_program_in_an_answer(answer: str, expected: str | None) -> None:
-    assert code.program(answer, "python") == expected
+    assert code.program(answer, code.TAGS["python"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_outputs_compare_without_raising(one: bytes, other: bytes, tolerance: fl
 
 @given(st.lists(st.sampled_from(["```", "```python", "```cpp", "x", " ", "\n", "`", "\0", "\udcff"]), max_size=30))
 def test_finding_a_program_never_raises(parts: list[str]) -> None:
-    found = code.program("".join(parts), "python")
+    found = code.program("".join(parts), code.TAGS["python"])
     assert found is None or all(line in "".join(parts) for line in found.split("\n"))
 
 

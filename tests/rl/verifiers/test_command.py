@@ -1,0 +1,84 @@
+"""The verifier `command`: the answer's program, checked by a command in the sandbox."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_ext.chat.response import parse_response
+from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.verdict import Verdict
+
+CHECKER = """\
+text=$(cat "$1")
+case "$text" in *"by rfl") exit 0 ;; *spin*) while :; do :; done ;; esac
+echo "Main.lean:1: unsolved goals"
+cat axioms.txt >&2
+exit 1
+"""
+REFERENCE = {"start": "theorem t : 1 = 1 := ", "excludes": ["sorry", "#eval"], "files": {"axioms.txt": "none\n"}}
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Environment]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # pytest's folders cannot be read by the sandbox's user
+        Path(folder, "check.sh").write_text(CHECKER)
+        settings = {"command": ["bash", f"{folder}/check.sh", "Main.lean"], "readable": [folder]}
+        yield make("command", {**settings, "limits": {"wall_seconds": 1}})
+
+
+def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENCE) -> Verdict:
+    assert made.verify is not None
+    found: Any = made.verify(parse_response(answer), made.check(reference))
+    return asyncio.run(found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("So:\n```lean\ntheorem t :\n  1 = 1 := by rfl\n```", ""),
+        ("```lean\ntheorem t : 1 = 1 := by simp\n```", "exit status 1: Main.lean:1: unsolved goals\nnone"),
+        ("```lean4\ntheorem t : 1 = 1 := by spin\n```", "over its time limit: "),
+        (
+            "```lean\n/- theorem t : 1 = 1 := -/ theorem t : True := by rfl\n```",
+            "does not start with the required text",
+        ),
+        ("```lean\ntheorem t : 1 = 1 := by sorry -- by rfl\n```", "contains 'sorry'"),
+        ("theorem t : 1 = 1 := by rfl", "no answer in a ```lean block"),
+        ("", "no answer"),
+    ],
+)
+def test_the_commands_exit_status_is_the_verdict(checker: Environment, answer: str, why: str) -> None:
+    found = verdict(checker, answer)
+
+    assert found.outcome == ("wrong" if why else "correct") and why in found.reason, found
+
+
+def test_a_command_that_cannot_run_is_an_error_and_not_a_wrong_answer(tmp_path: Path) -> None:
+    answer = "```lean\ntheorem t : 1 = 1 := by rfl\n```"
+    (tmp_path / "lean").write_text("not a program")
+    (tmp_path / "lean").chmod(0o755)
+
+    assert "'lean-4' is not installed" in verdict(make("command", {"command": ["lean-4"]}), answer).reason
+    found = verdict(make("command", {"command": [f"{tmp_path}/lean"]}), answer)
+    assert found.outcome == "error" and "set readable" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "reference", "message"),
+    [
+        ({"command": "lean"}, {}, "command must be a list"),
+        ({"readable": ["/nowhere"]}, {}, "'/nowhere' is not a folder"),
+        ({}, {"files": {"../x": ""}}, "reference.*files"),
+        ({}, {"excludes": [""]}, "reference.*excludes"),
+    ],
+)
+def test_invalid_settings_and_references_are_reported(
+    settings: dict[str, Any], reference: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("command", settings).check(reference)
