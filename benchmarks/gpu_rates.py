@@ -1,13 +1,13 @@
 """Rates of kernels on one GPU, and of its links, as a file for `gpu=` and `rehearse.gpu=`; about two minutes.
 
     python benchmarks/gpu_rates.py --base H100-80GB --output mine.yaml
-    torchrun --nproc-per-node 8 benchmarks/gpu_rates.py --base H100-80GB --output mine.yaml   # with links in the node
+    torchrun --nproc-per-node 8 benchmarks/gpu_rates.py --base H100-80GB --output mine.yaml   # and links
     python benchmarks/gpu_rates.py --base H100-80GB --device cpu --small                      # tries the script
 
-`--base` is the known GPU from which peak rates and everything that cannot be measured here are taken: links that a single
-process does not have, FP8 and grouped products without Transformer Engine, a scan without mamba_ssm. On several nodes
-(torchrun on each), links between nodes are measured by one rank of each node at a time. Rates are medians; a product's is
-that of its forward and backward pass.
+`--base` is the known GPU from which peak rates and everything that cannot be measured here are taken: links that a
+single process does not have, FP8 and grouped products without Transformer Engine, a scan without mamba_ssm. On several
+nodes (torchrun on each), all ranks of a node use the links between nodes at once, as in training. Rates are medians;
+the rate of a product is that of its forward and backward pass.
 """
 
 import argparse
@@ -226,7 +226,8 @@ def main(arguments: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if distributed:
         dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
-    gpu = measured(GPUS[arguments.base], Rates(Machine(arguments.device, 3 if arguments.small else 20), arguments.small))
+    machine = Machine(arguments.device, 3 if arguments.small else 20)
+    gpu = measured(GPUS[arguments.base], Rates(machine, arguments.small))
     if not distributed or not dist.get_rank():
         content = yaml.safe_dump({**asdict(gpu), "capability": list(gpu.capability), "estimates": list(gpu.estimates)})
         arguments.output.write_text(content)

@@ -61,8 +61,9 @@ def describe(config: Mapping[str, Any]) -> None:
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of `architecture.describe` for a config, including those per GPU if the model is distributed.
 
-    Adds `recipe` (None if there is none), `prediction` (of the throughput, if `gpu` is set), `pipeline_cuts` (1-based numbers of the blocks after which a cut follows) and
-    `pipeline_cuts_from`: `model.pattern`, `balance` if computed as in `nemo-ext train`, or None without cuts.
+    Adds `recipe` (None if there is none), `prediction` (of the throughput, if `gpu` is set), `pipeline_cuts` (1-based
+    numbers of the blocks after which a cut follows) and `pipeline_cuts_from`: `model.pattern`, `balance` if computed as
+    in `nemo-ext train`, or None without cuts.
 
     Args:
         config: resolved config of the describe job, as plain containers.
@@ -85,8 +86,9 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     cuts = list(architecture.pattern.cuts)
     spread = config["recipe"] is not None or gpus is not None or layout.world_size > 1 or bool(cuts)
     figures = cost_figures(architecture, layout=layout if spread else None, plan=_plan(config))
-    predicted = {} if config["gpu"] is None else {"prediction": _prediction(config)}
-    return figures | predicted | {
+    if config["gpu"] is not None:
+        figures["prediction"] = _prediction(config)
+    return figures | {
         "recipe": config["recipe"],
         "pipeline_cuts": cuts,
         "pipeline_cuts_from": ("model.pattern" if "|" in pattern else "balance") if cuts else None,

@@ -1,4 +1,4 @@
-"""GPUs with their peak rates and the rates that kernels reach on them, from `hydra_conf/rates`, used by `step_time.py`."""
+"""Peak rates of GPUs and the rates that kernels reach on them, from `hydra_conf/rates`; used by `step_time.py`."""
 
 import math
 from pathlib import Path
@@ -59,7 +59,7 @@ class Gpu:
         network: peak share of the node's network bandwidth, in bytes/s one way.
         host: bandwidth from host memory in bytes/s.
         matmul: FLOP/s of matrix products by precision and the smallest of the product's three sizes.
-        grouped: FLOP/s of the experts' grouped products by precision and the smallest size; tokens count per expert.
+        grouped: FLOP/s of the experts' grouped products by precision and smallest size; tokens are an expert's.
         attention: FLOP/s of attention.
         scan: FLOP/s of Mamba-2's scan in both passes, by the cost model's FLOPs and twice as many backward.
         memory: bytes/s of kernels that memory bounds.

@@ -24,8 +24,9 @@ size h, are:
 A run without training (`Layout.frozen`) has only the forward passes. With `mtp_only`, so has the main model on the
 first pipeline rank; its blocks on later ranks also compute gradients of their inputs, but not of weights.
 
-A ring over several nodes uses as many network adapters per node as it has GPUs there, up to the links within the node;
-an all-to-all uses one adapter per GPU. TP, CP, EP and DP are placed in this order on the GPUs of a node, as in Megatron.
+A ring over several nodes uses as many network adapters per node as it has GPUs there, up to the links within the
+node; an all-to-all uses one adapter per GPU. TP, CP, EP and DP are placed in this order on the GPUs of a node, as in
+Megatron.
 
 Not counted: uneven routing, slow ranks and networks shared with others, checkpoints, and time in which a GPU waits for
 its host.
@@ -108,10 +109,9 @@ class _Work(NamedTuple):
     Seconds of forward kernels: `dense` of products outside routed experts, with `mlp` and `moe` the parts in blocks of
     these kinds; `experts` of routed experts, `scores` of attention, `scan`. `backward` is the seconds of attention's
     backward pass. `pairs` is the number of pairs of linear layers, `routers` that of MoE blocks, and `rings` that of
-    attention blocks. `routed` is the number of values per token sent
-    to experts; `near` and `far` those that leave the GPU within its node and between nodes. Context parallelism sends `keys`
-    values per token around the ring and `exchanged` values by all-to-all. The other fields are parameter counts of the
-    blocks before a layout divides them.
+    attention blocks. `routed` is the number of values per token sent to experts; `near` and `far` those that leave the
+    GPU within its node and between nodes. Context parallelism sends `keys` values per token around the ring and
+    `exchanged` values by all-to-all. The other fields are parameter counts of the blocks before a layout divides them.
     """
 
     dense: float = 0
@@ -267,19 +267,19 @@ class TimeModel:
         flops = cost.block_forward_flops_per_token(model, layer, seq_length=self.length)
         if block.kind == "*":
             query, key, projected = attention_widths(model, block)
-            dense = self._product(hidden, projected / ways, shape, low) + self._product(query / ways, hidden, shape, low)
+            dense = self._product(hidden, projected / ways, shape, low)
+            dense += self._product(query / ways, hidden, shape, low)
             core = (flops - 2 * hidden * (projected + query)) * shape.tokens / ways
             scores = core / (gpu.sustained * gpu.attention.forward)
             backward = BACKWARD_SCORES * core / (gpu.sustained * gpu.attention.backward)
-            return _Work(
-                dense=dense, scores=scores, backward=backward, pairs=1, rings=1, keys=2 * key, **weights
-            )
+            return _Work(dense=dense, scores=scores, backward=backward, pairs=1, rings=1, keys=2 * key, **weights)
         if block.kind == "-":
             dense = self._mlp(hidden, block.size("ffn"), shape, low)
             return _Work(dense=dense, mlp=dense, pairs=1, **weights)
         if block.kind == "M":
             inner, _, projected = mamba_widths(block)
-            dense = self._product(hidden, projected / ways, shape, low) + self._product(inner / ways, hidden, shape, low)
+            dense = self._product(hidden, projected / ways, shape, low)
+            dense += self._product(inner / ways, hidden, shape, low)
             core = (flops - 2 * hidden * (projected + inner)) * shape.tokens / ways
             return _Work(dense=dense, scan=core / gpu.scan, pairs=1, exchanged=projected + inner, **weights)
         width, experts, topk = expert_width(model, block), block.size("experts"), block.size("topk")
@@ -396,9 +396,7 @@ class TimeModel:
             expert_passes * work.experts, traffic(work.expert_weights / (expert * layout.expert_tensor), expert_passes)
         )
         again = work.dense if full else repeats["mlp"] * work.mlp + repeats["moe"] * work.moe
-        dense = max(
-            passes * work.dense + again, traffic(work.sharded / tensor + work.replicated, passes + full)
-        )
+        dense = max(passes * work.dense + again, traffic(work.sharded / tensor + work.replicated, passes + full))
         scores = (1 + repeats["core_attn"]) * work.scores + backward * work.backward
         dense += scores + (1 + full + 2 * backward) * work.scan
         kept = self._kept(stages, layout.sequence_parallel, tensor, layout.expert_tensor, layout.precision)
@@ -406,11 +404,12 @@ class TimeModel:
         # Communication.
         wide = tokens * model.hidden_size * NUMBER
         gathered = 2 + 2 * backward + 2 * full
-        in_tensor = gathered * work.pairs * (wide * (tensor - 1) / tensor / self._ring(tensor, 1) + self._latency(tensor, 1))
-        in_tensor = in_tensor if tensor > 1 else 0.0
+        message = wide * (tensor - 1) / tensor / self._ring(tensor, 1) + self._latency(tensor, 1)
+        in_tensor = gathered * work.pairs * message if tensor > 1 else 0.0
         in_expert = self._experts(layout, work, tokens, 2 + 2 * backward + 2 * repeats["moe"], gathers_experts)
         part = work.keys * tokens / tensor * NUMBER
-        ring = (1 + 2 * backward) * (context - 1) * (part / self._ring(context, tensor) + work.rings * self._latency(context, tensor))
+        message = part / self._ring(context, tensor) + work.rings * self._latency(context, tensor)
+        ring = (1 + 2 * backward) * (context - 1) * message
         hides = work.scores + backward * work.backward
         exchange = (1 + backward + full) * work.exchanged * tokens / tensor * NUMBER
         in_context = max(0.0, ring - hides) + self._all_to_all(exchange, context, tensor)

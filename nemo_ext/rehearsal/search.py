@@ -1,4 +1,4 @@
-"""Search for the fastest layout that fits: candidates are ranked by predicted time, and the best that fit are rehearsed.
+"""Search for the fastest layout that fits: candidates are ranked by predicted time, the best are rehearsed.
 
 Does not import torch.
 """
@@ -248,11 +248,11 @@ class Search:
 
     def throughput(self, time: StepTime) -> dict[str, float]:
         """Return tokens per second and GPU at a step time, and the MFU by exact FLOPs and by 6N."""
-        layout, rate = self.own, self.batch * self.length / time.total / self.world
-        frozen = layout.frozen
-        exact = train_flops_per_token(self.architecture, seq_length=self.length, frozen=frozen, mtp_only=layout.mtp_only)
-        shares = {"mfu": exact, "mfu_6n": six_n(self.architecture, frozen=frozen)}
-        return {"tokens_per_second": rate, **{name: rate * flops / self.gpu.flops for name, flops in shares.items()}}
+        model, frozen, mtp_only = self.architecture, self.own.frozen, self.own.mtp_only
+        rate = self.batch * self.length / time.total / self.world
+        exact = train_flops_per_token(model, seq_length=self.length, frozen=frozen, mtp_only=mtp_only)
+        counts = {"mfu": exact, "mfu_6n": six_n(model, frozen=frozen)}
+        return {"tokens_per_second": rate, **{name: rate * flops / self.gpu.flops for name, flops in counts.items()}}
 
     def _to_experts_alone(self) -> bool:
         """Return whether the token dispatcher sends tokens only to their experts' ranks."""

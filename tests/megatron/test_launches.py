@@ -1,4 +1,4 @@
-"""Operations and Python calls of a block's step, compared with Megatron's own layer with the same sub-layers and flags."""
+"""Operations and Python calls of a block's step, compared with Megatron's own layer and the same sub-layers."""
 
 import sys
 from collections import Counter

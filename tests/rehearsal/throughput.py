@@ -1,4 +1,4 @@
-"""Published throughputs compared with predicted ones: `python tests/rehearsal/throughput.py` writes docs/throughput.md's table."""
+"""Published throughputs compared with predicted ones; run as a script, it writes the table of docs/throughput.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
