@@ -65,7 +65,7 @@ class Gpu:
         memory: bytes/s of kernels that memory bounds.
         node: rates between GPUs of a node.
         between: rates between nodes, for each GPU of the node.
-        sustained: share of the rates of dense BF16 products and of attention that remains in a run of hours, where power
+        grouped: FLOP/s of the experts' grouped products by precision and smallest size; the tokens are one expert's.
             limits the clock and communication takes multiprocessors.
         estimates: names of rates that no measurement or publication states.
         source: GPU, date and versions of a measurement.
