@@ -16,7 +16,7 @@ size h, are:
 - CP: keys and values around the ring, once forward and twice backward, as far as they do not overlap with attention;
   Mamba-2's all-to-all between heads and tokens, without overlap
 - PP: T x h to the next stage and its gradient back, without overlap
-- bubble: (PP - 1) / virtual stages times the slowest rank's time per micro-batch
+- bubble: idle time of the slowest rank in Megatron's schedule, simulated with the stages' FLOPs (`pipeline.idle_share`)
 - DP, once per step: gradients reduced in FP32 and weights gathered; with `overlap_grad_reduce` and
   `overlap_param_gather` only the part that does not overlap with the last backward and the first forward pass
 - optimizer, once per step: its states read and written
@@ -33,7 +33,7 @@ its host.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import add, sub
@@ -46,6 +46,7 @@ from nemo_ext.architecture.gpus import Gpu
 from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
+from nemo_ext.architecture.pipeline import idle_share
 from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, first_width, layers, mamba_widths
 
@@ -58,6 +59,8 @@ BACKWARD_SCORES = 2.5
 MOVES = 4
 """Number of reads and writes, outside matrix products, of each byte kept for the backward pass (choice): it is written
 and read, and so is its gradient."""
+SIMULATED = 4
+"""Largest number of simulated micro-batches, relative to the number of pipeline ranks."""
 NUMBER = 2
 """Bytes of each number sent, which is in BF16."""
 
@@ -165,6 +168,7 @@ class TimeModel:
         self._sums = lru_cache(maxsize=None)(self._sum)
         self._kept = lru_cache(maxsize=None)(self._kept_bytes)
         self._of_rank = lru_cache(maxsize=None)(self._rank)
+        self._idle = lru_cache(maxsize=None)(self._idle_micro_batches)
 
     def step(
         self,
@@ -221,9 +225,34 @@ class TimeModel:
             after = max(after, once, key=sum)
         assert slowest is not None
         names = ("compute", "memory", "tensor", "expert", "context", "pipeline")
-        bubble = (layout.pipeline_parallel - 1) / layout.virtual_stages * sum(slowest)
+        bubble = self._idle(pattern, layout.pipeline_parallel, layout.virtual_stages, count) * sum(slowest)
         times = {name: count * part for name, part in zip(names, slowest, strict=True)}
         return StepTime(**times, bubble=bubble, data=after[0], optimizer=after[1])
+
+    def _idle_micro_batches(self, pattern: Pattern, ranks: int, virtual: int, count: float) -> float:
+        """Return the idle time of the slowest pipeline rank in a step of `count` micro-batches, in micro-batches of it.
+
+        At most `SIMULATED` times the number of ranks are simulated; the last half gives what each further one adds.
+        """
+        if ranks == 1:
+            return 0.0
+        if count % (ranks if virtual > 1 else 1):
+            return (ranks - 1) / virtual
+        layout = Layout(pipeline_parallel=ranks, virtual_stages=virtual)
+        stages = cost.per_stage(self.architecture.with_pattern(pattern), layout, seq_length=self.length)
+        costs = [stage.forward_flops_per_token for stage in stages]
+        slowest = max(sum(costs[rank::ranks]) for rank in range(ranks))
+
+        def idle(number: int) -> float:
+            share = idle_share(costs, replace(layout, micro_batches=number))
+            assert share is not None
+            return number * (sum(costs) / ranks / (1 - share) / slowest - 1)
+
+        whole = int(min(count, SIMULATED * ranks))
+        if whole == count:
+            return idle(whole)
+        half = whole // 2
+        return idle(whole) + (count - whole) * (idle(whole) - idle(half)) / (whole - half)
 
     def _shape(self, layout: Layout) -> _Shape:
         """Return the sizes of a layout that the time of a block's kernels depends on."""

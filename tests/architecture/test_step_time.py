@@ -170,9 +170,12 @@ def test_a_pipeline_waits_for_its_slowest_rank() -> None:
     halves = step(cuts="(*-)x4|(*-)x4", pipeline_parallel=2)
     busy = halves.total - halves.bubble - halves.data - halves.optimizer
 
-    assert halves.bubble == pytest.approx(busy / BATCH)
+    first, last = (cost.forward_flops_per_token(DENSE) - 2 * 4096 * 32768) / 2, 2 * 4096 * 32768
+    assert halves.bubble == pytest.approx(busy / BATCH * first / (first + last)), "the last rank waits for the first"
     interleaved = step(cuts="(*-)x2|(*-)x2|(*-)x2|(*-)x2", pipeline_parallel=2, virtual_stages=2)
-    assert interleaved.bubble == pytest.approx(halves.bubble / 2, rel=0.05)
+    assert 0.4 * halves.bubble < interleaved.bubble < 0.9 * halves.bubble
+    unequal = step(cuts="(*-)x3|(*-)x1|(*-)x1|(*-)x3", pipeline_parallel=2, virtual_stages=2)
+    assert unequal.bubble > interleaved.bubble
     assert interleaved.pipeline == pytest.approx(2 * halves.pipeline)
     assert step(cuts="(*-)x2|(*-)x6", pipeline_parallel=2).compute > halves.compute
 
