@@ -84,8 +84,8 @@ def block_activation_bytes(
     head_dim), are:
 
     - every block: its input h; the norm's output h [layernorm]
-    - attention: queries, keys and values q + 2k; the output projection's input q; with per-head QK-norm its
-      input, a view of all q + 2k; with full-width QK-norm its input in fp32 and its normalized output, q + k each;
+    - attention: queries, keys and values q + 2k; the output projection's input q; with QK norms their input, a view
+      of all q + 2k;
       per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
     - MLP: outputs of the first linear and of the activation [mlp]
     - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
@@ -117,11 +117,10 @@ def block_activation_bytes(
     if block.is_linear:
         pass
     elif block.kind == "*":
-        query, key, projected = attention_widths(architecture, block)
+        query, _, projected = attention_widths(architecture, block)
         sharded = size * (projected + query)
         if architecture.qk_layernorm:
-            wide = architecture.qk_norm_scope == "width"
-            sharded += (4 + size) * (query + key) if wide else size * projected
+            sharded += size * projected
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)
