@@ -61,8 +61,9 @@ def describe(config: Mapping[str, Any]) -> None:
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of `architecture.describe` for a config, including those per GPU if the model is distributed.
 
-    Adds `recipe` (None if there is none), `pipeline_cuts` (1-based numbers of the blocks after which a cut follows) and
-    `pipeline_cuts_from`: `model.pattern`, `balance` if computed as in `nemo-ext train`, or None without cuts.
+    Adds `recipe` (None if there is none), `prediction` (of the throughput, if `gpu` is set), `pipeline_cuts` (1-based
+    numbers of the blocks after which a cut follows) and `pipeline_cuts_from`: `model.pattern`, `balance` if computed as
+    in `nemo-ext train`, or None without cuts.
 
     Args:
         config: resolved config of the describe job, as plain containers.
@@ -85,6 +86,8 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     cuts = list(architecture.pattern.cuts)
     spread = config["recipe"] is not None or gpus is not None or layout.world_size > 1 or bool(cuts)
     figures = cost_figures(architecture, layout=layout if spread else None, plan=_plan(config))
+    if config["gpu"] is not None:
+        figures["prediction"] = _prediction(config)
     return figures | {
         "recipe": config["recipe"],
         "pipeline_cuts": cuts,
@@ -140,6 +143,18 @@ def _gpus(launcher: Mapping[str, Any]) -> int | None:
     return prod(checked_whole(f"launcher.{name}", count, least=1) for name, count in given.items()) if given else None
 
 
+def _prediction(config: Mapping[str, Any]) -> dict[str, Any]:
+    from nemo_ext.rehearsal.search import gpu_of, predict
+
+    needed = [config["launcher"][name] for name in ("nodes", "nproc_per_node")]
+    if None in (*needed, config["megatron"].get("global_batch_size")):
+        raise ValueError(
+            f"gpu={config['gpu']}: a prediction requires launcher.nodes, launcher.nproc_per_node and "
+            "megatron.global_batch_size; set them, or recipe=NAME"
+        )
+    return predict(config, *gpu_of(str(config["gpu"]), None, key="gpu"))
+
+
 def _plan(config: Mapping[str, Any]) -> "Plan | None":
     from nemo_ext.architecture.precision_plan import Plan
 
@@ -171,6 +186,10 @@ def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:
         why = {"model.pattern": "as in model.pattern", "balance": "computed to balance the stages' FLOPs"}
         after = ", ".join(map(str, figures["pipeline_cuts"]))
         console.print(f"cut after blocks {after} ({why[figures['pipeline_cuts_from']]})", soft_wrap=True)
+    if "prediction" in figures:
+        from nemo_ext.rehearsal.search import prediction_text
+
+        console.print(prediction_text(figures["prediction"]), soft_wrap=True)
     hint = "draw=model.svg draws the blocks (or .png, .pdf); format=json prints every figure"
     console.print(hint if picture is None else f"drawn: {picture}", style="dim", soft_wrap=True)
 
@@ -180,5 +199,5 @@ DESCRIBE = Job(
     group="train",
     help="show parameters, FLOPs and memory of a model, as a table, JSON or picture",
     run=report,
-    grammar=Grammar(settings={**TRAINING, "draw": Place}),
+    grammar=Grammar(settings={**TRAINING, "draw": Place, "gpu": Place}),
 )

@@ -1,53 +1,152 @@
-"""Peak rates of GPUs and their interconnects, used by `roofline.py`."""
+"""Peak rates of GPUs and the rates that kernels reach on them, from `hydra_conf/rates`; used by `step_time.py`."""
 
-from dataclasses import dataclass
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from nemo_ext.job.registry import config_files
+from nemo_ext.job.settings import STRICT, checked
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rates = Annotated[dict[PositiveInt, Rate], Field(min_length=1)]
+Products = dict[Literal["bf16", "fp8"], Rates]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Attention:
+    """FLOP/s of causal attention, over the scores that the mask keeps.
+
+    Attributes:
+        forward: forward pass.
+        backward: backward pass, of 2.5 times the forward pass's FLOPs, as it recomputes the scores.
+    """
+
+    forward: Rate
+    backward: Rate
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Link:
+    """Rates that NCCL reaches on a link.
+
+    Attributes:
+        gather: bytes/s that a GPU sends in a ring: all-gather, reduce-scatter.
+        all_to_all: bytes/s that a GPU sends in an all-to-all, or to one GPU.
+        latency: seconds of a message without bytes.
+        mesh: whether each pair of GPUs has its own link, so that a part of the node reaches a part of the rate.
+    """
+
+    gather: Rate
+    all_to_all: Rate
+    latency: Rate
+    mesh: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Gpu:
-    """Peak rates of a GPU in its usual node.
+    """A GPU in its usual node: peak rates from data sheets, and the rates that kernels reach.
 
     Attributes:
         memory_gib: memory in GiB.
         capability: compute capability.
-        flops: dense BF16 FLOP/s.
-        bandwidth: memory bandwidth in bytes/s.
-        nvlink: bandwidth to the other GPUs in its node, in bytes/s one way.
-        network: its share of the node's network bandwidth, in bytes/s one way.
+        flops: peak dense BF16 FLOP/s.
+        bandwidth: peak memory bandwidth in bytes/s.
+        nvlink: peak bandwidth to the other GPUs in its node, in bytes/s one way.
+        network: peak share of the node's network bandwidth, in bytes/s one way.
         host: bandwidth from host memory in bytes/s.
+        matmul: FLOP/s of matrix products by precision and the smallest of the product's three sizes.
+        grouped: FLOP/s of the experts' grouped products by precision and smallest size; tokens are an expert's.
+        attention: FLOP/s of attention.
+        scan: FLOP/s of Mamba-2's scan in both passes, by the cost model's FLOPs and twice as many backward.
+        memory: bytes/s of kernels that memory bounds.
+        node: rates between GPUs of a node.
+        between: rates between nodes, for each GPU of the node.
+        grouped: FLOP/s of the experts' grouped products by precision and smallest size; the tokens are one expert's.
+            limits the clock and communication takes multiprocessors.
+        estimates: names of rates that no measurement or publication states.
+        source: GPU, date and versions of a measurement.
     """
 
-    memory_gib: float
+    memory_gib: PositiveFloat
     capability: tuple[int, int]
-    flops: float
-    bandwidth: float
-    nvlink: float
-    network: float
-    host: float
+    flops: Rate
+    bandwidth: Rate
+    nvlink: Rate
+    network: Rate
+    host: Rate
+    matmul: Products
+    grouped: Products
+    attention: Attention
+    scan: Rate
+    memory: Rate
+    node: Link
+    between: Link
+    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    estimates: tuple[str, ...] = ()
+    source: str = ""
+
+    def product(self, grouped: bool, precision: Literal["bf16", "fp8"], *sizes: float) -> float:
+        """Return the sustained FLOP/s of a product whose smallest size is that of `sizes`.
+
+        Between two sizes of the table, the rate is interpolated over the logarithm of the size. Above the largest, it
+        is constant; below the smallest, it is proportional to the size.
+
+        Raises:
+            ValueError: there are no rates for the precision.
+        """
+        rates = (self.grouped if grouped else self.matmul).get(precision)
+        if rates is None:
+            raise ValueError(
+                f"the GPU's file has no {'grouped' if grouped else 'matmul'} rates in {precision}; use precision=bf16, "
+                "or add them to the file"
+            )
+        size, known = min(sizes), sorted(rates)
+        kept = self.sustained if precision == "bf16" and not grouped else 1.0
+        if size <= known[0]:
+            return kept * rates[known[0]] * size / known[0]
+        if size >= known[-1]:
+            return kept * rates[known[-1]]
+        upper = next(number for number, each in enumerate(known) if each > size)
+        low, high = known[upper - 1], known[upper]
+        share = math.log(size / low) / math.log(high / low)
+        return kept * (rates[low] + share * (rates[high] - rates[low]))
 
 
-GPUS = {
-    "A100-64GB": Gpu(
-        memory_gib=64, capability=(8, 0), flops=312e12, bandwidth=1.64e12, nvlink=300e9, network=12.5e9, host=32e9
-    ),
-    "A100-80GB": Gpu(
-        memory_gib=80, capability=(8, 0), flops=312e12, bandwidth=2.04e12, nvlink=300e9, network=25e9, host=32e9
-    ),
-    "H100-80GB": Gpu(
-        memory_gib=80, capability=(9, 0), flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9, host=64e9
-    ),
-    "H200-141GB": Gpu(
-        memory_gib=141, capability=(9, 0), flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9
-    ),
-    "B200-180GB": Gpu(
-        memory_gib=180, capability=(10, 0), flops=2250e12, bandwidth=8e12, nvlink=900e9, network=50e9, host=64e9
-    ),
-}
-"""GPUs, keyed by their `node.gpu` names in `hydra_conf/cluster` and sorted by memory.
+def read_gpu(text: str, name: str) -> Gpu:
+    """Read the content of a GPU's file.
 
-Sources: NVIDIA's data sheets for the SXM modules and for DGX A100 (8 x 200 Gb/s), DGX H100, H200
-and B200 (8 x 400 Gb/s).
-A100-64GB is Leonardo's GPU: four of them share 400 Gb/s per node (leonardo-supercomputer.cineca.eu/hpc-system), and
-each has four stacks of HBM2e at 3.2 Gb/s. Its FLOP/s are the data sheet's for the A100, although this chip has more
-SMs. The host is connected by PCIe 4 or 5 with 16 lanes.
-"""
+    Raises:
+        ValueError: the text is not YAML, or a rate is missing or invalid.
+    """
+    try:
+        content: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: expected a mapping as in hydra_conf/rates, got {type(content).__name__}")
+    return checked(Gpu, content, name)
+
+
+def _packaged() -> dict[str, Gpu]:
+    found = {name: read_gpu(file.read_text(encoding="utf-8"), name) for name, file in config_files("rates").items()}
+    return dict(sorted(found.items(), key=lambda item: item[1].memory_gib))
+
+
+GPUS = _packaged()
+"""GPUs, keyed by their `node.gpu` names in `hydra_conf/cluster` and sorted by memory."""
+
+
+def gpu_file(path: str) -> Gpu:
+    """Read a GPU's file, such as `benchmarks/gpu_rates.py` writes.
+
+    Raises:
+        ValueError: the file does not exist or is invalid.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"gpu={path}: no such file; write it with benchmarks/gpu_rates.py, or name a known GPU")
+    return read_gpu(file.read_text(encoding="utf-8"), path)

@@ -9,8 +9,8 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 from nemo_ext.rehearsal.puzzle import rehearse_puzzle
 from nemo_ext.rehearsal.ranks import rehearse
-from nemo_ext.rehearsal.search import gpu_of, search
-from nemo_ext.rehearsal.settings import STAGES, Settings, is_own
+from nemo_ext.rehearsal.search import gpu_of, has_rates, predict, search
+from nemo_ext.rehearsal.settings import STAGES, Settings, is_own, one_phase
 
 
 def job(config: dict[str, Any]) -> None:
@@ -45,7 +45,13 @@ def job(config: dict[str, Any]) -> None:
                     f"{', '.join(STAGES)} and heal runs with these settings; add one of them"
                 )
             return result
-        return rehearse(variant, settings.stages, records, imbalance=settings.imbalance)
+        result = rehearse(variant, settings.stages, records, imbalance=settings.imbalance)
+        if name is not None and has_rates(name):
+            try:
+                result["prediction"] = predict(one_phase(variant), *gpu_of(name, limit))
+            except ValueError as error:
+                notice(f"no prediction of the throughput: {error}")
+        return result
 
     def composed(change: list[str]) -> dict[str, Any]:
         return compose(str(running.job.config_name), [*words, *change])

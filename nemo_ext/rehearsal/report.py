@@ -12,6 +12,7 @@ from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.puzzle.plan import REACHED, StageWork
+from nemo_ext.rehearsal.search import prediction_text
 from nemo_ext.rehearsal.settings import QUANTISED_WEIGHTS, TE_VERSION
 
 COLORS = {
@@ -111,6 +112,8 @@ def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float 
         PUZZLE_NOTE if "name" in ranks[0] else None,
     )
     for result in results:
+        if "prediction" in result:
+            report.add(_predicted(result))
         if "checkpoint" in result:
             report.add(_saved(result))
         if result.get("work"):
@@ -156,6 +159,14 @@ def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
     report.table(f"Total work of the stages{which}", (*heading, "read and written", "maximum on disk"), rows, note)
 
 
+def _predicted(result: Mapping[str, Any]) -> str:
+    predicted = result["prediction"]
+    estimates = ", ".join(predicted["estimates"])
+    note = f" Estimates among the GPU's rates: {estimates} (docs/throughput.md)." if estimates else ""
+    try_ = f"{result['number']}: " if result["number"] else ""
+    return f"{try_}{prediction_text(predicted)}{note}"
+
+
 def _saved(result: Mapping[str, Any]) -> str:
     saved = result["checkpoint"]
     lists = ", ".join(f"`{rank['checkpoint']['list']}`" for rank in result["ranks"])
@@ -174,13 +185,12 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
     best = next((line for line in tried if line.get("fits")), None)
     if best is not None:
         command = " ".join(part for part in (shlex.join(searched["command"]), best["words"]) if part)
-        report.add(f"Fastest layout that fits, by the roofline: {best['layout']}").code(f"nemo-ext train {command}")
+        report.add(f"Fastest layout that fits, by predicted time: {best['layout']}").code(f"nemo-ext train {command}")
     else:
         report.add("None of the rehearsed layouts fits: use more GPUs.")
     report.add(
-        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, ordered by a roofline that was "
-        "not calibrated on GPUs: its seconds rank layouts and predict no times (docs/rehearsal.md). The first ones "
-        "that fit by the cost model were rehearsed; a layout fits if it leaves "
+        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, ordered by predicted time "
+        "(docs/throughput.md). The first ones that fit by the cost model were rehearsed; a layout fits if it leaves "
         f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB free."
     )
     seconds = [line["seconds"] for line in tried]
@@ -195,8 +205,10 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
         else:
             peak = "failed" if "error" in line else ""
         seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
-        rows.append([line["number"], line["layout"], *seconds, size(line["bytes"]), peak])
-    heading = ["", "layout", "step (s)", *(f"{name} (s)" for name in times), "bytes: cost model", "bytes: rehearsal"]
+        speed = [f"{line['tokens_per_second']:,.0f}", f"{line['mfu']:.1%}"]
+        rows.append([line["number"], line["layout"], *seconds, *speed, size(line["bytes"]), peak])
+    heading = ["", "layout", "step (s)", *(f"{name} (s)" for name in times), "tokens/s per GPU", "MFU"]
+    heading += ["bytes: cost model", "bytes: rehearsal"]
     report.table("", heading, rows)
     report.add("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in tried))
     errors = [f"- {line['number']} failed: {line['error']}" for line in tried if "error" in line]

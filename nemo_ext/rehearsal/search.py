@@ -1,4 +1,4 @@
-"""Search for the fastest layout that fits: candidates are ranked by a roofline, and the best that fit are rehearsed.
+"""Search for the fastest layout that fits: candidates are ranked by predicted time, the best are rehearsed.
 
 Does not import torch.
 """
@@ -11,15 +11,16 @@ from functools import cache
 from typing import Any
 
 from nemo_ext.architecture.candidates import expert_sizes, parallel_sizes, powers
-from nemo_ext.architecture.cost import per_gpu
-from nemo_ext.architecture.gpus import GPUS, Gpu
+from nemo_ext.architecture.cost import per_gpu, six_n, train_flops_per_token
+from nemo_ext.architecture.gpus import GPUS, Gpu, gpu_file
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pipeline import balance, forward_flops
-from nemo_ext.architecture.roofline import Roofline, StepTime
+from nemo_ext.architecture.precision_plan import Plan, low_shares
+from nemo_ext.architecture.step_time import ERROR, EXPERTS_ERROR, StepTime, TimeModel
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
@@ -38,7 +39,7 @@ class Candidate:
     Attributes:
         layout: the layout.
         pattern: the model's blocks with pipeline cuts.
-        time: step time by the roofline.
+        time: predicted step time.
         bytes: bytes on the fullest GPU by the cost model; 0 until `Search.fitting` sets it.
     """
 
@@ -65,10 +66,15 @@ class Candidate:
         return " ".join(words)
 
 
-def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
+def has_rates(name: str) -> bool:
+    """Return whether a GPU's name is known or the path of a file."""
+    return name in GPUS or name.endswith((".yaml", ".yml"))
+
+
+def gpu_of(name: str | None, memory_gib: float | None, *, key: str = "rehearse.gpu") -> tuple[str, Gpu]:
     """Return the name and figures of a GPU: the named one, or the first in the table with at least `memory_gib`.
 
-    A given memory replaces the one in the table.
+    A given memory replaces the one in the table; messages name the setting `key`.
 
     Raises:
         ValueError: neither is given, or no GPU in the table matches.
@@ -86,9 +92,10 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
                 f"rehearse.gpu_memory_gib={memory_gib:g}: no known GPU has that much memory; set rehearse.gpu"
             )
         name = next(known for known, gpu in GPUS.items() if gpu.memory_gib >= memory_gib)
-    if name not in GPUS:
-        raise ValueError(f"rehearse.gpu={name}: unknown GPU: {nearest(name, GPUS)}")
-    return name, replace(GPUS[name], memory_gib=memory_gib or GPUS[name].memory_gib)
+    if not has_rates(name):
+        raise ValueError(f"{key}={name}: unknown GPU: {nearest(name, GPUS)}; or give a path to a .yaml file")
+    gpu = GPUS[name] if name in GPUS else gpu_file(name)
+    return name, replace(gpu, memory_gib=memory_gib or gpu.memory_gib)
 
 
 class Search:
@@ -112,28 +119,32 @@ class Search:
         self.architecture = Architecture.from_config(bare)
         self.own = Layout.from_config(bare)
         self.kinds = {block.kind for block in self.architecture.sizes if not block.is_linear}
-        self.roofline = Roofline(self.architecture, gpu, gpus_per_node=self.per_node)
+        plan = config.get("precision_plan")
+        low = None if plan is None else low_shares(Plan.from_config(plan), self.architecture)
+        flex = self.megatron.get("moe_token_dispatcher_type") == "flex"
+        self.times = TimeModel(self.architecture, gpu, gpus_per_node=self.per_node, low=low, flex=flex)
         self.flops = forward_flops(self.architecture)
         self.stage_patterns = cache(self._pattern)
         self.fits_blocks = cache(self._fits_blocks)
 
     def ranked(self) -> list[Candidate]:
-        """List all candidates regardless of memory, the fastest by the roofline first."""
+        """List all candidates regardless of memory, the fastest by predicted time first."""
         return sorted(self._all(), key=lambda one: one.time.total)
 
     def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
-        """Estimate a layout's step time; for `gathers_experts`, see `Roofline.step`.
+        """Estimate a layout's step time; for `gathers_experts`, see `TimeModel.step`.
 
         Raises:
             ValueError: the pattern's cuts do not fit the layout.
         """
         flags = self.megatron
-        time = self.roofline.step(
+        time = self.times.step(
             layout,
             pattern,
             batch=self.batch,
             overlap_reduce=bool(flags.get("overlap_grad_reduce")),
             overlap_gather=bool(flags.get("overlap_param_gather")),
+            overlap_tensor=bool(flags.get("tp_comm_overlap")),
             gathers_experts=gathers_experts,
         )
         return Candidate(layout=layout, pattern=pattern, time=time)
@@ -217,15 +228,31 @@ class Search:
         """Return the record of the config's own layout, or None if it is invalid."""
         from nemo_ext.megatron.check import check_layout
 
-        pattern = parse(pattern_with_cuts(self.config))
-        cut = {**self.config, "model": {**self.config["model"], "pattern": format_pattern(pattern)}}
         try:
-            check_layout(cut)
-            layout = Layout.from_config(cut, world_size=self.world)
-            candidate = self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
-            return record(self, replace(candidate, bytes=self.bytes(layout, pattern)))
+            check_layout({**self.config, "model": {**self.config["model"], "pattern": pattern_with_cuts(self.config)}})
+            candidate = self.own_layout()
+            return record(self, replace(candidate, bytes=self.bytes(candidate.layout, candidate.pattern)))
         except ValueError:
             return None
+
+    def own_layout(self) -> Candidate:
+        """Predict the step time of the config's own layout.
+
+        Raises:
+            ValueError: the layout is invalid.
+        """
+        pattern = parse(pattern_with_cuts(self.config))
+        cut = {**self.config, "model": {**self.config["model"], "pattern": format_pattern(pattern)}}
+        layout = Layout.from_config(cut, world_size=self.world)
+        return self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
+
+    def throughput(self, time: StepTime) -> dict[str, float]:
+        """Return tokens per second and GPU at a step time, and the MFU by exact FLOPs and by 6N."""
+        model, frozen, mtp_only = self.architecture, self.own.frozen, self.own.mtp_only
+        rate = self.batch * self.length / time.total / self.world
+        exact = train_flops_per_token(model, seq_length=self.length, frozen=frozen, mtp_only=mtp_only)
+        counts = {"mfu": exact, "mfu_6n": six_n(model, frozen=frozen)}
+        return {"tokens_per_second": rate, **{name: rate * flops / self.gpu.flops for name, flops in counts.items()}}
 
     def _to_experts_alone(self) -> bool:
         """Return whether the token dispatcher sends tokens only to their experts' ranks."""
@@ -339,7 +366,7 @@ def search(
     best: int,
     rehearse: Callable[[list[str], int], Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Find the fastest layouts that fit, by roofline and rehearsal.
+    """Find the fastest layouts that fit, by predicted time and rehearsal.
 
     Args:
         config: composed training config.
@@ -397,13 +424,56 @@ def search(
     return summary, results
 
 
+def predict(config: Mapping[str, Any], name: str, gpu: Gpu) -> dict[str, Any]:
+    """Predict the throughput of a training config's own layout.
+
+    Args:
+        config: composed training config; its phases are ignored.
+        name: name of the GPU.
+        gpu: the GPU's rates.
+
+    Returns:
+        Dictionary with `gpu` (name), `gpus` (number), `seconds` (total and terms of a step), `tokens_per_second` per
+        GPU, `mfu` by exact FLOPs, `mfu_6n`, `error` (relative) and `estimates` (rates without a source).
+
+    Raises:
+        ValueError: the layout is invalid, or the GPU has no rates for the precision.
+    """
+    search = Search(config, gpu)
+    time = search.own_layout().time
+    return {
+        "gpu": name,
+        "gpus": search.world,
+        "seconds": _seconds(time),
+        **search.throughput(time),
+        "error": EXPERTS_ERROR if "E" in search.kinds else ERROR,
+        "estimates": list(gpu.estimates),
+    }
+
+
+def prediction_text(predicted: Mapping[str, Any]) -> str:
+    """Describe the result of `predict` in one sentence, with its error."""
+    seconds = dict(predicted["seconds"])
+    total = seconds.pop("total")
+    parts = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part >= 0.005 * total)
+    return (
+        f"Predicted on {predicted['gpus']:,} {predicted['gpu']}: {total:.3g} s per step, "
+        f"{predicted['tokens_per_second']:,.0f} tokens/s per GPU within {predicted['error']:.0%}, MFU "
+        f"{predicted['mfu']:.1%} by exact FLOPs and {predicted['mfu_6n']:.1%} by 6N ({parts})."
+    )
+
+
+def _seconds(time: StepTime) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in {"total": time.total, **asdict(time)}.items()}
+
+
 def record(search: Search, candidate: Candidate) -> dict[str, Any]:
-    """Describe a candidate as JSON: its layout, command-line arguments, seconds per component and estimated bytes."""
-    seconds = {"total": candidate.time.total, **asdict(candidate.time)}
+    """Describe a candidate as JSON: layout, command-line arguments, predicted seconds and throughput, and bytes."""
     return {
         "layout": candidate.describe(),
         "words": shlex.join(search.words(candidate)),
-        "seconds": {name: round(value, 6) for name, value in seconds.items()},
+        "seconds": _seconds(candidate.time),
+        **search.throughput(candidate.time),
         "bytes": candidate.bytes,
     }
 

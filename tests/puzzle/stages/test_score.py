@@ -140,6 +140,29 @@ def test_scores_match_the_whole_model(opened: Callable[..., Any], tmp_path: Path
         assert by_name[number + 1, "no_op"].kl > 1e-4
 
 
+def test_only_blocks_after_a_variant_run_again(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+    library = Library(tmp_path / "library")
+    build(parent, description, by_block, library, calibration=[])
+    runs = [0] * len(parent.layers)
+
+    def count(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            runs[number] += 1
+
+        return hook
+
+    hooks = [layer.register_forward_hook(count(number)) for number, layer in enumerate(parent.layers)]
+    score_blocks(parent, by_block, lambda v: library.layer(parent, v), calibration(), tmp_path / "scores.jsonl")
+    for hook in hooks:
+        hook.remove()
+
+    # Once for the parent's pass, once to move on to the next block's inputs, and once per variant of an earlier block.
+    changed = [len(each) - 1 for each in by_block]
+    expected = [1 + (number < 2) + sum(changed[:number]) for number in range(3)]
+    assert [each / len(calibration()) for each in runs] == expected
+
+
 def test_scoring_resumes_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
