@@ -209,8 +209,6 @@ def normal_messages(
     """Return messages in normal form: without empty traces, and with tool results in the order of their calls.
 
     Args:
-        messages: messages of a record.
-        key: the record's key that holds the messages, for error messages.
         changed: counter of changes; if None, records from which something must be removed are rejected.
 
     Returns:
@@ -239,7 +237,6 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
     Args:
         callers: messages with calls, each with its index in the record.
         answers: tool results, each with its index in the record.
-        key: the record's key that holds the messages, for error messages.
         changed: counter of changes; None to reject records from which something must be removed.
 
     Raises:
@@ -397,7 +394,6 @@ def checked_text(value: object, where: str, key: str) -> str:
     """Return the value if it is a string that can be encoded in UTF-8.
 
     Args:
-        value: the value.
         where: path of the object that holds the value, for error messages; "" for the record itself.
         key: the value's key in that object.
 
@@ -448,7 +444,6 @@ def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple
     Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations.
 
     Args:
-        text: the text.
         where: path of the message, for error messages.
         changed: counter of changes, such as a missing opening tag; None to count nothing.
 

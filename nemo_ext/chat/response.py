@@ -56,7 +56,6 @@ def parse_response(
     """Split a generated text at its first `</think>`.
 
     Args:
-        text: generated text.
         thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
         tool_calls, tokens, thinking_tokens, finished: see `Response`.
     """

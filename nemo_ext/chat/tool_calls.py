@@ -63,7 +63,6 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
     """Parse the tool calls in a text.
 
     Args:
-        text: answer without its reasoning.
         style: format in which the model's template writes calls.
         tools: declared tools, in the form of OpenAI's `tools`; XML-style values are decoded by their schemas, and kept
             as strings without one.
@@ -321,12 +320,6 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
     """Decode an XML-style argument by the parameters' schema: strings are written verbatim, other values as JSON.
 
     The value is validated within the whole schema, because its own schema may refer to other parts.
-
-    Args:
-        written: the argument as written.
-        schema: schema of all parameters of the tool.
-        key: name of the parameter.
-        where: start of error messages.
 
     Raises:
         _Malformed: the schema does not allow a string, and the argument is not JSON.

@@ -163,7 +163,6 @@ class Client:
     Args:
         endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again if the endpoint
             does not answer, as an endpoint on a cluster may have moved.
-        settings: settings for the requests; None for the defaults.
         model: name of the model; None for the one in the file.
         key_variable: environment variable that holds the key; None for the key in the file.
     """
@@ -303,7 +302,6 @@ class Client:
         """Send one request, with retries.
 
         Args:
-            request: the request.
             unreadable: function that returns why an answer is unusable, so that the attempt counts as failed, or "".
             within: seconds for all attempts, including the wait for a slot; None if there is no limit.
 
@@ -521,9 +519,6 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
     """Read the first choice in a response from `/chat/completions` or `/completions`, or a vector from `/embeddings`.
 
     Args:
-        content: body of the response.
-        request: the request.
-        seconds: duration of the attempt in seconds.
         key: API key, which is removed from messages.
 
     Raises:

@@ -57,12 +57,8 @@ async def answer_all(
 
     Args:
         client: client of the endpoint, not yet entered with `async with`.
-        rows: the input.
         asks: function that takes the index of the input and returns the builder of the requests.
-        folder: folder of the output.
-        samples: number of answers per row.
         settings: batch job settings; the keys that define requests are ignored.
-        label: label of the progress bar.
         otherwise: advice for the error message if the folder was started with different settings.
 
     Returns:
@@ -155,8 +151,6 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
     If only the version of this package differs, a notice is printed.
 
     Args:
-        folder: folder of the output.
-        now: the current settings.
         otherwise: advice for the error message.
 
     Raises:
@@ -195,7 +189,6 @@ def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> I
     """Show a progress bar with answers, tokens per second and failures; yields a function to call on each new answer.
 
     Args:
-        label: label of the bar.
         total: total number of answers.
         done: numbers of answers and of failures that exist already.
         speed: counts of this start, to which each new answer is added.

@@ -47,7 +47,6 @@ def map(
         frame: pandas or polars data frame, or Arrow table; the result is of the same type. Pandas' index and dtypes
             are kept.
         template: Jinja template of the user's message over the columns; None uses the column `messages` or `prompt`.
-        output: folder for the answers.
         model: Hugging Face or run directory, which is served during the call; with `endpoint`, the model's name there.
         endpoint: run directory of `nemo-ext serve`, or URL.
         settings: further settings of `nemo-ext generate`, such as ["samples=4", "generate.max_tokens=512"].
@@ -167,11 +166,9 @@ def _joined(frame: Any, table: Any, names: Mapping[str, str], answers: Any, samp
     """Repeat each row of `frame` for its samples, and append the columns of `answers`.
 
     Args:
-        frame: the user's data frame; the result is of its type.
         table: the same as an Arrow table.
         names: mapping from the columns of `table` that are kept to their names in the result.
         answers: table of the answers.
-        samples: number of answers per row.
     """
     repeated = [row for row in range(len(table)) for _ in range(samples)]
     if (

@@ -55,10 +55,7 @@ def generate(
     There is one line per task that has at least one scored response.
 
     Args:
-        config: composed config whose `served` is the policy.
-        tasks: tasks to respond to.
         generation: settings of generation and rewards.
-        folder: folder for all files of this module.
 
     Raises:
         ValueError: the model cannot be served, or none of its responses has a score.
@@ -137,7 +134,6 @@ def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[f
     Truncated responses are listed under `cut`, because a pair would train on them as if they were complete.
 
     Args:
-        task: the task.
         group: the task's responses and their scores.
         rewards: one reward per response.
     """

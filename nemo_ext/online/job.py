@@ -74,7 +74,6 @@ def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
     """Perform the checks that the job makes before its first request.
 
     Args:
-        config: composed config.
         tasks: whether to read and check the tasks; False if an earlier job has yet to write them.
 
     Raises:
@@ -174,10 +173,6 @@ class _Run:
     def round(self, policy: Path, number: int) -> Path | None:
         """Run or resume a round, and return the path of the trained policy.
 
-        Args:
-            policy: Hugging Face folder of the policy that the round starts from.
-            number: number of the round, from 1.
-
         Returns:
             Path of the trained policy; None if there are too few pairs for a batch.
 
@@ -212,11 +207,6 @@ class _Run:
 
     def _make(self, folder: Path, policy: Path, number: int) -> bool:
         """Do a round: generate and judge responses, make pairs, and train on them.
-
-        Args:
-            folder: folder of the round.
-            policy: Hugging Face folder of the policy that the round starts from.
-            number: number of the round, from 1.
 
         Returns:
             False, without training, if the pairs do not fill a batch.
@@ -253,7 +243,6 @@ class _Run:
         """Make a round's preference pairs, unless already made, and return their number.
 
         Args:
-            folder: folder of the round.
             policy: folder of the policy, whose tokenizer measures prompt lengths.
         """
         path = folder / "pairs" / PAIRS

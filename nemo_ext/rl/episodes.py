@@ -148,7 +148,6 @@ class Episodes:
 
         Args:
             episode: state before the response.
-            response: parsed response.
             unreadable: mapping from the id of each malformed tool call to the reason. In a conversation, the model
                 gets the reasons as error messages; in a single-turn environment, the response is wrong.
             close: False to return a conversation's last turn without a verdict and `answers`, for `close`.

@@ -111,8 +111,6 @@ class PlannedTasks:
         files: mapping from stream names to task files.
         shares: mapping from stream names to their shares.
         steps: maximum number of batches that can be drawn.
-        prompts: number of prompts per step.
-        seed: seed for all orders.
         shuffle: whether tasks are reshuffled for every epoch over a file; otherwise file order is kept.
         adapt: settings of adaptive shares; None if the shares are constant.
         thinking_share: share of each file's draws in thinking mode, for tasks without a mode; None to set no modes.
@@ -184,7 +182,6 @@ class PlannedTasks:
         """Return the task at a position of a stream's order, as drawn by adaptive shares.
 
         Args:
-            stream: index of the stream.
             number: 0-based position; beyond the last task, the file is repeated in the order of its next epoch.
         """
         tasks = self.files[stream].tasks
@@ -226,8 +223,6 @@ def plan_tasks(
 
     Args:
         settings: a `TrainTasks`, or a mapping with its keys.
-        steps: number of training steps.
-        prompts: number of prompts per step.
         spare: number of additional batches that can be drawn; a curriculum repeats after its last step.
         thinking_share: share of each file's prompts in thinking mode; None for the modes that the tasks set.
         where: key of the settings, for error messages.

@@ -37,7 +37,6 @@ class Precision:
         """Resolve the precision plan in an RL run's config; return None if there is no plan or it uses no FP8.
 
         Args:
-            config: config of `nemo-ext rl`.
             where: generation (the default), training or both.
 
         Raises:

@@ -74,7 +74,6 @@ class Prompts:
 
         Args:
             answers: messages that follow the response, such as tool results.
-            tools: declared tools.
             thinking: whether thinking mode is requested; None for models without modes.
 
         Raises:

@@ -171,7 +171,6 @@ class Curricula:
         """Return the reason to measure pass rates after a step; None if they are not due.
 
         Args:
-            step: number of training steps so far.
             validations: (step, reward) of each validation so far.
         """
         since = self.since()

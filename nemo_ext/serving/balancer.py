@@ -62,11 +62,7 @@ class _Left(Exception):
 
 
 class Balancer:
-    """Load balancer for a run's replicas.
-
-    Args:
-        watch: watcher of the replicas' files.
-    """
+    """Load balancer for a run's replicas."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch

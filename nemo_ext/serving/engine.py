@@ -426,7 +426,6 @@ def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
     """Move each row's padding from behind the first `common` columns to the start of the row.
 
     Args:
-        cache: the cache, which is changed in place.
         common: number of columns before the padding.
         padding: width of each row's padding, `[rows]`.
     """

@@ -141,9 +141,6 @@ async def run_group(
     """Keep replicas running until cancelled, and the balancer too while this process holds its lease.
 
     Args:
-        config: the serve job's composed config.
-        settings: settings in its section `serving`.
-        run_dir: run directory of the endpoint.
         numbers: numbers of this machine's replicas.
         port: port of the endpoint; 0 for a free one.
 
@@ -199,8 +196,6 @@ async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, po
     """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer.
 
     Args:
-        settings: settings of the endpoint.
-        run_dir: run directory of the endpoint.
         key: API key; None for an open endpoint.
         port: port of the endpoint; 0 for a free one.
     """

@@ -32,7 +32,6 @@ class Decoder:
     """Incremental decoder of one answer's tokens.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         stop: strings that end the answer and are not part of it.
     """
 
@@ -72,11 +71,7 @@ class Decoder:
 
 
 class TokenBytes:
-    """Converter of a tokenizer's tokens to bytes, including tokens with incomplete characters.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
-    """
+    """Converter of a tokenizer's tokens to bytes, including tokens with incomplete characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -143,7 +138,6 @@ class Splitter:
         """Add text, and yield new pieces of the answer, each with the name of the response field it belongs to.
 
         Args:
-            text: new text.
             last: whether the answer ends with this text.
         """
         self._held += text

@@ -63,9 +63,7 @@ def command(
 
     Args:
         folder: Hugging Face directory.
-        settings: settings in section `serving`.
         config: composed config, which holds the consent to run the directory's code.
-        port: port of the server.
         rank: number of this node in a multi-node replica; the first node runs the server.
 
     Raises:

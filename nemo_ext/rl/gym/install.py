@@ -230,8 +230,6 @@ def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]
     """Return the contents of the files to write, by their paths in the server's folder.
 
     Args:
-        names: names of the servers.
-        seed: seed of the example data.
         tasks: task files to convert into Gym's rows.
     """
     files = {

@@ -32,7 +32,6 @@ def to_gym(task: Task, *, thinking_key: str = THINKING) -> dict[str, Any]:
     """Convert a task into a row.
 
     Args:
-        task: task to convert.
         thinking_key: variable in the model's chat template that switches reasoning on and off; Gym's vllm_model passes
             it on for tasks with a thinking mode.
     """
@@ -57,7 +56,6 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     """Convert a row, ours or Gym's own, into a task.
 
     Args:
-        row: row to convert.
         environment: environment of the server that received the row.
 
     Raises:
@@ -165,7 +163,6 @@ def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapp
     Args:
         row: row in the format of the Gym server.
         environment: our equivalent of that server.
-        tools: declared tools of the row.
 
     Raises:
         ValueError: the row does not have the keys of such a server.

@@ -34,10 +34,6 @@ class TaskProcessor:
 
         Args:
             record: record from `Records`, with the task and its name in NeMo-RL.
-            spec: unused argument that NeMo-RL passes.
-            tokenizer: the policy's tokenizer.
-            max_length: maximum number of tokens; None for no limit.
-            number: the sample's index in the dataset.
         """
         task: Task = self.prompts.in_mode(record["task"])
         text, opened = self.prompts.prompt(task)
@@ -89,8 +85,6 @@ class AdaptiveTasks:
     Its dataloader must not have workers, which would read ahead before the last batch's rewards are known.
 
     Args:
-        tasks: the run's tasks.
-        shares: the datasets' shares.
         processed: function that makes NeMo-RL's dataset from a mapping from numbers to tasks.
     """
 

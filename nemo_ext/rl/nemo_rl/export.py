@@ -80,11 +80,6 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
     A run is finished at `max_num_steps`, or if it ended earlier under the same plan because its data or epochs were
     exhausted or a threshold was reached.
-
-    Args:
-        run_dir: the run's directory.
-        master: NeMo-RL's master config as plain mappings.
-        section: the algorithm's section in it, grpo or dpo.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -117,13 +112,8 @@ def leave_model(
     If the conversion fails, there is no RUN_DIR/model, and a notice names the checkpoint and a command to convert it.
 
     Args:
-        run_dir: the run's directory.
-        step: last training step.
-        master: NeMo-RL's master config as plain mappings.
         section: the algorithm's section in the master config, grpo or dpo.
-        root: folder of NeMo-RL's checkout.
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
-        config: the job's config, for `trust_remote_code`.
     """
     if _read_record(run_dir) != _record(step, master, section):
         # An existing model belongs to other steps; remove it before the record changes.

@@ -140,12 +140,10 @@ def groups_of(
     """Create a run's `Groups` from its settings.
 
     Args:
-        generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
         group: settings of the group reward function (see `nemo_ext.rl.groups.group_reward`), and optionally
             `environments`, the names of the environments that it applies to; by default all.
-        least: minimum number of responses per prompt.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.
@@ -189,8 +187,6 @@ def scored(
     """Context in which NeMo-RL computes baselines, deviations and rewards in this process as `groups` specifies.
 
     Args:
-        groups: how these are computed.
-        tokenizer: the policy's tokenizer.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
         learn: function that is called with every generated batch's rewards, `[prompts, responses]`, before dynamic
             sampling; only in the synchronous loop.
@@ -295,7 +291,6 @@ def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
 
     Args:
         prompts: token ids of the prompts, `[batch, tokens]`.
-        generations: number of responses per prompt.
     """
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:

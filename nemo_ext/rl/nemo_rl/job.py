@@ -166,10 +166,6 @@ def _lay_out(
     """Plan which GPUs train and generate, and with which parallel sizes; write this into the draft and print it.
 
     Args:
-        config: the job's config.
-        settings: its section `nemo_rl`.
-        algorithm: the algorithm.
-        draft: draft of NeMo-RL's config, which is changed in place.
         user_values: mapping from NeMo-RL's dotted keys to the user's values, which are kept.
     """
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)

@@ -164,7 +164,6 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
     Args:
         name: name of the layout; None if only the user states sizes.
         user_values: mapping from NeMo-RL's dotted keys to the user's values.
-        backend: megatron or dtensor.
         gpu_memory_gib: memory of each GPU in GiB; None if unknown.
 
     Raises:
@@ -220,9 +219,6 @@ def plan(
         algorithm: algorithm, whose context length, batch and asynchrony matter.
         model: the model; None if unknown, in which case sizes that are not stated are 1.
         fixed: stated sizes; the default is one node with one GPU of 80 GiB.
-        backend: megatron or dtensor.
-        micro_batch: maximum microbatch size.
-        generation_bytes: bytes per weight in vLLM.
 
     Raises:
         ValueError: no allowed layout fits; the message gives the reason and the memory that the best one needs.
@@ -252,11 +248,6 @@ def plan(
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
     """Return the ways to reserve GPUs for generation, the most even split between training and generation first.
-
-    Args:
-        nodes: number of nodes.
-        gpus: number of GPUs per node.
-        fixed: stated sizes, which are kept.
 
     Returns:
         Pairs of the number of nodes that generate and the number of GPUs on each of them that do.
@@ -340,9 +331,7 @@ class _Search:
         """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
 
         Args:
-            world: number of GPUs that generate.
             shares: values of `gpu_memory_utilization` to try, in order.
-            weight: bytes per weight.
         """
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
@@ -510,11 +499,8 @@ def put_layout(draft: Draft, run_plan: Plan, model: Description | None, algorith
     """Write a planned layout (parallelism, nodes, packing, generation) into a draft of NeMo-RL's config.
 
     Args:
-        draft: draft to write to.
-        run_plan: the plan.
         model: the policy; None if its sizes are unknown, which rules out packing on DTensor.
         algorithm: the algorithm, which determines whether there are pairs or rollouts.
-        backend: back end that trains the policy, megatron or dtensor.
     """
     layout, pairs = run_plan.training.layout, not isinstance(algorithm, PolicyGradient)
     tensor, context = layout.tensor_parallel, layout.context_parallel

@@ -79,7 +79,6 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
 
     Args:
         master: master config, whose `policy.generation` is completed in place.
-        section: the algorithm's section, grpo or dpo.
     """
     module = compat.grpo() if section == "grpo" else compat.dpo()
     config = {**master}
@@ -161,10 +160,6 @@ def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
     """Divide items among the data-parallel ranks and into microbatches, as training does.
 
     Args:
-        policy: NeMo-RL's policy.
-        size: number of items to divide.
-        batch: global batch size.
-        micro: microbatch size.
         pairs: number of sequences per item: 2 for preference pairs, else 1.
 
     Raises:

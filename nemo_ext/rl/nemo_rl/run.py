@@ -349,9 +349,6 @@ class WithEnvironments:
     also written to metrics.jsonl under the names that TRL's runs use, for reports, `status` and pipelines.
 
     Args:
-        log: the logger's `log_metrics`.
-        environments: mapping from names to environment actors.
-        validators: the same for validation.
         metrics: path of metrics.jsonl; None to write none.
         limits: True if responses with a large mismatch are excluded (`grpo.seq_logprob_error_threshold`).
 
@@ -476,7 +473,6 @@ def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) ->
     Args:
         ready: results of `grpo.setup` or `dpo.setup`.
         logged: last step in the log, which counts only if the run saves no checkpoints.
-        steps: planned number of steps.
         clocks: the training loop's timeout checkers, from `compat.clocks`.
 
     Raises:

@@ -27,7 +27,6 @@ def group_advantages(
     rewards of a group are equal, or it has a single response, advantages are exactly 0.
 
     Args:
-        rewards: rewards, `[..., responses]`.
         baseline: mean over the group (`mean`), or over the other responses of the group (`leave_one_out`).
         normalise: divide by the standard deviation with denominator n (`std`) or n - 1 (`unbiased_std`), or not at all.
         epsilon: constant added to the standard deviation.
@@ -81,7 +80,6 @@ def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDAr
     Domyn-Small, section 4.4; OLMo 3).
 
     Args:
-        rewards: rewards, `[..., responses]`.
         tolerance: largest difference between rewards that count as equal.
 
     Returns:

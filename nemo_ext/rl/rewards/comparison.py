@@ -118,7 +118,6 @@ def base_rewards(
     its advantage is zero if the baseline is the group's mean. If no comparison was judged, all get the neutral 3.
 
     Args:
-        size: number of responses in the group.
         judgements: mapping from (shown first, shown second) to judgements; None where the judge gave none.
 
     Returns:

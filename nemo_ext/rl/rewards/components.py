@@ -50,10 +50,6 @@ class Reward:
 def combine(components: Sequence[Component], values: Mapping[str, float]) -> Reward:
     """Return the weighted sum of values, each clipped to its component's range.
 
-    Args:
-        components: components of the reward.
-        values: mapping from component names to values.
-
     Raises:
         ValueError: components share a name, or a value is missing, NaN or for an unknown component.
     """

@@ -102,7 +102,6 @@ def genrm_reward(
     Args:
         answer: the GenRM's response, parsed with `parse_judgement`.
         helpfulness: true scores of the responses in the order shown; an unknown one (None) adds no term.
-        ranking: true ranking.
         format_penalty, ranking_weight: coefficients C1 and C2.
 
     Raises:
@@ -130,7 +129,6 @@ def true_judgement(helpfulness: tuple[float | None, float | None], ranking: floa
 
     Args:
         helpfulness: true scores of the responses in the order shown; None if unknown.
-        ranking: true ranking.
 
     Raises:
         ValueError: a score is out of range.

@@ -38,8 +38,6 @@ def needles(
     The position of the first requested code moves through the text from problem to problem (column `depth`, 0 to 1).
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         keys: number of things with codes (4 in RULER's multi-key task).
         values: number of codes per thing (4 in multi-value).
@@ -77,8 +75,6 @@ def variables(
     """Generate questions about variables assigned from each other: RULER's variable tracking (default: 4 hops).
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         chains: number of chains, each with a different value; the question is about the first.
         hops: number of assignments per chain after the first.
@@ -113,8 +109,6 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
     Common words make up about a quarter of the list, and each is three times as frequent as any other word.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         common: number of words that the question asks for.
     """
@@ -135,8 +129,6 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
     """Generate questions about one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         hops: number of documents needed for the answer, 1 or 2.
     """
@@ -171,8 +163,6 @@ def deliveries(
     """Generate questions about dated deliveries to towns in random order: which came third, or a town's total.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
         asked: `order` to ask which town comes at a position by date; `total` to ask for the sum of a town's deliveries.

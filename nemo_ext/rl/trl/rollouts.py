@@ -191,7 +191,6 @@ class Rollouts:
 
         Args:
             before: the last tokens before the response.
-            response: token ids of the response.
         """
         if not self._finished(response):
             return False, False

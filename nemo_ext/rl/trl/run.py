@@ -155,12 +155,6 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
     """Train from the last checkpoint to the end of the run, or until pass rates must be measured again.
 
-    Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        phases: log of the run's phases, such as generation.
-        ready: model, tokenizer and settings.
-
     Returns:
         Whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
     """
@@ -258,14 +252,8 @@ def _measure(
     """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted.
 
     Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        curricula: the run's curricula.
         checkpoint: newest checkpoint; None if there is none.
         make: function that creates a trainer for a model folder and settings.
-        settings: arguments for TRL's config.
-        ready: model, tokenizer and settings.
-        phases: log of the run's phases, such as generation.
     """
     updates = algorithm.updates_per_step
     if checkpoint is not None:
@@ -363,10 +351,6 @@ def _tasks(
     The last two are None if the config has none.
 
     Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
         done: number of optimizer updates before the run is resumed.
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
@@ -445,9 +429,6 @@ def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, setting
     """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum.
 
     Args:
-        rollouts: renderer of the prompts.
-        tasks: planned tasks.
-        limit: maximum length of a prompt in tokens.
         settings: section of the config that the tasks come from, in which `curriculum` may be set.
     """
     excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))

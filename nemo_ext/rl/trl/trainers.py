@@ -60,7 +60,6 @@ class Drawn(TrainerCallback, ExportableState):
     Every checkpoint stores the number of drawn tasks, so a resumed run draws the next ones.
 
     Args:
-        tasks: the run's tasks.
         saved: state from the checkpoint that the run resumes from; None at the start.
     """
 
@@ -228,12 +227,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
                 self._metrics["train"][f"guards/{name}"].append(float(total / tokens))
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
-        """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL).
-
-        Args:
-            model: current policy.
-            inputs: TRL's batch of prompts and responses.
-        """
+        """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL)."""
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
@@ -333,12 +327,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return responses, logprobs
 
     def _distilled(self, batch: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
-        """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher.
-
-        Args:
-            batch: TRL's batch of prompts and responses.
-            teachers: the run's teachers.
-        """
+        """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher."""
         ids, mask, width = _inputs(batch)
         names = [teachers.settings.teacher(self.rollouts.task(text)) for text in self.scored]
         policy = batch.get("old_per_token_logps")
@@ -541,13 +530,8 @@ def policy_gradient(
     """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        algorithm: algorithm to train with.
         model: Hugging Face folder of the model.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
-        rollouts: prompts and rewards.
         train: the run's tasks; with `sampling.drop_zero_variance`, all tasks that may be drawn.
-        validation: validation tasks; None if there are none.
         drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
         teachers: teachers of on-policy distillation; None for advantages from rewards.
@@ -645,13 +629,8 @@ def _generate(
     """Call transformers' `generate` for a trainer and return token ids, `[rows, tokens]`.
 
     Args:
-        model: transformers' model.
         trainer: TRL's trainer, whose `sampled` gets the log-probabilities of the sampled tokens if it is a list.
         shared: whether adjacent equal prompts are computed once.
-        input_ids: token ids of the prompts, `[rows, tokens]`.
-        attention_mask: `[rows, tokens]`.
-        generation_config: transformers' settings of sampling.
-        others: other arguments of `generate`.
     """
     recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
     others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
@@ -664,13 +643,7 @@ def _generate(
 
 
 def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty if there are none.
-
-    Args:
-        model: transformers' model.
-        input_ids: token ids of the prompts, `[rows, tokens]`.
-        attention_mask: `[rows, tokens]`.
-    """
+    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty if there are none."""
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
@@ -702,12 +675,8 @@ def answer(
     A batch's responses depend only on the seed and the batch's number, so an interrupted run gives the same ones.
 
     Args:
-        trainer: trainer made by `policy_gradient`.
-        tasks: tasks to respond to.
         record: path of the JSONL file to append to; batches that are complete in it are not repeated.
-        samples: number of responses per task.
         at_once: number of tasks per batch.
-        seed: sampling seed.
     """
     ours: Any = trainer
     ours.model.eval()
@@ -752,10 +721,7 @@ def preference(
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        algorithm: algorithm to train with.
         model: Hugging Face folder of the model.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
         prompts: the model's chat template; None if it has none and the pairs are already rendered.
         pairs: mapping from splits (train, validation) to paths.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
@@ -798,10 +764,8 @@ def _pairs(
     """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
 
     Args:
-        path: path of the file.
         where: config key that names the file, for messages.
         prompts: the model's chat template; None if the pairs are already rendered.
-        tokenizer: Hugging Face tokenizer.
         limit: maximum length of prompt and response together, in tokens; None for no limit.
         max_prompt: maximum length of the prompt in tokens, above which pairs are excluded; None for no limit.
         with_rewards: whether the pairs must have true rewards.
@@ -875,8 +839,6 @@ def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) ->
     """Make the trainer draw its tasks through a `Drawn` callback instead of reading them from a dataset.
 
     Args:
-        trainer: the trainer.
-        tasks: the run's tasks.
         saved: state of `Drawn` from the checkpoint that the run resumes from; None at the start.
 
     Raises:

@@ -175,8 +175,6 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
 
     Args:
         response: response whose answer contains the program.
-        reference: tests to pass.
-        sandbox: sandbox to run the program in.
         partial: score wrong answers by the share of tests that pass, for which all tests are run; otherwise testing
             stops at the first failure.
     """
@@ -258,9 +256,6 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
     """Run a program on the tests in a box.
 
     Args:
-        box: box to run the program in.
-        source: the program.
-        reference: tests to pass.
         limits: limits of each run, before the reference's changes.
         partial: score wrong programs by the share of tests that pass; otherwise stop at the first failure.
 

@@ -572,7 +572,6 @@ def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
     """Return whether a position, at an end point or between two, is in a set.
 
     Args:
-        node: the set.
         at: position on the number line: even at an end point, odd between two.
         places: mapping from end points to their positions.
     """

@@ -219,7 +219,6 @@ def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list
     """Return the tokens of a run of letters: a word, a function or constant, or one symbol per letter.
 
     Args:
-        run: the letters.
         words: whether all runs are words, as in \\text{}.
         spaced: whether white space precedes the run.
         after_number: whether a number precedes it.
@@ -241,7 +240,6 @@ def read(text: str, *, grouped: bool = True) -> Node:
     """Parse an answer into a tree.
 
     Args:
-        text: the answer, in LaTeX or plain text.
         grouped: whether "1,234" is one number rather than two.
 
     Raises:

@@ -214,7 +214,6 @@ def environment(
 
     Args:
         verifier: environment that verifies the last response, and whose references the tasks have.
-        settings: settings of the verifier.
         judge: settings of the verifier's judge; unused if it has none.
         max_calls: maximum number of calls per conversation.
         max_turns: maximum number of responses per conversation; None allows one more than `max_calls`.

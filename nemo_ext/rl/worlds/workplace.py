@@ -415,8 +415,6 @@ def _search(database: Database, table: str, query: str, columns: tuple[str, ...]
     """Return the rows that match a query and all given values.
 
     Args:
-        database: database to search.
-        table: name of the table.
         query: words that must all occur in `columns`.
         columns: names of the columns in which the words are searched.
         given: required value of each named column; None allows any value.

@@ -365,7 +365,6 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
     """Create a world's environment.
 
     Args:
-        world: the world.
         max_turns: maximum number of responses in one conversation.
         style: format of tool calls in raw text; see `nemo_ext.chat.tool_calls`.
 
