@@ -234,13 +234,7 @@ def normal_messages(
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
     """Return messages with calls, followed by their results in the order of the calls; unchanged if calls have no ids.
 
-    Args:
-        callers: messages with calls, each with its index in the record.
-        answers: tool results, each with its index in the record.
-        changed: counter of changes; None to reject records from which something must be removed.
-
-    Raises:
-        FormatError: a result or call would be removed, and `changed` is None.
+    Raises FormatError if a result or call would be removed, and `changed` is None.
     """
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
@@ -295,11 +289,7 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count a removal under the name `change`; without a counter, reject the record for the reason `why`.
-
-    Raises:
-        FormatError: `changed` is None.
-    """
+    """Count a removal under the name `change`; without a counter, raise FormatError for the reason `why`."""
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -422,11 +412,7 @@ def optional_text(value: object, key: str) -> str:
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Return the text of a message's value, joining the parts of a multi-part one; for `where` see `checked_text`.
-
-    Raises:
-        FormatError: the value is neither text nor a list of text parts.
-    """
+    """Return the text of a message's value, joining the parts of a multi-part one; FormatError if it is not text."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -441,14 +427,8 @@ def _text(value: Any, where: str, key: str) -> str:
 def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple[str, str | None]:
     """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
 
-    Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations.
-
-    Args:
-        where: path of the message, for error messages.
-        changed: counter of changes, such as a missing opening tag; None to count nothing.
-
-    Raises:
-        UnfinishedTrace: the trace does not end.
+    Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations, and that
+    a trace without an end raises `UnfinishedTrace`.
     """
     opened = text.lstrip().startswith(OPEN)
     if not opened and CLOSE not in text:
@@ -497,11 +477,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode a JSON string; an empty string becomes None, and other values are returned unchanged.
-
-    Raises:
-        FormatError: the string is not JSON, or the value cannot be written as JSON; the message names the path `where`.
-    """
+    """Decode a JSON string, None if empty; other values are returned unchanged. FormatError if it is not JSON."""
     if isinstance(value, str):
         if not value.strip():
             return None

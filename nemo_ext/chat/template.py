@@ -264,12 +264,7 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Return the span of an answer, which follows its prompt; None if the text does not start with that prompt.
-
-        Args:
-            place: index of the answer among the messages.
-            text: the rendered conversation.
-        """
+        """Return the span of the answer at `place`, if the rendered text continues its prompt; otherwise None."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -399,11 +394,8 @@ def split_turns(sample: Sample) -> list[Sample]:
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
     """Replace each text of a sample with a unique word, to find out which texts a template renders.
 
-    Args:
-        all_reasoning: whether the reasoning of earlier turns must be rendered, too.
-
-    Returns:
-        The copy with the words, and a mapping from each word that must be rendered to a description of its text.
+    Returns the copy, and a mapping from each word that must be rendered to a description of its text; reasoning of
+    earlier turns must be with `all_reasoning`.
     """
     words: dict[str, str] = {}
 

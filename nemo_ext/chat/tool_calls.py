@@ -207,13 +207,7 @@ class _Scanner:
         return before
 
     def name(self, mark: str, known: Iterable[str]) -> str:
-        """Read a name and the delimiter `mark` after it.
-
-        A known name may contain any characters; otherwise the text before the delimiter is the name.
-
-        Raises:
-            _Malformed: there is no name followed by the delimiter.
-        """
+        """Read a name and the delimiter `mark` after it; a known name may contain any characters."""
         name = max((name for name in known if self.at(name + mark)), key=len, default=None)
         if name is None:
             name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
@@ -320,9 +314,6 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
     """Decode an XML-style argument by the parameters' schema: strings are written verbatim, other values as JSON.
 
     The value is validated within the whole schema, because its own schema may refer to other parts.
-
-    Raises:
-        _Malformed: the schema does not allow a string, and the argument is not JSON.
     """
     if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
         return written  # the schema does not constrain it

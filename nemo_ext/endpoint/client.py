@@ -516,14 +516,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """Read the first choice in a response from `/chat/completions` or `/completions`, or a vector from `/embeddings`.
-
-    Args:
-        key: API key, which is removed from messages.
-
-    Raises:
-        Failed: the response is an error, is not a completion, or has an answer that the endpoint aborted.
-    """
+    """Read the first choice of a completion, or a vector from `/embeddings`; `Failed` if there is none, or an error."""
     try:
         body = body_of(content, "chat completion", key)
         if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file

@@ -146,15 +146,9 @@ def index_of(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Check that an output was started with the current settings, which are recorded if it is new.
+    """Record the settings of a new output; ValueError with the advice `otherwise` if it was started with others.
 
     If only the version of this package differs, a notice is printed.
-
-    Args:
-        otherwise: advice for the error message.
-
-    Raises:
-        ValueError: the output was started with different settings.
     """
     before = made_of(folder)
     if before is None:
@@ -186,13 +180,7 @@ class _Speed:
 
 @contextmanager
 def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Show a progress bar with answers, tokens per second and failures; yields a function to call on each new answer.
-
-    Args:
-        total: total number of answers.
-        done: numbers of answers and of failures that exist already.
-        speed: counts of this start, to which each new answer is added.
-    """
+    """Show a progress bar with tokens per second and failures; yields a function to call on each new answer."""
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

@@ -295,11 +295,7 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a range's part; return False if it already exists.
-
-        Args:
-            answers: (row, sample) and journal line of each answer, in order.
-        """
+        """Write a range's part from journal lines by (row, sample); return False if it already exists."""
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
@@ -407,12 +403,7 @@ def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_line(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Format an answer as a line of an OpenAI batch output file.
-
-    Args:
-        answer: the answer's columns, of which `key` and `sample` are used.
-        body: body of the endpoint's response.
-    """
+    """Format an answer and the body of its response as a line of an OpenAI batch output file."""
     return {
         "id": f"batch_req_{answer['key']}_{answer['sample']}",
         "custom_id": answer["key"],

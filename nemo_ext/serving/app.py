@@ -499,11 +499,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) -> Kind:
-    """Read a request's body, and validate it as `kind`.
-
-    Raises:
-        BadRequest: the body is too large or invalid.
-    """
+    """Read a request's body and validate it as `kind`; BadRequest if it is too large or invalid."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk

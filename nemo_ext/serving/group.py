@@ -193,12 +193,7 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
 
 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
-    """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer.
-
-    Args:
-        key: API key; None for an open endpoint.
-        port: port of the endpoint; 0 for a free one.
-    """
+    """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer."""
     bound = bind(settings.host, port)
     balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())

@@ -227,11 +227,7 @@ def _for_server(name: str, task: Task) -> Task:
 
 
 def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]:
-    """Return the contents of the files to write, by their paths in the server's folder.
-
-    Args:
-        tasks: task files to convert into Gym's rows.
-    """
+    """Return the files to write, by path in the servers' folder; `tasks` are task files to convert into rows."""
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),
         "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),

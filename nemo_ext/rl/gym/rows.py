@@ -158,15 +158,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """Return the environment's reference for a row of one of Gym's own servers.
-
-    Args:
-        row: row in the format of the Gym server.
-        environment: our equivalent of that server.
-
-    Raises:
-        ValueError: the row does not have the keys of such a server.
-    """
+    """Return our reference for a row of one of Gym's own servers; raise ValueError if the row is for another server."""
     for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return convert(row)

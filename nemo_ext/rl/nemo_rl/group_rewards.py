@@ -284,13 +284,10 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Yield the row indices of each group in a batch.
+    """Yield the row indices of each group in a batch, given the token ids of its prompts, `[batch, tokens]`.
 
     Groups are adjacent rows, because NeMo-RL repeats each prompt `generations` times in a row. If rows have been
     removed, rows with equal prompts form a group.
-
-    Args:
-        prompts: token ids of the prompts, `[batch, tokens]`.
     """
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
@@ -322,10 +319,7 @@ def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Return a BatchedDataDict class that sets a batch's rewards to those from `rewrite` when it joins groups.
-
-    Only `async_grpo_train` joins groups.
-    """
+    """Return a BatchedDataDict class that rewrites rewards when it joins groups, as only `async_grpo_train` does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

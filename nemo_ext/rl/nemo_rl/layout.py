@@ -247,13 +247,9 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Return the ways to reserve GPUs for generation, the most even split between training and generation first.
+    """Return (nodes that generate, GPUs on each of them that do), the most even split of GPUs first.
 
-    Returns:
-        Pairs of the number of nodes that generate and the number of GPUs on each of them that do.
-
-    Raises:
-        ValueError: no split is possible.
+    Raises ValueError if there is none.
     """
     each = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
     where = f"{nodes} nodes with {each}" if nodes > 1 else f"one node with {each}"
@@ -328,11 +324,7 @@ class _Search:
         )
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
-
-        Args:
-            shares: values of `gpu_memory_utilization` to try, in order.
-        """
+        """Find vLLM's layout on `world` GPUs with the first memory share that suffices; ValueError if none fits."""
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:
@@ -427,9 +419,6 @@ class _Search:
         Each logit needs eight bytes, FP32 for the loss and for its gradient, of which `activation_bytes` counts six.
         DTensor shards weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers one block and its
         gradient at a time.
-
-        Raises:
-            ValueError: the blocks do not support these parallel sizes.
         """
         if self.model is None:
             return 0
@@ -477,12 +466,9 @@ def is_paired(model: Description) -> bool:
 
 
 def _in_stages(model: Description, stages: int) -> Architecture:
-    """Return the model's architecture, split into pipeline stages as its bridge does.
+    """Return the model's architecture, split into pipeline stages as its bridge does; ValueError if that is impossible.
 
     Our bridges balance parameters; Megatron-Bridge's own give all stages the same number of layers.
-
-    Raises:
-        ValueError: the layers cannot be split evenly.
     """
     architecture = model.architecture
     if stages == 1:

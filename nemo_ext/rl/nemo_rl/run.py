@@ -245,11 +245,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Return the loss level if it is sequence_sum or group, which NeMo-RL itself lacks; None for NeMo-RL's own levels.
-
-    Raises:
-        ValueError: the level is unknown, or `loss_fn` in the master config contradicts it.
-    """
+    """Return the loss level if NeMo-RL itself lacks it, else None; ValueError if it contradicts `loss_fn`."""
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum", "group"):
@@ -468,15 +464,9 @@ def _start_ray() -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """Determine how a run ended.
+    """Determine how a run ended; `logged` is its last logged step, for runs without checkpoints.
 
-    Args:
-        ready: results of `grpo.setup` or `dpo.setup`.
-        logged: last step in the log, which counts only if the run saves no checkpoints.
-        clocks: the training loop's timeout checkers, from `compat.clocks`.
-
-    Raises:
-        RuntimeError: an asynchronous run ended early; NeMo-RL prints the error and returns normally in this case.
+    Raises RuntimeError if an asynchronous run ended early; NeMo-RL prints the error and returns normally in this case.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):

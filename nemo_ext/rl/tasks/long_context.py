@@ -216,13 +216,7 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Return at least ten sentences, which fill a context together with the text that is added to it.
-
-    Args:
-        filling: sentences to take.
-        tokens: length of the context, in tokens.
-        taken: number of characters of the added text.
-    """
+    """Return at least ten sentences, which fill a context of `tokens` tokens together with `taken` characters."""
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

@@ -155,8 +155,7 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
     """Train from the last checkpoint to the end of the run, or until pass rates must be measured again.
 
-    Returns:
-        Whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
+    Returns whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
     """
     run_dir, trainers, tokenizer = Path(config["run_dir"]), ready.trainers, ready.tokenizer
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
@@ -249,12 +248,7 @@ def _measure(
     ready: _Ready,
     phases: sampler.Phases,
 ) -> None:
-    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted.
-
-    Args:
-        checkpoint: newest checkpoint; None if there is none.
-        make: function that creates a trainer for a model folder and settings.
-    """
+    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted."""
     updates = algorithm.updates_per_step
     if checkpoint is not None:
         step = _step_of(checkpoint) // updates
@@ -304,13 +298,7 @@ def _free_memory() -> None:
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
-    """Return the checkpoint with the best validation reward among those that still exist, the latest among equals.
-
-    Args:
-        checkpoint: newest checkpoint, which is returned if no validated one exists.
-        validated: (step, reward) of each validation.
-        updates: number of optimizer updates per step, by which TRL numbers checkpoints.
-    """
+    """Return the validated checkpoint with the best reward, the latest among equals; `checkpoint` if none exists."""
     for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
         candidate = checkpoint.with_name(f"checkpoint-{step * updates}")
         if (candidate / "trainer_state.json").is_file():
@@ -348,10 +336,7 @@ def _tasks(
 ) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
     """Return rollouts, planned training tasks, validation tasks, and the curricula to be made during training.
 
-    The last two are None if the config has none.
-
-    Args:
-        done: number of optimizer updates before the run is resumed.
+    The last two are None if the config has none. `done` is the number of optimizer updates before a resumed run.
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
@@ -426,11 +411,7 @@ def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricul
 
 
 def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
-    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum.
-
-    Args:
-        settings: section of the config that the tasks come from, in which `curriculum` may be set.
-    """
+    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum."""
     excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
     if not excluded:
         return

@@ -414,9 +414,7 @@ _TAIL = 16
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
     """Return a microbatch without columns that are padding in every row, which leaves the loss unchanged.
 
-    Args:
-        batch: TRL's microbatch, with tensors `[rows, prompt]` and `[rows, completion]`.
-        without_advantage: whether to keep rows with an advantage of 0; otherwise, one of them is kept if all are 0.
+    Rows without advantage are removed too, unless `without_advantage` is set; one of them is kept if all are.
     """
     rows, width = batch["completion_mask"].shape
     selected = torch.arange(rows, device=batch["completion_mask"].device)
@@ -628,9 +626,8 @@ def _generate(
 ) -> torch.Tensor:
     """Call transformers' `generate` for a trainer and return token ids, `[rows, tokens]`.
 
-    Args:
-        trainer: TRL's trainer, whose `sampled` gets the log-probabilities of the sampled tokens if it is a list.
-        shared: whether adjacent equal prompts are computed once.
+    The log-probabilities of the sampled tokens are appended to the trainer's `sampled`, if it is a list. If `shared`,
+    adjacent equal prompts are computed once.
     """
     recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
     others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
@@ -643,7 +640,7 @@ def _generate(
 
 
 def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty if there are none."""
+    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty without any."""
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
@@ -761,15 +758,7 @@ def _pairs(
     *,
     with_rewards: bool,
 ) -> Dataset:
-    """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
-
-    Args:
-        where: config key that names the file, for messages.
-        prompts: the model's chat template; None if the pairs are already rendered.
-        limit: maximum length of prompt and response together, in tokens; None for no limit.
-        max_prompt: maximum length of the prompt in tokens, above which pairs are excluded; None for no limit.
-        with_rewards: whether the pairs must have true rewards.
-    """
+    """Return a file's tokenized pairs of at most `limit` tokens, since TRL truncates longer ones and trains on them."""
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
         pairs = with_short_prompts(pairs, tokenizer, max_prompt)
@@ -836,14 +825,7 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Make the trainer draw its tasks through a `Drawn` callback instead of reading them from a dataset.
-
-    Args:
-        saved: state of `Drawn` from the checkpoint that the run resumes from; None at the start.
-
-    Raises:
-        ValueError: there are several processes, or different tasks have the same prompt.
-    """
+    """Make the trainer draw its tasks through a `Drawn` callback; ValueError if it has several processes."""
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
             "rl.sampling.drop_zero_variance and tasks.train.adapt are supported by engine=trl only in a single "

@@ -300,11 +300,7 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Parse a string; `grouped` says whether "1,234" is one number.
-
-    Returns:
-        The tree and "", or None and the reason why the string cannot be parsed.
-    """
+    """Parse a string; return (tree, ""), or (None, reason). `grouped` says whether "1,234" is one number."""
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:
