@@ -310,8 +310,7 @@ def _openai_message(
         raise FormatError(
             f"{where}.weight=0 is not supported, as the chat template selects the trained messages: remove the key"
         )
-    if ignored is not None and not turn.keys() <= _MESSAGE_KEYS:
-        _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
+    _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
     if role != "assistant":
         if turn.get("tool_calls"):
             raise FormatError(f"{where}.tool_calls: only an assistant may call tools, not role={turn['role']!r}")
@@ -354,8 +353,7 @@ def _sharegpt_messages(
         if not isinstance(turn, Mapping):
             raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
         role = _role(turn.get("from"), f"{where}.from", _SHAREGPT_ROLES)
-        if ignored is not None and not turn.keys() <= _TURN_KEYS:
-            _count_ignored(turn, _TURN_KEYS, "conversations[]", ignored)
+        _count_ignored(turn, _TURN_KEYS, "conversations[]", ignored)
         value = turn.get("value")
         if role == "function_call":
             calls = _calls(_decoded(value, f"{where}.value"), f"{where}.value")
@@ -507,10 +505,9 @@ def _identifier(value: Any, where: str) -> str | None:
     raise FormatError(f"{where}: expected a string or a whole number, not {_kind(value)}")
 
 
-def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str]) -> None:
-    for key, value in turn.items():
-        if key not in known and value is not None:
-            ignored[f"{where}.{key}"] += 1
+def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str] | None) -> None:
+    if ignored is not None and not turn.keys() <= known:
+        ignored.update(f"{where}.{key}" for key, value in turn.items() if key not in known and value is not None)
 
 
 def _at(where: str, key: str) -> str:

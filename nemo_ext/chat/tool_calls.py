@@ -37,10 +37,11 @@ _KINDS: tuple[Any, ...] = ("", 0, None, [], {})
 _PYTHON = re.compile(r'"(?:[^"\\]|\\.)*+"|(?<![\w.\-])(?:True|False|None)(?![\w.\-])(?!\s*[=(])', re.DOTALL)
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 # Formats are detected by their first tag; after <tool_call> the next characters distinguish the two formats.
-_TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
+TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
+"""Tags around tool calls, in all formats."""
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nemotron3_nano", "domyn", "hermes"), ("<tool_call>",)),
-    **{"any": tuple(_TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
+    **{"any": tuple(TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
 }
 
 
@@ -84,14 +85,14 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
         try:
             read = _reader(tag[0], style, scanner)(scanner, tools)
             scanner.skip_space()
-            scanner.expect(_TAGS[tag[0]])
+            scanner.expect(TAGS[tag[0]])
             calls += read
             position = scanner.position
         except _Malformed as problem:
             problems.append(f"{tag[0]} at character {tag.start()}: {problem}")
             # Continue where parsing stopped, so that no character is parsed twice.
-            closing = text.find(_TAGS[tag[0]], max(scanner.position, tag.end()))
-            position = len(text) if closing < 0 else closing + len(_TAGS[tag[0]])
+            closing = text.find(TAGS[tag[0]], max(scanner.position, tag.end()))
+            position = len(text) if closing < 0 else closing + len(TAGS[tag[0]])
         if len(calls) + len(problems) > MAX_CALLS:
             problems.append(f"more than {MAX_CALLS} calls: the rest is not read")
             return ParsedCalls("".join(plain).strip(), tuple(calls[:MAX_CALLS]), tuple(problems))

@@ -21,8 +21,8 @@ from nemo_ext.chat.tool_calls import Style, parse_tool_calls
 from nemo_ext.job.settings import STRICT, Open, Place, checked
 from nemo_ext.rl.environments import Conversation, make
 from nemo_ext.rl.prompts import Prompts
-from nemo_ext.rl.rewards.components import Reward
 from nemo_ext.rl.rewards.named import Facts, reward_of
+from nemo_ext.rl.rewards.reward import Reward
 from nemo_ext.rl.settings import AtLeastOne
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict

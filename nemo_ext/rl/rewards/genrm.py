@@ -15,7 +15,7 @@ from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_H
 from nemo_ext.job.records import strict_json
 from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
-from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.reward import Reward
 
 # NeMo Gym's text in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"

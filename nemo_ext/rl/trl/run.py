@@ -385,9 +385,22 @@ def _tasks(
         group=over_groups,
     )
     if (limit := algorithm.lengths.prompt) is not None:
-        _exclude_longer(rollouts, train, limit, config["tasks"]["train"])
+        because = f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
+
+        def is_longer(task: Task) -> bool:
+            return len(rollouts.encoded([prompts.prompt(task)[0]])[0]) > limit
+
+        excluded = train.exclude(is_longer, because)
+        if excluded and config["tasks"]["train"].get("curriculum"):
+            raise ValueError(
+                f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
+                f"(first: {excluded[0]}); make it again without them, or raise the limit"
+            )
+        if excluded:
+            count = len(excluded)
+            notice(f"excluded {count:,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
         if measured is not None:
-            measured.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
+            measured.exclude(is_longer, because)
     if curricula is not None and measured is not None:
         curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
@@ -408,27 +421,6 @@ def _teachers(
 def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:
     train, run_dir = config["tasks"]["train"], Path(config["run_dir"])
     return Curricula.from_config(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
-
-
-def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
-    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum."""
-    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
-    if not excluded:
-        return
-    if settings.get("curriculum"):
-        raise ValueError(
-            f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
-            f"(first: {excluded[0]}); make it again without them, or raise the limit"
-        )
-    notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
-
-
-def _longer(limit: int) -> str:
-    return f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
-
-
-def _is_longer(rollouts: Rollouts, task: Task, limit: int) -> bool:
-    return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > limit
 
 
 def _last_checkpoint(folder: Path) -> Path | None:

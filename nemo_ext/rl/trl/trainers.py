@@ -252,10 +252,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             # Rewards of all processes, since a group may be split between two.
             groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
             advantages = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
-            replaced = batch["advantages"]
-            first = self.accelerator.process_index * len(replaced)
-            local = advantages.reshape(-1)[first : first + len(replaced)]
-            batch["advantages"] = torch.as_tensor(local).to(replaced)
+            batch["advantages"] = self._of_this_process(advantages.reshape(-1), batch["advantages"])
         if self.teachers is not None:
             batch["advantages"] = self._distilled(batch, self.teachers)
         if self.penalties.any:
@@ -267,11 +264,14 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         if self.by_group:
             advantages = batch["advantages"]
             counts = self.accelerator.gather(_generated(batch).sum(dim=1)).view(-1, self.num_generations).cpu().numpy()
-            factors = torch.as_tensor(group_factors(counts)).repeat_interleave(self.num_generations).to(advantages)
-            first = self.accelerator.process_index * len(advantages)
-            own = factors[first : first + len(advantages)].view(-1, *[1] * (advantages.dim() - 1))
-            batch["advantages"] = advantages * own
+            factors = self._of_this_process(np.repeat(group_factors(counts), self.num_generations), advantages)
+            batch["advantages"] = advantages * factors.view(-1, *[1] * (advantages.dim() - 1))
         return batch
+
+    def _of_this_process(self, values: Any, like: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this process among those of all processes, with the type and device of `like`."""
+        first = self.accelerator.process_index * len(like)
+        return torch.as_tensor(values)[first : first + len(like)].to(like)
 
     @torch.no_grad()
     def _logps(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
@@ -538,7 +538,6 @@ def policy_gradient(
     Raises:
         ValueError: TRL does not have a setting, or RLOO is used with a multi-turn environment.
     """
-    trainers = {"grpo": _Grpo, "rloo": _Rloo}
     arguments: dict[str, Any] = {}
     if rollouts.has_conversations:
         if algorithm.algorithm == "rloo":
@@ -548,7 +547,7 @@ def policy_gradient(
         arguments["rollout_func"] = _conversations
     fixed = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
-    trainer: Any = trainers[algorithm.algorithm](
+    trainer: Any = (_Grpo if algorithm.algorithm == "grpo" else _Rloo)(
         model=model,
         args=make_config(algorithm, {**fixed, **settings}),
         train_dataset=_dataset(rollouts, train, (algorithm.steps or 0) * algorithm.prompts_per_step),
@@ -579,8 +578,7 @@ def policy_gradient(
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
         notice(f"{len(same):,} tasks have another task's prompt and reference and count as that task: {same[0]} ...")
-    result: GRPOTrainer | RLOOTrainer = trainer
-    return result
+    return trainer  # type: ignore[no-any-return]
 
 
 def _end_at(trainer: Any, ends: frozenset[int]) -> None:
@@ -849,17 +847,12 @@ class Due(TrainerCallback):
         self._curricula, self._updates = curricula, updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each optimizer update whether pass rates must be measured."""
-        self._check(state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each validation, before its checkpoint, whether pass rates must be measured."""
-        self._check(state, control)
-
-    def _check(self, state: Any, control: Any) -> None:
+        """Check whether pass rates must be measured: after each update, and before a validation's checkpoint."""
         step, within = divmod(state.global_step, self._updates)
         if not within and self._curricula.due(step, validations(state.log_history, self._updates)):
             self.now = control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end
 
 
 def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[int, float]]:
