@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
@@ -28,7 +29,6 @@ from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 if TYPE_CHECKING:
     import aiohttp
-    from tenacity import RetryCallState
 
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
@@ -308,57 +308,44 @@ class Client:
         Raises:
             EndpointGone: the endpoint has not answered for longer than `ClientSettings.patience`.
         """
-        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
-
         if self.settings.omit:
             body = {name: value for name, value in request.body.items() if name not in self.settings.omit}
             request = replace(request, body=body)
-        attempts = AsyncRetrying(
-            sleep=self._rest,
-            stop=stop_after_attempt(self.settings.attempts),
-            wait=_wait,
-            retry=retry_if_exception(_again),
-            reraise=True,
-        )
-        problem, status, began = "the request was never sent", None, time.monotonic()
-
-        async def attempt() -> Answer:
-            nonlocal problem, status
-            while True:
-                address = self.address
-                try:
-                    async with self.pace.turn(self._estimate(request)):
-                        problem = "the endpoint does not respond"
-                        answer = await self._answer(request)
-                    break
-                except Failed as failed:
-                    problem, status = self._why(failed), failed.status
-                    if failed.unreached and self.settings.patience:  # not the request's fault
-                        await self._rest(_FIRST_WAIT)
-                        await self._until_reached()
-                        continue
-                    if failed.status in REFUSED:
-                        self._find()
-                        if self.address != address:  # a new server has a new key
-                            continue
-                    raise
-            if unreadable is not None and (problem := unreadable(answer)):
-                raise Failed(problem)
-            return answer
-
+        problem, status, began, failures = "the request was never sent", None, time.monotonic(), 0
         try:
             async with asyncio.timeout(within):
-                return await attempts(attempt)
-        except Failed:
-            pass
+                while True:
+                    address = self.address
+                    try:
+                        async with self.pace.turn(self._estimate(request)):
+                            problem = "the endpoint does not respond"
+                            answer = await self._answer(request)
+                        if unreadable is None or not (why := unreadable(answer)):
+                            return answer
+                        raise Failed(why)
+                    except Failed as failed:
+                        problem, status = self._why(failed), failed.status
+                        if failed.unreached and self.settings.patience:  # not the request's fault
+                            await self._rest(_FIRST_WAIT)
+                            await self._until_reached()
+                            continue
+                        if failed.status in REFUSED:
+                            self._find()
+                            if self.address != address:  # a new server has a new key
+                                continue
+                        failures += 1
+                        if not failed.again or failures == self.settings.attempts:
+                            break
+                        # Full jitter spreads requests over time.
+                        longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(failures - 1, 10))
+                        await self._rest(max(random.uniform(0, longest), failed.after))
         except TimeoutError:
             problem = f"no answer within {within:g} s: {problem}"
-        elapsed = time.monotonic() - began
         return Answer(
             key=request.key,
             sample=request.sample,
             seed=request.body.get("seed"),
-            seconds=elapsed,
+            seconds=time.monotonic() - began,
             status=status,
             problem=problem,
         )
@@ -491,19 +478,6 @@ def _session() -> "aiohttp.ClientSession":
 async def _each(requests: Iterable[Request]) -> AsyncIterator[Request]:
     for request in requests:
         yield request
-
-
-def _again(error: BaseException) -> bool:
-    return isinstance(error, Failed) and error.again
-
-
-def _wait(state: "RetryCallState") -> float:
-    """Seconds to wait before a retry: exponential backoff with full jitter, which spreads requests over time."""
-    from tenacity import wait_random_exponential
-
-    failed = state.outcome.exception() if state.outcome else None
-    after = failed.after if isinstance(failed, Failed) else 0.0
-    return max(wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)(state), after)
 
 
 async def _read(response: "aiohttp.ClientResponse") -> bytes:

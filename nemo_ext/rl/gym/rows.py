@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from nemo_ext.chat.formats import normal_messages
-from nemo_ext.chat.sample import Message, Role, ToolCall
+from nemo_ext.chat.sample import Message, Role
 from nemo_ext.chat.tool_calls import check_tools, read_openai_calls
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.task import Task
@@ -140,12 +140,10 @@ def _items(message: Message) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if message.content or not message.tool_calls:
         items.append({"role": message.role, "content": message.content})
-    return items + [_call_item(call) for call in message.tool_calls]
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return {"type": "function_call", "call_id": call.id or "", "name": call.name, "arguments": arguments}
+    for call in message.tool_calls:
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        items.append({"type": "function_call", "call_id": call.id or "", "name": call.name, "arguments": arguments})
+    return items
 
 
 def _text(content: Any, where: str) -> str:

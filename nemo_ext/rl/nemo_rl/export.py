@@ -201,7 +201,10 @@ def _convert(
     else:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
         compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
-        _as_safetensors(to)
+        # NeMo-RL pickles the weights, but other jobs and tools read safetensors.
+        state = import_module("torch").load(to / _BIN, map_location="cpu", mmap=True, weights_only=True)
+        import_module("huggingface_hub").save_torch_state_dict(state, to)
+        (to / _BIN).unlink()
     trusted = may_run_code(tokenizer, config)
     saved_tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trusted)
     if template is not None:
@@ -219,14 +222,6 @@ def _convert(
 def _iteration(saved: Saved) -> Path | None:
     """Return the folder of Megatron's newest iteration in a checkpoint; None for a DTensor checkpoint."""
     return max(saved.weights.glob("iter_*"), default=None)
-
-
-def _as_safetensors(folder: Path) -> None:
-    """Replace the pickled weights file that NeMo-RL writes with safetensors files, for other jobs and tools."""
-    torch, hub = import_module("torch"), import_module("huggingface_hub")
-    state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
-    hub.save_torch_state_dict(state, folder)
-    (folder / _BIN).unlink()
 
 
 def _record(step: int, master: Mapping[str, Any], section: Section) -> dict[str, Any]:

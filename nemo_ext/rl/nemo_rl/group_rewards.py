@@ -205,8 +205,14 @@ def scored(
                     learn(rewards.view(-1, groups.generations).double().numpy())
                 return rewards
 
+            scale = module.scale_rewards
+
+            def scale_rewards(repeated_batch: Any, *arguments: Any) -> Any:
+                repeated_batch["total_reward"] = rewrite(repeated_batch)
+                return scale(repeated_batch, *arguments)
+
             if not asynchronous:
-                stack.enter_context(patch.object(module, "scale_rewards", _rewriting(module.scale_rewards, rewrite)))
+                stack.enter_context(patch.object(module, "scale_rewards", scale_rewards))
             elif compat.has_estimator():
                 create = module._create_advantage_estimator
                 stack.enter_context(
@@ -308,14 +314,6 @@ def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
         if ids[begin] == marker[0] and ids[begin : begin + len(marker)] == list(marker):
             return begin + len(marker)
     return None
-
-
-def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]) -> Callable[..., Any]:
-    def scale_rewards(repeated_batch: Any, *arguments: Any) -> Any:
-        repeated_batch["total_reward"] = rewrite(repeated_batch)
-        return scale(repeated_batch, *arguments)
-
-    return scale_rewards
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:

@@ -362,7 +362,8 @@ class _Search:
         # DTensor shards weights over all GPUs anyway, and few model classes have a plan for tensor parallelism.
         tensors = powers(min(self.gpus, 16)) if megatron else [1]
         contexts = powers(16)
-        if self.model is None or self._context_is_one():
+        # Megatron's context parallelism requires packed sequences, which pairs do not use; DTensor's supports no Mamba.
+        if self.model is None or (self.pairs if megatron else "M" in self.model.kinds):
             contexts = [1]
         pipelines = powers(16) if megatron else [1]
         if self.model is None:
@@ -371,14 +372,6 @@ class _Search:
         contexts = [fixed.context_parallel] if fixed.context_parallel else contexts
         pipelines = [fixed.pipeline_parallel] if fixed.pipeline_parallel else pipelines
         return parallel_sizes(tensors, pipelines, contexts)
-
-    def _context_is_one(self) -> bool:
-        """Return whether context parallelism is unavailable.
-
-        Megatron's requires packed sequences, which pairs do not use, and DTensor's does not support Mamba.
-        """
-        assert self.model is not None
-        return self.pairs if self.backend == "megatron" else "M" in self.model.kinds
 
     def _division(self, tensor: int, pipeline: int, context: int, data: int, recompute: bool) -> Division | str:
         """Return the layout with these parallel sizes and the stated microbatch size (default 1), or why it is invalid.

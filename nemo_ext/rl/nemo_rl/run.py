@@ -42,14 +42,7 @@ from nemo_ext.rl.task import Task
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
 _GROUP = (
-    "tasks",
-    "environments",
-    "tool_style",
-    "advantage",
-    "distillation",
-    "group",
-    "loss",
-    "penalties",
+    *("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss", "penalties"),
     "thinking_share",
 )
 _PAIRS = ("pairs", "rpo", "max_prompt_tokens")

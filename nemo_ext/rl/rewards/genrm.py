@@ -55,7 +55,10 @@ def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[d
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
     """Return the messages of a comparison for any chat model, with instructions; same arguments as `genrm_messages`."""
-    turns = [f"{message.role}: {_message_text(message)}" for message in prompt]
+    turns = []
+    for message in prompt:
+        calls = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls)
+        turns.append(f"{message.role}: " + "\n".join(filter(None, (message.content, *calls))))
     conversation, first, second = "\n\n".join(turns), _shown(first), _shown(second)
     mark = nonce(conversation, first, second)
     content = _INSTRUCTIONS.format(
@@ -117,11 +120,6 @@ def genrm_reward(
         parts["helpfulness"] = -sum(abs(given - true) for given, true, known in scores if known is not None)
         parts["ranking"] = -ranking_weight * abs(predicted.ranking - truth.ranking)
     return Reward(total=sum(parts.values()), parts=parts)
-
-
-def _message_text(message: Message) -> str:
-    calls = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls)
-    return "\n".join(filter(None, (message.content, *calls)))
 
 
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:

@@ -82,17 +82,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a run needs for training, on tasks or on pairs.
-
-    Attributes:
-        model: Hugging Face folder of the initial model.
-        tokenizer: Hugging Face tokenizer with its chat template.
-        rendered: the algorithm translated for TRL.
-        trusted: True if Python files in the model's folder may be run.
-        adapters: peft's config of low-rank adapters; None to train all weights.
-        stop: callback that ends training after a signal.
-        trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
-    """
+    """Objects that a run needs for training; `trusted` is True if Python files in the model's folder may be run."""
 
     model: Path
     tokenizer: Any

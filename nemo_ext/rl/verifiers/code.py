@@ -130,13 +130,6 @@ class _Call:
         return Test(input=call, expected=expected, tolerance=self.tolerance)
 
 
-def _asserts(test: Any, index: int) -> Test:
-    """Parse a test that consists of Python statements; `index` is its position in the reference, for messages."""
-    if not isinstance(test, str) or not test.strip():
-        raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
-    return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
-
-
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
     """Parse a task's reference, which may have at most `max_tests` tests.
 
@@ -163,7 +156,11 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     limits = raw.limits or {}
     Limits().changed(limits, "reference.limits")
     if raw.style == "asserts":
-        tests = [_asserts(test, index) for index, test in enumerate(raw.tests)]
+        tests = []
+        for index, test in enumerate(raw.tests):
+            if not isinstance(test, str) or not test.strip():
+                raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
+            tests.append(Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True))
         return Reference(language="python", function=_ASSERTS, tests=tuple(tests), asserts=True, limits=limits)
     kind: type[_Call | _Lines] = _Call if raw.style == "function" else _Lines
     tests = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(raw.tests)]
