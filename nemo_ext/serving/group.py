@@ -161,7 +161,16 @@ async def run_group(
     leases.folder.mkdir(exist_ok=True)
     try:
         while True:
-            _restart(replicas, config, key)
+            for replica in replicas:
+                if (code := replica.ended()) is None:
+                    continue
+                name = replica.folder.name
+                if code == USER_ERROR:
+                    raise ValueError(f"replica {name} cannot start: {replica.said()}")
+                if replica.hopeless:
+                    raise ReplicaFailed(f"replica {name} ended too often, last with exit code {code}: {replica.said()}")
+                notice(f"replica {name} ended with exit code {code} and is restarted (log: {replica.log})")
+                replica.start({**config, "run_dir": str(replica.folder)}, key)
             leases.touch()
             if balancing is None and leases.take(_LEASE):
                 balancing = asyncio.create_task(_balance(settings, run_dir, key, port))
@@ -176,20 +185,6 @@ async def run_group(
         leases.drop(_LEASE)
         with ThreadPoolExecutor(len(replicas)) as pool:
             list(pool.map(Replica.stop, replicas))
-
-
-def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | None) -> None:
-    for replica in replicas:
-        if (code := replica.ended()) is None:
-            continue
-        if code == USER_ERROR:
-            raise ValueError(f"replica {replica.folder.name} cannot start: {replica.said()}")
-        if replica.hopeless:
-            raise ReplicaFailed(
-                f"replica {replica.folder.name} ended too often, last with exit code {code}: {replica.said()}"
-            )
-        notice(f"replica {replica.folder.name} ended with exit code {code} and is restarted (log: {replica.log})")
-        replica.start({**config, "run_dir": str(replica.folder)}, key)
 
 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:

@@ -28,11 +28,10 @@ from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.job import READS_AHEAD
 from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
-from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
+from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, PairDataset, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import by_group, groups_of, scored
 from nemo_ext.rl.nemo_rl.gym import RowProcessor, check_played
-from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts

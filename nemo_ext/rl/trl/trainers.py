@@ -578,7 +578,8 @@ def policy_gradient(
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
         notice(f"{len(same):,} tasks have another task's prompt and reference and count as that task: {same[0]} ...")
-    return trainer  # type: ignore[no-any-return]
+    result: GRPOTrainer | RLOOTrainer = trainer
+    return result
 
 
 def _end_at(trainer: Any, ends: frozenset[int]) -> None:
