@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,8 @@ async def answer_all(
         output.set_aside_damaged(index.ranges)
         total = index.rows * samples
         began, speed = time.monotonic(), _Speed()
-        with _progress(label, total, _done(output, index), speed) as seen:
+        done = [sum(len(of(range_)) for range_ in index.ranges) for of in (output.answered, output.failures)]
+        with _progress(label, total, done, speed) as seen:
             while True:
                 work = Work(
                     index=index,
@@ -164,12 +165,6 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
         notice(f"{folder} was started by another version of nemo_ext ({version}); this one resumes it")
 
 
-def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Return the number of existing answers and the number of failures."""
-    answers = sum(len(output.answered(range_)) for range_ in index.ranges)
-    return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
-
-
 @dataclass
 class _Speed:
     """Numbers of answers and tokens received since this process started; answers of earlier starts are not counted."""
@@ -179,8 +174,8 @@ class _Speed:
 
 
 @contextmanager
-def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Show a progress bar with tokens per second and failures; yields a function to call on each new answer."""
+def _progress(label: str, total: int, done: Sequence[int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
+    """Show a progress bar from the numbers `done` of answers and failures; yields a function to call on each answer."""
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

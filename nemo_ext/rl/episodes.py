@@ -38,7 +38,6 @@ class Episode:
     """State of a task during a rollout; picklable.
 
     Attributes:
-        task: task to respond to.
         thinking_opened: True if the prompt ends inside a reasoning trace.
         turn: number of responses so far.
         conversation: state of the tool environment; None before the first response and in single-turn environments.
@@ -55,9 +54,6 @@ class Turn:
     """Outcome of a response: its verdict and reward, or the environment's messages if the conversation continues.
 
     Attributes:
-        response: parsed response.
-        verdict: verdict on the response; None while the conversation continues.
-        reward: reward of the response; None while the conversation continues.
         answers: the environment's messages after the response; empty if the conversation is over.
         observation: these messages as text for the model; "" if there are none or the engine renders them.
         following: state for the next response; None if the conversation is over.

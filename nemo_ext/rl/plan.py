@@ -63,7 +63,6 @@ class TaskFile:
         ValueError: the file is missing or empty, or has invalid lines or duplicate ids, which the message lists.
 
     Attributes:
-        tasks: parsed tasks.
         places: location of each task, as "FILE:LINE".
     """
 

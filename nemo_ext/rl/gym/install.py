@@ -52,9 +52,6 @@ class Served:
 
     Attributes:
         domain: one of Gym's domains.
-        description: description shown in Gym's lists.
-        generator: name of the generator for the example data.
-        config: config keys of the server.
         agent: name of the agent; gymnasium_agent if a user speaks between the model's turns.
         max_steps: the agent's step limit; None for its default.
         entrypoint: file in the server's folder that starts it.

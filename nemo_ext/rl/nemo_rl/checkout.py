@@ -210,7 +210,6 @@ class _Sources:
         """Return the keys of the TypedDict or pydantic model `name`; any key is allowed if it is unknown or recursive.
 
         Args:
-            module: module that defines or imports it.
             above: names of the enclosing classes, to detect recursion.
         """
         keys = Keys()

@@ -52,7 +52,6 @@ class End:
     """How training ended.
 
     Attributes:
-        step: last step.
         stopped: True if `checkpointing.checkpoint_must_save_by` ended it before the last step of the plan.
     """
 

@@ -53,9 +53,6 @@ class Rollouts:
     """A run's prompts, verification and records.
 
     Attributes:
-        tokenizer: Hugging Face tokenizer.
-        prompts: the model's chat template.
-        environments: mapping from names to environments.
         generations: number of responses per prompt, which are adjacent in a batch.
         group: group reward function; if None, the environments' rewards are used.
         record: path of the JSONL file to append to.

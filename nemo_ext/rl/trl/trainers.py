@@ -528,7 +528,6 @@ def policy_gradient(
     """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        model: Hugging Face folder of the model.
         train: the run's tasks; with `sampling.drop_zero_variance`, all tasks that may be drawn.
         drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
@@ -717,7 +716,6 @@ def preference(
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        model: Hugging Face folder of the model.
         prompts: the model's chat template; None if it has none and the pairs are already rendered.
         pairs: mapping from splits (train, validation) to paths.
         rpo: eta, distance and weight of RPO's loss; None for DPO.

@@ -68,7 +68,6 @@ class Reference:
         language: python or cpp.
         function: name of the function to call; None for programs that read standard input.
         asserts: whether the tests are statements that run after the program.
-        tests: the tests, at least one.
         limits: changes to the sandbox's limits, which apply to each test.
     """
 

@@ -48,12 +48,8 @@ class PythonTool:
     Attributes:
         settings: settings of the environment as JSON, from which an unpickled conversation restores it.
         verify: `Environment.verify` of the environment that verifies the last response, without calls.
-        sessions: Python sessions of the conversations.
         limits: limits of each call.
-        max_calls: maximum number of calls per conversation.
-        max_turns: maximum number of responses per conversation.
         characters: maximum length of a call's output.
-        style: format of tool calls in raw text.
     """
 
     settings: str
@@ -71,8 +67,6 @@ class Conversation:
     """Response to a task with calls of the tool; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
-        tool: the tool.
-        reference: the verifier's parsed reference.
         name: name of the Python session.
         turns: number of responses so far.
         calls: number of calls so far.
