@@ -209,8 +209,6 @@ def normal_messages(
     """Return messages in normal form: without empty traces, and with tool results in the order of their calls.
 
     Args:
-        messages: messages of a record.
-        key: the record's key that holds the messages, for error messages.
         changed: counter of changes; if None, records from which something must be removed are rejected.
 
     Returns:
@@ -236,14 +234,7 @@ def normal_messages(
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
     """Return messages with calls, followed by their results in the order of the calls; unchanged if calls have no ids.
 
-    Args:
-        callers: messages with calls, each with its index in the record.
-        answers: tool results, each with its index in the record.
-        key: the record's key that holds the messages, for error messages.
-        changed: counter of changes; None to reject records from which something must be removed.
-
-    Raises:
-        FormatError: a result or call would be removed, and `changed` is None.
+    Raises FormatError if a result or call would be removed, and `changed` is None.
     """
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
@@ -298,11 +289,7 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count a removal under the name `change`; without a counter, reject the record for the reason `why`.
-
-    Raises:
-        FormatError: `changed` is None.
-    """
+    """Count a removal under the name `change`; without a counter, raise FormatError for the reason `why`."""
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -323,8 +310,7 @@ def _openai_message(
         raise FormatError(
             f"{where}.weight=0 is not supported, as the chat template selects the trained messages: remove the key"
         )
-    if ignored is not None and not turn.keys() <= _MESSAGE_KEYS:
-        _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
+    _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
     if role != "assistant":
         if turn.get("tool_calls"):
             raise FormatError(f"{where}.tool_calls: only an assistant may call tools, not role={turn['role']!r}")
@@ -367,8 +353,7 @@ def _sharegpt_messages(
         if not isinstance(turn, Mapping):
             raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
         role = _role(turn.get("from"), f"{where}.from", _SHAREGPT_ROLES)
-        if ignored is not None and not turn.keys() <= _TURN_KEYS:
-            _count_ignored(turn, _TURN_KEYS, "conversations[]", ignored)
+        _count_ignored(turn, _TURN_KEYS, "conversations[]", ignored)
         value = turn.get("value")
         if role == "function_call":
             calls = _calls(_decoded(value, f"{where}.value"), f"{where}.value")
@@ -397,7 +382,6 @@ def checked_text(value: object, where: str, key: str) -> str:
     """Return the value if it is a string that can be encoded in UTF-8.
 
     Args:
-        value: the value.
         where: path of the object that holds the value, for error messages; "" for the record itself.
         key: the value's key in that object.
 
@@ -426,11 +410,7 @@ def optional_text(value: object, key: str) -> str:
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Return the text of a message's value, joining the parts of a multi-part one; for `where` see `checked_text`.
-
-    Raises:
-        FormatError: the value is neither text nor a list of text parts.
-    """
+    """Return the text of a message's value, joining the parts of a multi-part one; FormatError if it is not text."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -445,15 +425,8 @@ def _text(value: Any, where: str, key: str) -> str:
 def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple[str, str | None]:
     """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
 
-    Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations.
-
-    Args:
-        text: the text.
-        where: path of the message, for error messages.
-        changed: counter of changes, such as a missing opening tag; None to count nothing.
-
-    Raises:
-        UnfinishedTrace: the trace does not end.
+    Like `parse_response`, except that if text precedes the opening tag, the tags are treated as quotations, and that
+    a trace without an end raises `UnfinishedTrace`.
     """
     opened = text.lstrip().startswith(OPEN)
     if not opened and CLOSE not in text:
@@ -502,11 +475,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode a JSON string; an empty string becomes None, and other values are returned unchanged.
-
-    Raises:
-        FormatError: the string is not JSON, or the value cannot be written as JSON; the message names the path `where`.
-    """
+    """Decode a JSON string, None if empty; other values are returned unchanged. FormatError if it is not JSON."""
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -536,10 +505,9 @@ def _identifier(value: Any, where: str) -> str | None:
     raise FormatError(f"{where}: expected a string or a whole number, not {_kind(value)}")
 
 
-def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str]) -> None:
-    for key, value in turn.items():
-        if key not in known and value is not None:
-            ignored[f"{where}.{key}"] += 1
+def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str] | None) -> None:
+    if ignored is not None and not turn.keys() <= known:
+        ignored.update(f"{where}.{key}" for key, value in turn.items() if key not in known and value is not None)
 
 
 def _at(where: str, key: str) -> str:

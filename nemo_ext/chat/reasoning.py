@@ -71,7 +71,6 @@ class Control:
     """Pairing, stripping and truncation of samples.
 
     Args:
-        settings: shares, budgets and seed.
         truncate: `ChatEncoder.truncated` for the model's tokenizer; required only if traces are truncated.
     """
 

@@ -18,7 +18,6 @@ class Response:
         answer: text after the trace; "" if the trace does not end.
         tool_calls: calls in the answer, if an engine or `nemo_ext.chat.tool_calls` has parsed them.
         tokens: number of generated tokens; None if not counted.
-        thinking_tokens: number of tokens in the trace; None if not counted.
         finished: True if the model ended the response; False if it was truncated at the length limit.
     """
 
@@ -27,7 +26,6 @@ class Response:
     answer: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tokens: int | None = None
-    thinking_tokens: int | None = None
     finished: bool = True
 
 
@@ -50,15 +48,13 @@ def parse_response(
     thinking_opened: bool = False,
     tool_calls: tuple[ToolCall, ...] = (),
     tokens: int | None = None,
-    thinking_tokens: int | None = None,
     finished: bool = True,
 ) -> Response:
     """Split a generated text at its first `</think>`.
 
     Args:
-        text: generated text.
         thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
-        tool_calls, tokens, thinking_tokens, finished: see `Response`.
+        tool_calls, tokens, finished: see `Response`.
     """
     body = text.lstrip()
     opened = body.startswith(OPEN)
@@ -71,11 +67,5 @@ def parse_response(
     else:
         thinking, answer = None, text.strip()
     return Response(
-        text=text,
-        thinking=thinking,
-        answer=answer,
-        tool_calls=tool_calls,
-        tokens=tokens,
-        thinking_tokens=thinking_tokens,
-        finished=finished,
+        text=text, thinking=thinking, answer=answer, tool_calls=tool_calls, tokens=tokens, finished=finished
     )

@@ -76,7 +76,6 @@ def openai_messages(
     """Convert messages to the OpenAI format.
 
     Args:
-        messages: the messages.
         arguments_as_text: True to write call arguments as JSON strings; otherwise as objects, as in chat templates.
         names: True to add the tool's `name` to tool results, which some templates write.
     """

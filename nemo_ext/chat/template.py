@@ -101,8 +101,6 @@ class Template:
     """A compiled chat template.
 
     Args:
-        name: name of the template in error messages.
-        source: Jinja source.
         variables: additional template variables, such as `bos_token`; None if the tokenizer is unknown, in which
             case a template that writes `bos_token` or `eos_token` fails.
     """
@@ -218,7 +216,6 @@ class Template:
         """Return the texts to train on: every answer after the prompt from which the model will generate it.
 
         Args:
-            sample: conversation.
             turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
                 split: one text per turn, which ends with it and is trained on only there, so that every answer is
@@ -267,13 +264,7 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Return the span of an answer, which follows its prompt; None if the text does not start with that prompt.
-
-        Args:
-            sample: the conversation.
-            place: index of the answer among the messages.
-            text: the rendered conversation.
-        """
+        """Return the span of the answer at `place`, if the rendered text continues its prompt; otherwise None."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -354,7 +345,6 @@ def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any
     """Return the ids that end an answer, from the generation config, the tokenizer and the template's end of turn.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         template: chat template; None for the tokenizer's, if it has one.
         generation: transformers' GenerationConfig; None if there is none.
     """
@@ -404,12 +394,8 @@ def split_turns(sample: Sample) -> list[Sample]:
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
     """Replace each text of a sample with a unique word, to find out which texts a template renders.
 
-    Args:
-        sample: the sample.
-        all_reasoning: whether the reasoning of earlier turns must be rendered, too.
-
-    Returns:
-        The copy with the words, and a mapping from each word that must be rendered to a description of its text.
+    Returns the copy, and a mapping from each word that must be rendered to a description of its text; reasoning of
+    earlier turns must be with `all_reasoning`.
     """
     words: dict[str, str] = {}
 

@@ -37,10 +37,11 @@ _KINDS: tuple[Any, ...] = ("", 0, None, [], {})
 _PYTHON = re.compile(r'"(?:[^"\\]|\\.)*+"|(?<![\w.\-])(?:True|False|None)(?![\w.\-])(?!\s*[=(])', re.DOTALL)
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 # Formats are detected by their first tag; after <tool_call> the next characters distinguish the two formats.
-_TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
+TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
+"""Tags around tool calls, in all formats."""
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nemotron3_nano", "domyn", "hermes"), ("<tool_call>",)),
-    **{"any": tuple(_TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
+    **{"any": tuple(TAGS), "llama_nemotron": ("<TOOLCALL>",), "olmo3": ("<function_calls>",)},
 }
 
 
@@ -63,7 +64,6 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
     """Parse the tool calls in a text.
 
     Args:
-        text: answer without its reasoning.
         style: format in which the model's template writes calls.
         tools: declared tools, in the form of OpenAI's `tools`; XML-style values are decoded by their schemas, and kept
             as strings without one.
@@ -85,14 +85,14 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
         try:
             read = _reader(tag[0], style, scanner)(scanner, tools)
             scanner.skip_space()
-            scanner.expect(_TAGS[tag[0]])
+            scanner.expect(TAGS[tag[0]])
             calls += read
             position = scanner.position
         except _Malformed as problem:
             problems.append(f"{tag[0]} at character {tag.start()}: {problem}")
             # Continue where parsing stopped, so that no character is parsed twice.
-            closing = text.find(_TAGS[tag[0]], max(scanner.position, tag.end()))
-            position = len(text) if closing < 0 else closing + len(_TAGS[tag[0]])
+            closing = text.find(TAGS[tag[0]], max(scanner.position, tag.end()))
+            position = len(text) if closing < 0 else closing + len(TAGS[tag[0]])
         if len(calls) + len(problems) > MAX_CALLS:
             problems.append(f"more than {MAX_CALLS} calls: the rest is not read")
             return ParsedCalls("".join(plain).strip(), tuple(calls[:MAX_CALLS]), tuple(problems))
@@ -208,13 +208,7 @@ class _Scanner:
         return before
 
     def name(self, mark: str, known: Iterable[str]) -> str:
-        """Read a name and the delimiter `mark` after it.
-
-        A known name may contain any characters; otherwise the text before the delimiter is the name.
-
-        Raises:
-            _Malformed: there is no name followed by the delimiter.
-        """
+        """Read a name and the delimiter `mark` after it; a known name may contain any characters."""
         name = max((name for name in known if self.at(name + mark)), key=len, default=None)
         if name is None:
             name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
@@ -321,15 +315,6 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
     """Decode an XML-style argument by the parameters' schema: strings are written verbatim, other values as JSON.
 
     The value is validated within the whole schema, because its own schema may refer to other parts.
-
-    Args:
-        written: the argument as written.
-        schema: schema of all parameters of the tool.
-        key: name of the parameter.
-        where: start of error messages.
-
-    Raises:
-        _Malformed: the schema does not allow a string, and the argument is not JSON.
     """
     if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
         return written  # the schema does not constrain it

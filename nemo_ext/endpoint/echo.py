@@ -7,11 +7,7 @@ from nemo_ext.endpoint.failures import REFUSED
 
 
 class Echo:
-    """Measurement of prompts at an endpoint.
-
-    Args:
-        client: client of the endpoint, already entered with `async with`.
-    """
+    """Measurement of prompts at an endpoint."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -71,7 +71,6 @@ def body_of(content: bytes, expected: str, key: str | None) -> Any:
     """Parse the JSON of a response with status 200.
 
     Args:
-        content: body of the response.
         expected: what the response should be, for messages.
         key: API key, which is removed from messages.
 

@@ -107,13 +107,7 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Hold a limit for `_ROUNDS` rounds, and raise it more slowly afterwards.
-
-        Args:
-            limit: maximum number of concurrent requests.
-            rate: answers per second at this limit, to which later limits are compared.
-            mean: mean seconds per answer at this limit.
-        """
+        """Hold a limit, with its rate of answers and seconds per answer, for some rounds; then raise it more slowly."""
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +57,8 @@ async def answer_all(
 
     Args:
         client: client of the endpoint, not yet entered with `async with`.
-        rows: the input.
         asks: function that takes the index of the input and returns the builder of the requests.
-        folder: folder of the output.
-        samples: number of answers per row.
         settings: batch job settings; the keys that define requests are ignored.
-        label: label of the progress bar.
         otherwise: advice for the error message if the folder was started with different settings.
 
     Returns:
@@ -95,7 +91,8 @@ async def answer_all(
         output.set_aside_damaged(index.ranges)
         total = index.rows * samples
         began, speed = time.monotonic(), _Speed()
-        with _progress(label, total, _done(output, index), speed) as seen:
+        done = [sum(len(of(range_)) for range_ in index.ranges) for of in (output.answered, output.failures)]
+        with _progress(label, total, done, speed) as seen:
             while True:
                 work = Work(
                     index=index,
@@ -150,17 +147,9 @@ def index_of(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Check that an output was started with the current settings, which are recorded if it is new.
+    """Record the settings of a new output; ValueError with the advice `otherwise` if it was started with others.
 
     If only the version of this package differs, a notice is printed.
-
-    Args:
-        folder: folder of the output.
-        now: the current settings.
-        otherwise: advice for the error message.
-
-    Raises:
-        ValueError: the output was started with different settings.
     """
     before = made_of(folder)
     if before is None:
@@ -176,12 +165,6 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
         notice(f"{folder} was started by another version of nemo_ext ({version}); this one resumes it")
 
 
-def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Return the number of existing answers and the number of failures."""
-    answers = sum(len(output.answered(range_)) for range_ in index.ranges)
-    return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
-
-
 @dataclass
 class _Speed:
     """Numbers of answers and tokens received since this process started; answers of earlier starts are not counted."""
@@ -191,15 +174,8 @@ class _Speed:
 
 
 @contextmanager
-def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Show a progress bar with answers, tokens per second and failures; yields a function to call on each new answer.
-
-    Args:
-        label: label of the bar.
-        total: total number of answers.
-        done: numbers of answers and of failures that exist already.
-        speed: counts of this start, to which each new answer is added.
-    """
+def _progress(label: str, total: int, done: Sequence[int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
+    """Show a progress bar from the numbers `done` of answers and failures; yields a function to call on each answer."""
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

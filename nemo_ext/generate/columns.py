@@ -27,7 +27,6 @@ def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = A
     answers already have it.
 
     Args:
-        columns: input columns.
         key: the column with the rows' keys; None if their keys are not from a column.
         answer: names of the answer columns.
 
@@ -46,12 +45,7 @@ def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = A
 
 
 def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return an Arrow schema widened to fit further rows; columns without a common type become JSON strings.
-
-    Args:
-        known: schema of the earlier rows.
-        rows: the further rows, as Python objects.
-    """
+    """Return an Arrow schema widened to fit further rows; columns without a common type become JSON strings."""
     pyarrow = pyarrow_module()
     fields = {item.name: item for item in known}
     for name in dict.fromkeys(name for row in rows for name in row):

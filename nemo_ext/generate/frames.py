@@ -47,7 +47,6 @@ def map(
         frame: pandas or polars data frame, or Arrow table; the result is of the same type. Pandas' index and dtypes
             are kept.
         template: Jinja template of the user's message over the columns; None uses the column `messages` or `prompt`.
-        output: folder for the answers.
         model: Hugging Face or run directory, which is served during the call; with `endpoint`, the model's name there.
         endpoint: run directory of `nemo-ext serve`, or URL.
         settings: further settings of `nemo-ext generate`, such as ["samples=4", "generate.max_tokens=512"].
@@ -111,11 +110,7 @@ def _library(frame: Any) -> str:
 
 
 def _write(table: Any, file: Path, part_rows: int) -> None:
-    """Write the input; once answers have been requested, an existing file must have the same rows.
-
-    Raises:
-        ValueError: it has other rows.
-    """
+    """Write the input; ValueError if answers to other rows have already been requested."""
     pyarrow = pyarrow_module()
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, row_group_size=part_rows)
@@ -129,11 +124,7 @@ def _write(table: Any, file: Path, part_rows: int) -> None:
 
 
 def _answered(folder: Path, settings: Settings) -> Any:
-    """Return a table of the answers and dead letters of all rows of the input, in their order.
-
-    Raises:
-        JobFailed: rows have neither.
-    """
+    """Return a table of the answers and dead letters of all rows, in their order; JobFailed if some have neither."""
     pyarrow, generate = pyarrow_module(), settings.generate
     rows = Rows.from_paths(settings.input, generate.key)
     index = index_of(folder, rows, generate)
@@ -164,15 +155,7 @@ def _answered(folder: Path, settings: Settings) -> Any:
 
 
 def _joined(frame: Any, table: Any, names: Mapping[str, str], answers: Any, samples: int) -> Any:
-    """Repeat each row of `frame` for its samples, and append the columns of `answers`.
-
-    Args:
-        frame: the user's data frame; the result is of its type.
-        table: the same as an Arrow table.
-        names: mapping from the columns of `table` that are kept to their names in the result.
-        answers: table of the answers.
-        samples: number of answers per row.
-    """
+    """Repeat each row of `frame`, which `table` has as Arrow, for its samples, and append the columns of `answers`."""
     repeated = [row for row in range(len(table)) for _ in range(samples)]
     if (
         _library(frame) == "pandas"

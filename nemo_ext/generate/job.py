@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> Non
                 {name: value for name, value in body.items() if name not in hidden}, ensure_ascii=False, indent=1
             )
         )
-    characters = sum(len(_text_of(body)) for body in bodies) / len(bodies)
+    messages = (message for body in bodies for message in body.get("messages") or [{"content": body.get("prompt")}])
+    characters = sum(len(str(message.get("content") or "")) for message in messages) / len(bodies)
     total = index.rows * settings.samples
     prompt_tokens = characters / _CHARACTERS * total
     longest = settings.generate.sampling.max_tokens
@@ -160,8 +161,3 @@ def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> Non
         f"{index.rows:,} rows{repeated} x {settings.samples} samples = {total:,} answers; "
         f"about {prompt_tokens:,.0f} prompt tokens ({_CHARACTERS} characters each){most}"
     )
-
-
-def _text_of(body: Mapping[str, Any]) -> str:
-    messages: Sequence[Mapping[str, Any]] = body.get("messages") or [{"content": body.get("prompt")}]
-    return "".join(str(message.get("content") or "") for message in messages)

@@ -141,10 +141,6 @@ class Output:
     def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield key, sample number and columns of each answer in a range, from its parts or, if it has none, journals.
 
-        Args:
-            range_: the range.
-            keys: keys of its rows, in order.
-
         Raises:
             ValueError: a part cannot be read.
         """
@@ -158,14 +154,7 @@ class Output:
                     yield keys[row], sample, line
 
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
-        """Open a range, to request all its answers or, if it is finished, to retry its failures.
-
-        Args:
-            range_: the range.
-            rows: its rows.
-            keys: the rows' keys.
-            samples: number of answers per row.
-        """
+        """Open a range, to request all its answers or, if it is finished, to retry its failures."""
         repeated = set(range_.repeated)
         pairs = [(row, sample) for row in range(len(rows)) if row not in repeated for sample in range(samples)]
         again = len(self.parts(range_))
@@ -210,9 +199,7 @@ class Output:
         """Append an answer or failure to this worker's journal of a range.
 
         Args:
-            opened: the range.
             pair: row position in the range, and sample number.
-            answer: the answer or failure.
 
         Raises:
             OSError: the journal cannot be written.
@@ -308,12 +295,7 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a range's part; return False if it already exists.
-
-        Args:
-            opened: the range.
-            answers: (row, sample) and journal line of each answer, in order.
-        """
+        """Write a range's part from journal lines by (row, sample); return False if it already exists."""
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
@@ -421,12 +403,7 @@ def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_line(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Format an answer as a line of an OpenAI batch output file.
-
-    Args:
-        answer: the answer's columns, of which `key` and `sample` are used.
-        body: body of the endpoint's response.
-    """
+    """Format an answer and the body of its response as a line of an OpenAI batch output file."""
     return {
         "id": f"batch_req_{answer['key']}_{answer['sample']}",
         "custom_id": answer["key"],

@@ -51,10 +51,6 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
     """Write report.md, report.json and the histogram of answer lengths; return a one-line summary.
 
     Args:
-        output: the finished output.
-        index: index of the input.
-        samples: number of answers per row.
-        address: the endpoint.
         speed: `seconds`, `answers` and `tokens` of this start.
     """
     sums, failed = _Sums(), Counter[str]()

@@ -210,16 +210,7 @@ class Rows:
         )
 
     def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
-        """Record a row in the database of rows seen so far, and return whether it equals an earlier one.
-
-        Args:
-            database: the database.
-            row: the row.
-            place: file and line of the row, for error messages.
-
-        Raises:
-            ValueError: the row has no key, or a different row has the same key.
-        """
+        """Record a row, and return whether it equals an earlier one; ValueError if another row has its key."""
         named = self.key is not None or is_batch(row)
         try:
             whole = _digest(row)

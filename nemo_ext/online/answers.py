@@ -55,10 +55,7 @@ def generate(
     There is one line per task that has at least one scored response.
 
     Args:
-        config: composed config whose `served` is the policy.
-        tasks: tasks to respond to.
         generation: settings of generation and rewards.
-        folder: folder for all files of this module.
 
     Raises:
         ValueError: the model cannot be served, or none of its responses has a score.
@@ -132,14 +129,9 @@ def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> 
 
 
 def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[float]) -> dict[str, Any]:
-    """Return the record of a task and its responses for `nemo-ext preference_data`.
+    """Return the record of a task and its scored responses, with their rewards, for `nemo-ext preference_data`.
 
     Truncated responses are listed under `cut`, because a pair would train on them as if they were complete.
-
-    Args:
-        task: the task.
-        group: the task's responses and their scores.
-        rewards: one reward per response.
     """
     record = task.record()
     line: dict[str, Any] = {"id": f"{task.environment}/{task.id}", "messages": record["prompt"], "task": task.domain}

@@ -74,7 +74,6 @@ def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
     """Perform the checks that the job makes before its first request.
 
     Args:
-        config: composed config.
         tasks: whether to read and check the tasks; False if an earlier job has yet to write them.
 
     Raises:
@@ -172,18 +171,7 @@ class _Run:
         write_versions(self.run_dir, sys.argv)
 
     def round(self, policy: Path, number: int) -> Path | None:
-        """Run or resume a round, and return the path of the trained policy.
-
-        Args:
-            policy: Hugging Face folder of the policy that the round starts from.
-            number: number of the round, from 1.
-
-        Returns:
-            Path of the trained policy; None if there are too few pairs for a batch.
-
-        Raises:
-            ValueError: there are too few pairs in round 1.
-        """
+        """Run or resume a round, and return the trained policy's path; None if there are too few pairs for a batch."""
         folder = self.run_dir / "rounds" / str(number)
         model = folder / "train" / MODEL
         if not model.is_dir() and not self._make(folder, policy, number):
@@ -211,18 +199,9 @@ class _Run:
         notice(f"report: {write_report(self.run_dir, self.algorithm)}; model: {link}")
 
     def _make(self, folder: Path, policy: Path, number: int) -> bool:
-        """Do a round: generate and judge responses, make pairs, and train on them.
+        """Generate and judge responses, make pairs, and train on them; return False if the pairs do not fill a batch.
 
-        Args:
-            folder: folder of the round.
-            policy: Hugging Face folder of the policy that the round starts from.
-            number: number of the round, from 1.
-
-        Returns:
-            False, without training, if the pairs do not fill a batch.
-
-        Raises:
-            ValueError: in round 1, the pairs do not fill a batch, or all responses are truncated.
+        In round 1, too few pairs, or only truncated responses, raise ValueError.
         """
         tasks = self.of_round(number)
         notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} responses of {policy}")
@@ -250,12 +229,7 @@ class _Run:
         return True
 
     def _pairs(self, folder: Path, policy: Path) -> int:
-        """Make a round's preference pairs, unless already made, and return their number.
-
-        Args:
-            folder: folder of the round.
-            policy: folder of the policy, whose tokenizer measures prompt lengths.
-        """
+        """Make a round's preference pairs, unless already made, and return their number."""
         path = folder / "pairs" / PAIRS
         max_prompt, batch = self.algorithm.lengths.prompt, self.training.batch
         if not (folder / "pairs" / "report.json").is_file():

@@ -35,7 +35,6 @@ def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float
 
     Args:
         lines: lines of generations.jsonl, one per task.
-        seed: seed of the bootstrap.
 
     Returns:
         Numbers of `prompts` and `answers`; mean `reward` over prompts with its 95 % bootstrap interval (`reward_low`,

@@ -45,7 +45,6 @@ class AdaptiveShares:
 
     Args:
         shares: mapping from dataset names to their configured shares, which are scaled to sum to 1.
-        settings: settings of `tasks.train.adapt`.
         seed: seed for the order of datasets within a step.
     """
 
@@ -77,9 +76,6 @@ class AdaptiveShares:
         """Draw the next prompts.
 
         Each dataset contributes in proportion to its weight; rounding errors are carried over to the next call.
-
-        Args:
-            count: number of prompts.
 
         Returns:
             For each prompt, the index of its dataset in `names` and its position in that dataset's order, from 0.

@@ -87,7 +87,6 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """Create an environment by name.
 
     Args:
-        name: name of the environment.
         settings: arguments for its module's `environment` function, such as time limits.
 
     Raises:

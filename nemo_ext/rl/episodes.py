@@ -21,8 +21,8 @@ from nemo_ext.chat.tool_calls import Style, parse_tool_calls
 from nemo_ext.job.settings import STRICT, Open, Place, checked
 from nemo_ext.rl.environments import Conversation, make
 from nemo_ext.rl.prompts import Prompts
-from nemo_ext.rl.rewards.components import Reward
 from nemo_ext.rl.rewards.named import Facts, reward_of
+from nemo_ext.rl.rewards.reward import Reward
 from nemo_ext.rl.settings import AtLeastOne
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
@@ -38,7 +38,6 @@ class Episode:
     """State of a task during a rollout; picklable.
 
     Attributes:
-        task: task to respond to.
         thinking_opened: True if the prompt ends inside a reasoning trace.
         turn: number of responses so far.
         conversation: state of the tool environment; None before the first response and in single-turn environments.
@@ -55,9 +54,6 @@ class Turn:
     """Outcome of a response: its verdict and reward, or the environment's messages if the conversation continues.
 
     Attributes:
-        response: parsed response.
-        verdict: verdict on the response; None while the conversation continues.
-        reward: reward of the response; None while the conversation continues.
         answers: the environment's messages after the response; empty if the conversation is over.
         observation: these messages as text for the model; "" if there are none or the engine renders them.
         following: state for the next response; None if the conversation is over.
@@ -148,7 +144,6 @@ class Episodes:
 
         Args:
             episode: state before the response.
-            response: parsed response.
             unreadable: mapping from the id of each malformed tool call to the reason. In a conversation, the model
                 gets the reasons as error messages; in a single-turn environment, the response is wrong.
             close: False to return a conversation's last turn without a verdict and `answers`, for `close`.

@@ -120,8 +120,6 @@ async def judged(
     All groups are judged concurrently. The environment's rewards are ignored. Requests without an answer are logged.
 
     Args:
-        groups: for each prompt, its responses.
-        judge: judge or reward model.
         control: length control; not applied if None.
         show: function that writes the judge's messages for two responses; None for a reward model, which scores each
             response separately.

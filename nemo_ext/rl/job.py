@@ -192,12 +192,9 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
 
 
 def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:
-    """Check that the tasks have the preset's order by pass rates; report differences with `on_inexpressible=warn`.
+    """Raise ValueError if the tasks' order differs from `rl.curriculum`; print a notice with `on_inexpressible=warn`.
 
     A curriculum that an earlier job has yet to make is not read.
-
-    Raises:
-        ValueError: the order differs from `rl.curriculum`, with `on_inexpressible=error`.
     """
     curriculum, train = algorithm.curriculum, settings.tasks.train or TrainTasks()
     if curriculum is None:

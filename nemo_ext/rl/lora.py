@@ -40,7 +40,6 @@ def merge_saved(model: str, adapter: Path, to: Path, *, trust_remote_code: bool)
     Args:
         model: Hugging Face name or folder of the model.
         adapter: folder with adapter_config.json.
-        to: output folder.
         trust_remote_code: whether Python files in the model's folder may run.
     """
     whole = import_module("transformers").AutoModelForCausalLM.from_pretrained(

@@ -42,6 +42,8 @@ from nemo_ext.rl.adaptive import AdaptiveShares
 from nemo_ext.rl.settings import Adapt, TrainTasks
 from nemo_ext.rl.task import Task
 
+WHERE = "tasks.train"
+"""Key of the settings of training tasks, for error messages."""
 _SUFFIX = ".jsonl"
 _OF_DATA = re.compile(r"\bdata\.(?=(?:directory|blend|streams)\b)")
 SHARE_TOLERANCE = 0.02
@@ -61,7 +63,6 @@ class TaskFile:
         ValueError: the file is missing or empty, or has invalid lines or duplicate ids, which the message lists.
 
     Attributes:
-        tasks: parsed tasks.
         places: location of each task, as "FILE:LINE".
     """
 
@@ -111,8 +112,6 @@ class PlannedTasks:
         files: mapping from stream names to task files.
         shares: mapping from stream names to their shares.
         steps: maximum number of batches that can be drawn.
-        prompts: number of prompts per step.
-        seed: seed for all orders.
         shuffle: whether tasks are reshuffled for every epoch over a file; otherwise file order is kept.
         adapt: settings of adaptive shares; None if the shares are constant.
         thinking_share: share of each file's draws in thinking mode, for tasks without a mode; None to set no modes.
@@ -184,7 +183,6 @@ class PlannedTasks:
         """Return the task at a position of a stream's order, as drawn by adaptive shares.
 
         Args:
-            stream: index of the stream.
             number: 0-based position; beyond the last task, the file is repeated in the order of its next epoch.
         """
         tasks = self.files[stream].tasks
@@ -220,39 +218,35 @@ def plan_tasks(
     prompts: int,
     spare: int = 0,
     thinking_share: float | None = None,
-    where: str = "tasks.train",
 ) -> PlannedTasks:
     """Plan a run's training tasks from the settings that the module's docstring describes.
 
     Args:
         settings: a `TrainTasks`, or a mapping with its keys.
-        steps: number of training steps.
-        prompts: number of prompts per step.
         spare: number of additional batches that can be drawn; a curriculum repeats after its last step.
         thinking_share: share of each file's prompts in thinking mode; None for the modes that the tasks set.
-        where: key of the settings, for error messages.
 
     Raises:
         ValueError: a setting or a task is invalid; the message names the key, or the file and line.
     """
-    train = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
+    train = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, WHERE)
     given = [key for key in ("path", "curriculum", "directory") if getattr(train, key) is not None]
     if len(given) != 1:
         raise ValueError(
-            f"{where}: set exactly one of path, curriculum and directory (with a blend), not "
+            f"{WHERE}: set exactly one of path, curriculum and directory (with a blend), not "
             f"{' and '.join(given) or 'none'}"
         )
     if train.directory is not None:
-        return _blended(train, steps=steps + spare, prompts=prompts, thinking_share=thinking_share, where=where)
+        return _blended(train, steps=steps + spare, prompts=prompts, thinking_share=thinking_share)
     if train.curriculum is None:
         path, shuffle = Path(str(train.path)), train.shuffle
     else:
-        path, shuffle = _curriculum(Path(train.curriculum), prompts=prompts, where=where), False
+        path, shuffle = _curriculum(Path(train.curriculum), prompts=prompts), False
     file = TaskFile(path, repeats=train.curriculum is not None)
     if train.curriculum is not None and steps * prompts > len(file.tasks):
         has = len(file.tasks) // prompts
         raise ValueError(
-            f"{where}.curriculum has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
+            f"{WHERE}.curriculum has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
             "curriculum`, or lower rl.schedule.steps"
         )
     check_thinking_share([file], thinking_share)
@@ -322,23 +316,21 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
-def read_blend(settings: Mapping[str, Any], where: str = "tasks.train") -> Group:
-    """Read the tree of a blend of tasks; raise ValueError, with keys below `where`, if it is invalid."""
+def read_blend(settings: Mapping[str, Any]) -> Group:
+    """Read the tree of a blend of tasks; raise ValueError if it is invalid."""
     try:
         return read_tree(settings)
     except ValueError as error:
-        raise ValueError(_OF_DATA.sub(f"{where}.", str(error))) from None
+        raise ValueError(_OF_DATA.sub(f"{WHERE}.", str(error))) from None
 
 
-def _blended(
-    settings: TrainTasks, *, steps: int, prompts: int, thinking_share: float | None, where: str
-) -> PlannedTasks:
-    root = read_blend({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams}, where)
+def _blended(settings: TrainTasks, *, steps: int, prompts: int, thinking_share: float | None) -> PlannedTasks:
+    root = read_blend({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams})
     adapt = settings.adapt
     for leaf in root.leaves():
         for key in ("source", "tokens"):
             if getattr(leaf, key) is not None:
-                place = _OF_DATA.sub(f"{where}.", leaf.where)
+                place = _OF_DATA.sub(f"{WHERE}.", leaf.where)
                 raise ValueError(
                     f"{place}.{key}: remove it, as a stream is always the file <directory>/<name>{_SUFFIX}"
                 )
@@ -354,9 +346,9 @@ def _blended(
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     if adapt is not None and _is_capped(root):
-        raise ValueError(f"{where}.adapt cannot respect cap_epochs in {where}.blend; remove one of the two")
+        raise ValueError(f"{WHERE}.adapt cannot respect cap_epochs in {WHERE}.blend; remove one of the two")
     if adapt is not None and sum(map(bool, shares.values())) < 2:
-        raise ValueError(f"{where}.adapt requires at least two streams with a share above 0; add one or remove adapt")
+        raise ValueError(f"{WHERE}.adapt requires at least two streams with a share above 0; add one or remove adapt")
     return PlannedTasks(
         files,
         shares,
@@ -372,14 +364,14 @@ def _is_capped(node: Node) -> bool:
     return node.cap_epochs is not None or any(map(_is_capped, node.children))
 
 
-def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:
+def _curriculum(directory: Path, *, prompts: int) -> Path:
     stats = directory / STATS
     if not stats.is_file():
-        raise ValueError(f"{where}.curriculum: {stats} does not exist; make it with `nemo-ext curriculum`")
+        raise ValueError(f"{WHERE}.curriculum: {stats} does not exist; make it with `nemo-ext curriculum`")
     batch = json.loads(stats.read_bytes())["settings"]["batch"]
     if batch != prompts:
         raise ValueError(
-            f"{where}.curriculum has {batch} prompts per step, but the run has {prompts}; make it with "
+            f"{WHERE}.curriculum has {batch} prompts per step, but the run has {prompts}; make it with "
             f"curriculum.batch={prompts}, or set rl.prompts_per_step={batch}"
         )
     return directory / CURRICULUM

@@ -19,7 +19,6 @@ class Precision:
     """Precision plan for a model, and the phases that it applies to.
 
     Attributes:
-        plan: precision plan of the weights.
         high: names of the linear layers that stay out of FP8; they start with `layers.`.
         never: names of the routers, convolutions and output layer that stay out of FP8.
         head: True if the output layer is in FP8.
@@ -37,7 +36,6 @@ class Precision:
         """Resolve the precision plan in an RL run's config; return None if there is no plan or it uses no FP8.
 
         Args:
-            config: config of `nemo-ext rl`.
             where: generation (the default), training or both.
 
         Raises:

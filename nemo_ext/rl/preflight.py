@@ -24,8 +24,6 @@ def findings(
     """Check an RL job and yield the findings.
 
     Args:
-        config: composed config.
-        settings: site and queue settings.
         paths: whether to check files and NeMo-RL's setup.
         here: True if the job runs on this machine instead of being queued.
         model_to_come: config.json of a policy that earlier jobs will write; None if unknown.

@@ -22,7 +22,6 @@ class Prompts:
     """The policy's chat template, which renders prompts and continuations.
 
     Attributes:
-        template: the model's chat template.
         eos: token that ends a response; NeMo-RL has already added it when the next turn begins.
     """
 
@@ -74,7 +73,6 @@ class Prompts:
 
         Args:
             answers: messages that follow the response, such as tool results.
-            tools: declared tools.
             thinking: whether thinking mode is requested; None for models without modes.
 
         Raises:

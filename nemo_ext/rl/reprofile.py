@@ -63,8 +63,6 @@ class Result:
     """Measured pass rates, and whether they led to a new order.
 
     Attributes:
-        tasks: number of tasks.
-        pass_rate: mean pass rate of the tasks.
         solved: `solved[n]` is the number of tasks with n correct responses.
         kept: reason why the old order is kept; None if there is a new one.
     """
@@ -80,11 +78,9 @@ class Curricula:
     """The curricula that a run makes, stored in its run directory.
 
     Attributes:
-        settings: settings of `tasks.train.reprofile`.
         folder: folder that holds the curricula.
         first: folder of the curriculum that the run started with; None if there was none.
         prompts: number of prompts per step.
-        steps: total number of training steps.
         tasks: tasks whose pass rates are measured.
     """
 
@@ -171,7 +167,6 @@ class Curricula:
         """Return the reason to measure pass rates after a step; None if they are not due.
 
         Args:
-            step: number of training steps so far.
             validations: (step, reward) of each validation so far.
         """
         since = self.since()

@@ -24,9 +24,7 @@ def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance
     """Return the distance between the scaled margins d and g of each pair, `[pairs]`; see the module's docstring.
 
     Args:
-        margin: the policy's margins d, `[pairs]`.
         true_margin: margins g of the true rewards, `[pairs]`.
-        distance: name of the distance.
     """
     if distance == "squared":
         return (margin - true_margin) ** 2

@@ -8,12 +8,6 @@ from typing import Any
 def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> None:
     """Reject a teacher that has other tokens than the policy, as it would score others than the policy sampled.
 
-    Args:
-        name: name of the teacher.
-        folder: its Hugging Face folder.
-        tokenizer: Hugging Face tokenizer of the policy.
-        trust_remote_code: whether Python files in the folder may run.
-
     Raises:
         ValueError: the vocabularies differ; the message has the number of tokens and the first one.
     """

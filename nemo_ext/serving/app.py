@@ -356,9 +356,17 @@ class _Answers:
         """Convert a piece to the choices of its stream chunks, one choice per chunk."""
         raise NotImplementedError
 
+    def choice(self, index: int, pieces: Sequence[_Piece]) -> dict[str, Any]:
+        """Convert all pieces of an answer to a choice of the response."""
+        raise NotImplementedError
+
     async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
         """Collect all pieces of `count` answers, and return the choices of the response."""
-        raise NotImplementedError
+        collected: list[list[_Piece]] = [[] for _ in range(count)]
+        async with aclosing(pieces):
+            async for piece in pieces:
+                collected[piece.index].append(piece)
+        return [self.choice(index, answer) for index, answer in enumerate(collected)]
 
     async def stream(self, pieces: AsyncGenerator[_Piece], usage: _Usage | None) -> AsyncGenerator[str]:
         """Yield server-sent events for the pieces, then the usage if given, then `[DONE]`."""
@@ -407,28 +415,25 @@ class _ChatAnswers(_Answers):
             choices[-1]["finish_reason"] = self._reason(piece)
         return choices
 
-    async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
-        choices: list[dict[str, Any]] = [{} for _ in range(count)]
-        texts: list[dict[str, list[str]]] = [{"content": [], "reasoning_content": []} for _ in range(count)]
-        measured: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-        async with aclosing(pieces):
-            async for piece in pieces:
-                for name, text in self._splitters[piece.index].add(piece.text, last=piece.end is not None):
-                    texts[piece.index][name].append(text)
-                measured[piece.index] += self._measured(piece.tokens) if self._logprobs else []
-                if piece.end is not None:
-                    choices[piece.index] = {"index": piece.index, "finish_reason": self._reason(piece)}
-        for number, choice in enumerate(choices):
-            calls, text = self._splitters[number].calls, "".join(texts[number]["content"])
-            message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
-            if texts[number]["reasoning_content"]:
-                message["reasoning_content"] = "".join(texts[number]["reasoning_content"]).strip()
-                message["content"] = message["content"] and message["content"].lstrip()
-            if calls:
-                message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-            choice["message"] = message
-            choice["logprobs"] = {"content": measured[number]} if self._logprobs else None
-        return choices
+    def choice(self, index: int, pieces: Sequence[_Piece]) -> dict[str, Any]:
+        splitter, texts = self._splitters[index], {"content": "", "reasoning_content": ""}
+        for piece in pieces:
+            for name, text in splitter.add(piece.text, last=piece.end is not None):
+                texts[name] += text
+        content, calls = texts["content"], splitter.calls
+        message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None if calls else content}
+        if texts["reasoning_content"]:
+            message["reasoning_content"] = texts["reasoning_content"].strip()
+            message["content"] = message["content"] and message["content"].lstrip()
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        measured = self._measured([token for piece in pieces for token in piece.tokens])
+        return {
+            "index": index,
+            "finish_reason": self._reason(pieces[-1]),
+            "message": message,
+            "logprobs": {"content": measured} if self._logprobs else None,
+        }
 
     def _reason(self, piece: _Piece) -> str:
         return "tool_calls" if self._splitters[piece.index].calls else str(piece.end)
@@ -453,24 +458,13 @@ class _CompletionAnswers(_Answers):
         measured = self._measured(piece.tokens)
         return [{"index": piece.index, "text": text, "finish_reason": piece.end, "logprobs": measured}]
 
-    async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
-        texts: list[str] = [""] * count
-        tokens: list[list[Token]] = [[] for _ in range(count)]
-        ends: list[str | None] = [None] * count
-        async with aclosing(pieces):
-            async for piece in pieces:
-                texts[piece.index] += self._echoed(piece.tokens) + piece.text
-                tokens[piece.index] += piece.tokens
-                ends[piece.index] = piece.end
-        return [
-            {
-                "index": number,
-                "text": texts[number],
-                "finish_reason": ends[number],
-                "logprobs": self._measured(tokens[number]),
-            }
-            for number in range(count)
-        ]
+    def choice(self, index: int, pieces: Sequence[_Piece]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": "".join(self._echoed(piece.tokens) + piece.text for piece in pieces),
+            "finish_reason": pieces[-1].end,
+            "logprobs": self._measured([token for piece in pieces for token in piece.tokens]),
+        }
 
     def _echoed(self, tokens: Sequence[Token]) -> str:
         prompt = [token.id for token in tokens if token.prompt]
@@ -499,11 +493,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) -> Kind:
-    """Read a request's body, and validate it as `kind`.
-
-    Raises:
-        BadRequest: the body is too large or invalid.
-    """
+    """Read a request's body and validate it as `kind`; BadRequest if it is too large or invalid."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk

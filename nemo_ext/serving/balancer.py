@@ -62,11 +62,7 @@ class _Left(Exception):
 
 
 class Balancer:
-    """Load balancer for a run's replicas.
-
-    Args:
-        watch: watcher of the replicas' files.
-    """
+    """Load balancer for a run's replicas."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -187,8 +183,7 @@ class Balancer:
     async def _ask(self, member: Member, request: Request, body: bytes) -> Response:
         """Send a request to a replica, and return the response; a stream continues after the return.
 
-        Raises:
-            _Elsewhere: the replica failed before it answered.
+        Raises _Elsewhere if the replica failed before it answered.
         """
         import aiohttp
 
@@ -228,12 +223,7 @@ class Balancer:
                 self._done(member)
 
     async def _unless[T](self, task: asyncio.Task[T], member: Member, request: Request) -> T:
-        """Wait for a task and return its result, unless the replica is lost or the client disconnects first.
-
-        Raises:
-            _Elsewhere: the replica is lost.
-            _Left: the client has disconnected.
-        """
+        """Return a task's result; _Elsewhere if the replica is lost first, _Left if the client disconnects first."""
         others = [asyncio.create_task(member.lost.wait()), asyncio.create_task(gone(request))]
         try:
             await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)

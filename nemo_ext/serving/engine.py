@@ -117,8 +117,8 @@ class Engine:
         self._cache: DynamicCache | None = None
         self._prefix: tuple[list[int], DynamicCache | None] = ([], None)
         self.failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._begin()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token]:
         """Yield an answer's tokens as they are generated; leaving the iteration stops the generation.
@@ -154,12 +154,7 @@ class Engine:
     def close(self) -> None:
         """End the engine's thread."""
         self._arriving.put(None)
-        if self._thread is not None:
-            self._thread.join()
-
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread.join()
 
     def _run(self) -> None:
         import torch
@@ -426,7 +421,6 @@ def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
     """Move each row's padding from behind the first `common` columns to the start of the row.
 
     Args:
-        cache: the cache, which is changed in place.
         common: number of columns before the padding.
         padding: width of each row's padding, `[rows]`.
     """

@@ -141,9 +141,6 @@ async def run_group(
     """Keep replicas running until cancelled, and the balancer too while this process holds its lease.
 
     Args:
-        config: the serve job's composed config.
-        settings: settings in its section `serving`.
-        run_dir: run directory of the endpoint.
         numbers: numbers of this machine's replicas.
         port: port of the endpoint; 0 for a free one.
 
@@ -164,7 +161,16 @@ async def run_group(
     leases.folder.mkdir(exist_ok=True)
     try:
         while True:
-            _restart(replicas, config, key)
+            for replica in replicas:
+                if (code := replica.ended()) is None:
+                    continue
+                name = replica.folder.name
+                if code == USER_ERROR:
+                    raise ValueError(f"replica {name} cannot start: {replica.said()}")
+                if replica.hopeless:
+                    raise ReplicaFailed(f"replica {name} ended too often, last with exit code {code}: {replica.said()}")
+                notice(f"replica {name} ended with exit code {code} and is restarted (log: {replica.log})")
+                replica.start({**config, "run_dir": str(replica.folder)}, key)
             leases.touch()
             if balancing is None and leases.take(_LEASE):
                 balancing = asyncio.create_task(_balance(settings, run_dir, key, port))
@@ -181,29 +187,8 @@ async def run_group(
             list(pool.map(Replica.stop, replicas))
 
 
-def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | None) -> None:
-    for replica in replicas:
-        if (code := replica.ended()) is None:
-            continue
-        if code == USER_ERROR:
-            raise ValueError(f"replica {replica.folder.name} cannot start: {replica.said()}")
-        if replica.hopeless:
-            raise ReplicaFailed(
-                f"replica {replica.folder.name} ended too often, last with exit code {code}: {replica.said()}"
-            )
-        notice(f"replica {replica.folder.name} ended with exit code {code} and is restarted (log: {replica.log})")
-        replica.start({**config, "run_dir": str(replica.folder)}, key)
-
-
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
-    """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer.
-
-    Args:
-        settings: settings of the endpoint.
-        run_dir: run directory of the endpoint.
-        key: API key; None for an open endpoint.
-        port: port of the endpoint; 0 for a free one.
-    """
+    """Run the balancer until cancelled, and publish its address in the run directory once enough replicas answer."""
     bound = bind(settings.host, port)
     balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())

@@ -16,7 +16,6 @@ class Guard:
     """ASGI middleware that requires an API key.
 
     Args:
-        app: the wrapped application.
         key: the key; if None, all requests are accepted.
     """
 

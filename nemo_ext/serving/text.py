@@ -8,22 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemo_ext.chat.response import CLOSE, OPEN
-from nemo_ext.chat.tool_calls import parse_tool_calls
+from nemo_ext.chat.tool_calls import TAGS, parse_tool_calls
 from nemo_ext.data.text.byte_tokenizer import token_bytes
 
 Field = Literal["reasoning_content", "content"]
-TAGS = (
-    OPEN,
-    CLOSE,
-    "<tool_call>",
-    "</tool_call>",
-    "<TOOLCALL>",
-    "</TOOLCALL>",
-    "<function_calls>",
-    "</function_calls>",
-)
+_SHOWN = (OPEN, CLOSE, *TAGS, *TAGS.values())
 """Tokens that are shown as text even if the tokenizer declares them special."""
-_CALLS = ("<tool_call>", "<TOOLCALL>", "<function_calls>")
 _HALF = "\ufffd"
 """Character that tokenizers output for an incomplete character."""
 
@@ -32,14 +22,12 @@ class Decoder:
     """Incremental decoder of one answer's tokens.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         stop: strings that end the answer and are not part of it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        shown = {tokenizer.convert_tokens_to_ids(tag) for tag in TAGS}
-        self._hidden = set(tokenizer.all_special_ids) - shown
+        self._hidden = set(tokenizer.all_special_ids) - {tokenizer.convert_tokens_to_ids(tag) for tag in _SHOWN}
         self._ids: list[int] = []
         self._start = self._read = 0
         self._held = ""
@@ -72,11 +60,7 @@ class Decoder:
 
 
 class TokenBytes:
-    """Converter of a tokenizer's tokens to bytes, including tokens with incomplete characters.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
-    """
+    """Converter of a tokenizer's tokens to bytes, including tokens with incomplete characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -143,7 +127,6 @@ class Splitter:
         """Add text, and yield new pieces of the answer, each with the name of the response field it belongs to.
 
         Args:
-            text: new text.
             last: whether the answer ends with this text.
         """
         self._held += text
@@ -164,12 +147,12 @@ class Splitter:
                 return
             self.thinking = False
         if self.tools and not self._calls:
-            starts = [place for tag in _CALLS if (place := self._held.find(tag)) >= 0]
+            starts = [place for tag in TAGS if (place := self._held.find(tag)) >= 0]
             if starts:
                 self._held, self._calls = self._held[: min(starts)], self._held[min(starts) :]
         elif self._calls:
             self._held, self._calls = "", self._calls + self._held
-        held = 0 if last or self._calls else max((overlap(self._held, tag) for tag in _CALLS if self.tools), default=0)
+        held = 0 if last or self._calls else max((overlap(self._held, tag) for tag in TAGS if self.tools), default=0)
         shown, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]
         if shown:
             yield "content", shown

@@ -63,9 +63,7 @@ def command(
 
     Args:
         folder: Hugging Face directory.
-        settings: settings in section `serving`.
         config: composed config, which holds the consent to run the directory's code.
-        port: port of the server.
         rank: number of this node in a multi-node replica; the first node runs the server.
 
     Raises:
@@ -150,11 +148,7 @@ def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None
 
 
 def _with_format(model: Mapping[str, Any]) -> tuple[str, Description]:
-    """Return the class name and the description of a model, which is given as in `check_drafts`.
-
-    Raises:
-        ValueError: its class is unknown, a setting is not supported, or no format expresses it.
-    """
+    """Return a model's class name and description, as `check_drafts` takes it; ValueError if no format expresses it."""
     if "architectures" in model:
         found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
         return found.architecture, description
@@ -178,10 +172,7 @@ def _keeps_rejected() -> bool:
 
 
 def _precision(folder: Path) -> dict[str, Any]:
-    """Return vLLM arguments for the KV cache's type in a checkpoint made by `nemo-ext quantize`; empty for others.
-
-    The checkpoint's config.json sets all other types.
-    """
+    """Return vLLM's type of the KV cache for a quantised checkpoint, whose config.json has all other types."""
     file = folder / "hf_quant_config.json"
     held = read_json(file) if file.is_file() else {}
     low = str((held.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() == "FP8"

@@ -18,7 +18,6 @@ class Cohorts[M, R]:
     """Groups of requests with the same key, which are answered together.
 
     Args:
-        size: number of members in a complete group.
         wait_seconds: seconds after a group's first member until it is answered; later members form another group.
         answer: function that returns the results of a group's members, in order.
     """
@@ -34,9 +33,7 @@ class Cohorts[M, R]:
         """Add a member to its group and wait for its result.
 
         Args:
-            key: key of the group.
             place: place in the group; a request repeated after a lost connection has the same place.
-            member: request to answer.
         """
         cohort = self._open.get(key)
         if cohort is None:

@@ -52,9 +52,6 @@ class Served:
 
     Attributes:
         domain: one of Gym's domains.
-        description: description shown in Gym's lists.
-        generator: name of the generator for the example data.
-        config: config keys of the server.
         agent: name of the agent; gymnasium_agent if a user speaks between the model's turns.
         max_steps: the agent's step limit; None for its default.
         entrypoint: file in the server's folder that starts it.
@@ -227,13 +224,7 @@ def _for_server(name: str, task: Task) -> Task:
 
 
 def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]:
-    """Return the contents of the files to write, by their paths in the server's folder.
-
-    Args:
-        names: names of the servers.
-        seed: seed of the example data.
-        tasks: task files to convert into Gym's rows.
-    """
+    """Return the files to write, by path in the servers' folder; `tasks` are task files to convert into rows."""
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),
         "comparison.py": _APP.format(module="comparison", server="ComparisonServer"),

@@ -23,7 +23,8 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
     finished = not answered.get("incomplete_details")
     calls, unreadable = _calls(output)
     trace = "\n".join(text for item in output if item.get("type") == "reasoning" for text in _texts(item, "summary"))
-    answer = "".join(text for item in output if _is_assistant(item) for text in _texts(item, "content"))
+    said = (item for item in output if item.get("type") == "message" and item.get("role", "assistant") == "assistant")
+    answer = "".join(text for item in said for text in _texts(item, "content"))
     if trace.strip():
         end = f"\n{CLOSE}\n" if answer.strip() or calls or finished else ""
         # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of the trace into an answer.
@@ -45,10 +46,6 @@ def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(item, Mapping) and item.get("type") == "function_call_output"
     ]
     return {**answered, "output": output[outputs[-1] + 1 :] if outputs else output}
-
-
-def _is_assistant(item: Mapping[str, Any]) -> bool:
-    return item.get("type") == "message" and item.get("role", "assistant") == "assistant"
 
 
 def _texts(item: Mapping[str, Any], key: str) -> list[str]:

@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from nemo_ext.chat.formats import normal_messages
-from nemo_ext.chat.sample import Message, Role, ToolCall
+from nemo_ext.chat.sample import Message, Role
 from nemo_ext.chat.tool_calls import check_tools, read_openai_calls
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.task import Task
@@ -32,7 +32,6 @@ def to_gym(task: Task, *, thinking_key: str = THINKING) -> dict[str, Any]:
     """Convert a task into a row.
 
     Args:
-        task: task to convert.
         thinking_key: variable in the model's chat template that switches reasoning on and off; Gym's vllm_model passes
             it on for tasks with a thinking mode.
     """
@@ -57,7 +56,6 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     """Convert a row, ours or Gym's own, into a task.
 
     Args:
-        row: row to convert.
         environment: environment of the server that received the row.
 
     Raises:
@@ -142,12 +140,10 @@ def _items(message: Message) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if message.content or not message.tool_calls:
         items.append({"role": message.role, "content": message.content})
-    return items + [_call_item(call) for call in message.tool_calls]
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return {"type": "function_call", "call_id": call.id or "", "name": call.name, "arguments": arguments}
+    for call in message.tool_calls:
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+        items.append({"type": "function_call", "call_id": call.id or "", "name": call.name, "arguments": arguments})
+    return items
 
 
 def _text(content: Any, where: str) -> str:
@@ -160,16 +156,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """Return the environment's reference for a row of one of Gym's own servers.
-
-    Args:
-        row: row in the format of the Gym server.
-        environment: our equivalent of that server.
-        tools: declared tools of the row.
-
-    Raises:
-        ValueError: the row does not have the keys of such a server.
-    """
+    """Return our reference for a row of one of Gym's own servers; raise ValueError if the row is for another server."""
     for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
             return convert(row)

@@ -161,17 +161,19 @@ class Checkout:
         return self._names_in("nemo_rl/algorithms/grpo.py", "async_grpo_train")
 
     @cached_property
+    def _collector(self) -> str:
+        file = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    @property
     def refills(self) -> bool:
         """True if the asynchronous loop generates new groups for a step that lacks some, so groups can be dropped."""
-        collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
-        return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
+        return "get_trajectories_needed" in self._collector
 
-    @cached_property
+    @property
     def distils(self) -> bool:
         """True if the asynchronous collector has teachers score groups of any tasks, given their agents' names."""
-        collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
-        text = collector.read_text(encoding="utf-8") if collector.is_file() else ""
-        return "_compute_teacher_logprobs" in text and "def _enqueue_rollout_group" in text
+        return "_compute_teacher_logprobs" in self._collector and "def _enqueue_rollout_group" in self._collector
 
     @cached_property
     def plays_gym(self) -> bool:
@@ -208,8 +210,6 @@ class _Sources:
         """Return the keys of the TypedDict or pydantic model `name`; any key is allowed if it is unknown or recursive.
 
         Args:
-            name: name of the class.
-            module: module that defines or imports it.
             above: names of the enclosing classes, to detect recursion.
         """
         keys = Keys()

@@ -139,8 +139,6 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
     """Run GRPO to its end: `async_grpo_train` if `grpo.async_grpo.enabled`, else `grpo_train`.
 
     Args:
-        ready: results of `set_up_grpo`.
-        tokenizer: the policy's tokenizer.
         environments: mapping from the tasks' names in NeMo-RL to environment actors.
         val_environments: the same for validation; None if there is none.
     """
@@ -209,7 +207,6 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
     """Run the checkout's convert_megatron_to_hf.py with its Megatron workers' Python, which has Megatron-Bridge.
 
     Args:
-        root: folder of the checkout.
         config: path of `step_N/config.yaml`.
         weights: folder `step_N/policy/weights/iter_N`.
         to: output folder, which must not exist.

@@ -58,7 +58,6 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
 
     Args:
         data_iterators: mapping from NeMo-RL's dataset names to iterators; `domains/math.jsonl` is `domains-math`.
-        order: the curriculum's order.
 
     Raises:
         ValueError: the datasets or their positions do not match the curriculum, or all its steps are done.

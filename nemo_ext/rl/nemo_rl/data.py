@@ -1,6 +1,6 @@
-"""Planned tasks (`nemo_ext.rl.plan`) as datasets for NeMo-RL.
+"""Planned tasks (`nemo_ext.rl.plan`) and preference pairs (`nemo_ext.rl.pairs`) as datasets for NeMo-RL.
 
-NeMo-RL's dataloader does not shuffle them, and its position is saved in checkpoints. The state of adaptive shares
+NeMo-RL's dataloader does not shuffle tasks, and its position is saved in checkpoints. The state of adaptive shares
 (`nemo_ext.rl.adaptive`) is saved with it, because a `StatefulDataLoader` calls its dataset's `state_dict`.
 """
 
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
+import torch
 
 from nemo_ext.rl.adaptive import AdaptiveShares, signals_of
 from nemo_ext.rl.episodes import Episode
+from nemo_ext.rl.pairs import Pair, token_ids
 from nemo_ext.rl.plan import PlannedTasks
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
@@ -34,10 +36,6 @@ class TaskProcessor:
 
         Args:
             record: record from `Records`, with the task and its name in NeMo-RL.
-            spec: unused argument that NeMo-RL passes.
-            tokenizer: the policy's tokenizer.
-            max_length: maximum number of tokens; None for no limit.
-            number: the sample's index in the dataset.
         """
         task: Task = self.prompts.in_mode(record["task"])
         text, opened = self.prompts.prompt(task)
@@ -89,8 +87,6 @@ class AdaptiveTasks:
     Its dataloader must not have workers, which would read ahead before the last batch's rewards are known.
 
     Args:
-        tasks: the run's tasks.
-        shares: the datasets' shares.
         processed: function that makes NeMo-RL's dataset from a mapping from numbers to tasks.
     """
 
@@ -136,3 +132,41 @@ class AdaptiveTasks:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state from a checkpoint; raise ValueError if it belongs to different datasets."""
         self._shares.restore(state)
+
+
+@dataclass(frozen=True)
+class PairDataset:
+    """Dataset of pairs for `dpo.setup`; pairs longer than `max_length` tokens are excluded from the loss."""
+
+    pairs: Sequence[Pair]
+    tokenizer: Any
+    max_length: int | None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        pair = self.pairs[number]
+        prompt, *answers = (torch.tensor(ids, dtype=torch.long) for ids in token_ids(pair, self.tokenizer))
+        sides = list(zip((pair.chosen, pair.rejected), answers, strict=True))
+        lengths = [len(prompt) + len(ids) for _, ids in sides]
+        fits = self.max_length is None or max(lengths) <= self.max_length
+        # A longer pair is truncated to four tokens per message, as in NeMo-RL, and excluded from the loss.
+        short = None if fits else 4
+        logs = [
+            [
+                {"role": "user", "content": pair.prompt, "token_ids": prompt[:short]},
+                {"role": "assistant", "content": text, "token_ids": ids[:short]},
+            ]
+            for text, ids in sides
+        ]
+        totals = [sum(len(message["token_ids"]) for message in log) for log in logs]
+        datum = {
+            "message_log_chosen": logs[0],
+            "message_log_rejected": logs[1],
+            "length_chosen": totals[0],
+            "length_rejected": totals[1],
+            "loss_multiplier": float(fits),
+            "idx": number,
+        }
+        return datum if pair.rewards is None else {**datum, "rewards": pair.rewards}

@@ -59,7 +59,6 @@ class Buffer(_Buffer):
     """NeMo-RL's replay buffer, changed to drop groups with equal rewards.
 
     Args:
-        prompts: number of groups per step.
         batches: maximum number of batches of `prompts` groups generated per step.
         settings: arguments for NeMo-RL's buffer.
     """
@@ -245,7 +244,6 @@ def dropping(*, prompts: int, batches: int) -> Iterator[Callable[[int], Mapping[
     """Context in which `async_grpo_train` drops and replaces groups with equal rewards.
 
     Args:
-        prompts: number of groups per step.
         batches: maximum number of batches generated per step.
 
     Yields:

@@ -80,11 +80,6 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
 
     A run is finished at `max_num_steps`, or if it ended earlier under the same plan because its data or epochs were
     exhausted or a threshold was reached.
-
-    Args:
-        run_dir: the run's directory.
-        master: NeMo-RL's master config as plain mappings.
-        section: the algorithm's section in it, grpo or dpo.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -117,13 +112,8 @@ def leave_model(
     If the conversion fails, there is no RUN_DIR/model, and a notice names the checkpoint and a command to convert it.
 
     Args:
-        run_dir: the run's directory.
-        step: last training step.
-        master: NeMo-RL's master config as plain mappings.
         section: the algorithm's section in the master config, grpo or dpo.
-        root: folder of NeMo-RL's checkout.
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
-        config: the job's config, for `trust_remote_code`.
     """
     if _read_record(run_dir) != _record(step, master, section):
         # An existing model belongs to other steps; remove it before the record changes.
@@ -211,7 +201,10 @@ def _convert(
     else:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
         compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
-        _as_safetensors(to)
+        # NeMo-RL pickles the weights, but other jobs and tools read safetensors.
+        state = import_module("torch").load(to / _BIN, map_location="cpu", mmap=True, weights_only=True)
+        import_module("huggingface_hub").save_torch_state_dict(state, to)
+        (to / _BIN).unlink()
     trusted = may_run_code(tokenizer, config)
     saved_tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trusted)
     if template is not None:
@@ -229,14 +222,6 @@ def _convert(
 def _iteration(saved: Saved) -> Path | None:
     """Return the folder of Megatron's newest iteration in a checkpoint; None for a DTensor checkpoint."""
     return max(saved.weights.glob("iter_*"), default=None)
-
-
-def _as_safetensors(folder: Path) -> None:
-    """Replace the pickled weights file that NeMo-RL writes with safetensors files, for other jobs and tools."""
-    torch, hub = import_module("torch"), import_module("huggingface_hub")
-    state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
-    hub.save_torch_state_dict(state, folder)
-    (folder / _BIN).unlink()
 
 
 def _record(step: int, master: Mapping[str, Any], section: Section) -> dict[str, Any]:

@@ -140,12 +140,10 @@ def groups_of(
     """Create a run's `Groups` from its settings.
 
     Args:
-        generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
         group: settings of the group reward function (see `nemo_ext.rl.groups.group_reward`), and optionally
             `environments`, the names of the environments that it applies to; by default all.
-        least: minimum number of responses per prompt.
 
     Raises:
         ValueError: a setting is invalid; the message names its key.
@@ -189,8 +187,6 @@ def scored(
     """Context in which NeMo-RL computes baselines, deviations and rewards in this process as `groups` specifies.
 
     Args:
-        groups: how these are computed.
-        tokenizer: the policy's tokenizer.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
         learn: function that is called with every generated batch's rewards, `[prompts, responses]`, before dynamic
             sampling; only in the synchronous loop.
@@ -209,8 +205,14 @@ def scored(
                     learn(rewards.view(-1, groups.generations).double().numpy())
                 return rewards
 
+            scale = module.scale_rewards
+
+            def scale_rewards(repeated_batch: Any, *arguments: Any) -> Any:
+                repeated_batch["total_reward"] = rewrite(repeated_batch)
+                return scale(repeated_batch, *arguments)
+
             if not asynchronous:
-                stack.enter_context(patch.object(module, "scale_rewards", _rewriting(module.scale_rewards, rewrite)))
+                stack.enter_context(patch.object(module, "scale_rewards", scale_rewards))
             elif compat.has_estimator():
                 create = module._create_advantage_estimator
                 stack.enter_context(
@@ -288,14 +290,10 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Yield the row indices of each group in a batch.
+    """Yield the row indices of each group in a batch, given the token ids of its prompts, `[batch, tokens]`.
 
     Groups are adjacent rows, because NeMo-RL repeats each prompt `generations` times in a row. If rows have been
     removed, rows with equal prompts form a group.
-
-    Args:
-        prompts: token ids of the prompts, `[batch, tokens]`.
-        generations: number of responses per prompt.
     """
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
@@ -318,19 +316,8 @@ def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
     return None
 
 
-def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]) -> Callable[..., Any]:
-    def scale_rewards(repeated_batch: Any, *arguments: Any) -> Any:
-        repeated_batch["total_reward"] = rewrite(repeated_batch)
-        return scale(repeated_batch, *arguments)
-
-    return scale_rewards
-
-
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Return a BatchedDataDict class that sets a batch's rewards to those from `rewrite` when it joins groups.
-
-    Only `async_grpo_train` joins groups.
-    """
+    """Return a BatchedDataDict class that rewrites rewards when it joins groups, as only `async_grpo_train` does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

@@ -31,8 +31,6 @@ def penalised(
     The rates in NeMo-RL's metrics are the shares of turns with each fault, penalised or not.
 
     Args:
-        settings: settings of `Penalties`.
-        tokenizer: the policy's tokenizer.
         ends: token ids that end a response.
         style: format of tool calls.
 

@@ -35,10 +35,7 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     """Set the keys with which NeMo-RL starts Gym's servers and ours.
 
     Args:
-        draft: draft of NeMo-RL's config, which is changed in place.
         algorithm: algorithm that uses at least one environment `gym-NAME`.
-        checkout: NeMo-RL's checkout.
-        config: the job's config.
 
     Raises:
         ValueError: an environment is unknown, or a setting of the algorithm cannot be combined with Gym.

@@ -163,15 +163,7 @@ def on_cluster(
 def _lay_out(
     config: Mapping[str, Any], settings: NemoRl, algorithm: Algorithm, draft: Draft, user_values: Mapping[str, Any]
 ) -> None:
-    """Plan which GPUs train and generate, and with which parallel sizes; write this into the draft and print it.
-
-    Args:
-        config: the job's config.
-        settings: its section `nemo_rl`.
-        algorithm: the algorithm.
-        draft: draft of NeMo-RL's config, which is changed in place.
-        user_values: mapping from NeMo-RL's dotted keys to the user's values, which are kept.
-    """
+    """Plan which GPUs train and generate, and with which parallel sizes; write this into the draft and print it."""
     fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
     if algorithm.router.replay and model is not None:

@@ -164,7 +164,6 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
     Args:
         name: name of the layout; None if only the user states sizes.
         user_values: mapping from NeMo-RL's dotted keys to the user's values.
-        backend: megatron or dtensor.
         gpu_memory_gib: memory of each GPU in GiB; None if unknown.
 
     Raises:
@@ -220,9 +219,6 @@ def plan(
         algorithm: algorithm, whose context length, batch and asynchrony matter.
         model: the model; None if unknown, in which case sizes that are not stated are 1.
         fixed: stated sizes; the default is one node with one GPU of 80 GiB.
-        backend: megatron or dtensor.
-        micro_batch: maximum microbatch size.
-        generation_bytes: bytes per weight in vLLM.
 
     Raises:
         ValueError: no allowed layout fits; the message gives the reason and the memory that the best one needs.
@@ -251,18 +247,9 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Return the ways to reserve GPUs for generation, the most even split between training and generation first.
+    """Return (nodes that generate, GPUs on each of them that do), the most even split of GPUs first.
 
-    Args:
-        nodes: number of nodes.
-        gpus: number of GPUs per node.
-        fixed: stated sizes, which are kept.
-
-    Returns:
-        Pairs of the number of nodes that generate and the number of GPUs on each of them that do.
-
-    Raises:
-        ValueError: no split is possible.
+    Raises ValueError if there is none.
     """
     each = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
     where = f"{nodes} nodes with {each}" if nodes > 1 else f"one node with {each}"
@@ -337,13 +324,7 @@ class _Search:
         )
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Find vLLM's layout on `world` GPUs; raise ValueError if none fits.
-
-        Args:
-            world: number of GPUs that generate.
-            shares: values of `gpu_memory_utilization` to try, in order.
-            weight: bytes per weight.
-        """
+        """Find vLLM's layout on `world` GPUs with the first memory share that suffices; ValueError if none fits."""
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:
@@ -381,7 +362,8 @@ class _Search:
         # DTensor shards weights over all GPUs anyway, and few model classes have a plan for tensor parallelism.
         tensors = powers(min(self.gpus, 16)) if megatron else [1]
         contexts = powers(16)
-        if self.model is None or self._context_is_one():
+        # Megatron's context parallelism requires packed sequences, which pairs do not use; DTensor's supports no Mamba.
+        if self.model is None or (self.pairs if megatron else "M" in self.model.kinds):
             contexts = [1]
         pipelines = powers(16) if megatron else [1]
         if self.model is None:
@@ -390,14 +372,6 @@ class _Search:
         contexts = [fixed.context_parallel] if fixed.context_parallel else contexts
         pipelines = [fixed.pipeline_parallel] if fixed.pipeline_parallel else pipelines
         return parallel_sizes(tensors, pipelines, contexts)
-
-    def _context_is_one(self) -> bool:
-        """Return whether context parallelism is unavailable.
-
-        Megatron's requires packed sequences, which pairs do not use, and DTensor's does not support Mamba.
-        """
-        assert self.model is not None
-        return self.pairs if self.backend == "megatron" else "M" in self.model.kinds
 
     def _division(self, tensor: int, pipeline: int, context: int, data: int, recompute: bool) -> Division | str:
         """Return the layout with these parallel sizes and the stated microbatch size (default 1), or why it is invalid.
@@ -438,9 +412,6 @@ class _Search:
         Each logit needs eight bytes, FP32 for the loss and for its gradient, of which `activation_bytes` counts six.
         DTensor shards weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers one block and its
         gradient at a time.
-
-        Raises:
-            ValueError: the blocks do not support these parallel sizes.
         """
         if self.model is None:
             return 0
@@ -488,12 +459,9 @@ def is_paired(model: Description) -> bool:
 
 
 def _in_stages(model: Description, stages: int) -> Architecture:
-    """Return the model's architecture, split into pipeline stages as its bridge does.
+    """Return the model's architecture, split into pipeline stages as its bridge does; ValueError if that is impossible.
 
     Our bridges balance parameters; Megatron-Bridge's own give all stages the same number of layers.
-
-    Raises:
-        ValueError: the layers cannot be split evenly.
     """
     architecture = model.architecture
     if stages == 1:
@@ -510,11 +478,8 @@ def put_layout(draft: Draft, run_plan: Plan, model: Description | None, algorith
     """Write a planned layout (parallelism, nodes, packing, generation) into a draft of NeMo-RL's config.
 
     Args:
-        draft: draft to write to.
-        run_plan: the plan.
         model: the policy; None if its sizes are unknown, which rules out packing on DTensor.
         algorithm: the algorithm, which determines whether there are pairs or rollouts.
-        backend: back end that trains the policy, megatron or dtensor.
     """
     layout, pairs = run_plan.training.layout, not isinstance(algorithm, PolicyGradient)
     tensor, context = layout.tensor_parallel, layout.context_parallel

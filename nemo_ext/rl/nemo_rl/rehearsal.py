@@ -79,7 +79,6 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
 
     Args:
         master: master config, whose `policy.generation` is completed in place.
-        section: the algorithm's section, grpo or dpo.
     """
     module = compat.grpo() if section == "grpo" else compat.dpo()
     config = {**master}
@@ -122,35 +121,30 @@ def _stand_ins(module: Any) -> Iterator[None]:
             "return_value.get_resume_paths.return_value": (None, None),
         }
     )
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (module, "RayVirtualCluster", _Cluster),
+        (module, "Logger", MagicMock()),
+        (module, "CheckpointManager", checkpoints),
+        (policy, "RayQueue", MagicMock()),
+        (policy, "RayWorkerBuilder", MagicMock()),
+        (policy, "RayWorkerGroup", _Workers),
+        (policy.Policy, "print_node_ip_and_gpu_id", lambda policy: None),
+        (policy.Policy, "init_collective", lambda *arguments, **keywords: []),
+        (vllm.VllmGeneration, "init_collective", lambda *arguments, **keywords: []),
+        (vllm, "RayWorkerBuilder", MagicMock()),
+        (vllm, "RayWorkerGroup", _Workers),
+        (vllm.VllmGeneration, "_get_tied_worker_bundle_indices", lambda *arguments: []),
+        (importlib.import_module("ray"), "get", lambda *arguments, **keywords: [{}]),
+        # The latter since main of 2026-08.
+        *((module, name, MagicMock()) for name in ("NemoGym", "spinup_nemo_gym_actor") if hasattr(module, name)),
+    ]
+    if importlib.util.find_spec("nemo_rl.algorithms.opd"):  # teachers, whose workers' class is imported late
+        workers = importlib.import_module("nemo_rl.distributed.worker_groups")
+        stand_ins.append((importlib.import_module("nemo_rl.algorithms.opd"), "RayVirtualCluster", _Cluster))
+        stand_ins += [(workers, "RayWorkerBuilder", MagicMock()), (workers, "RayWorkerGroup", _Workers)]
     with contextlib.ExitStack() as stack:
-        for where, name, stand_in in (
-            (module, "RayVirtualCluster", _Cluster),
-            (module, "Logger", MagicMock()),
-            (module, "CheckpointManager", checkpoints),
-            (policy, "RayQueue", MagicMock()),
-            (policy, "RayWorkerBuilder", MagicMock()),
-            (policy, "RayWorkerGroup", _Workers),
-            (policy.Policy, "print_node_ip_and_gpu_id", lambda policy: None),
-            (policy.Policy, "init_collective", lambda *arguments, **keywords: []),
-            (vllm.VllmGeneration, "init_collective", lambda *arguments, **keywords: []),
-            (vllm, "RayWorkerBuilder", MagicMock()),
-            (vllm, "RayWorkerGroup", _Workers),
-            (vllm.VllmGeneration, "_get_tied_worker_bundle_indices", lambda *arguments: []),
-            (importlib.import_module("ray"), "get", lambda *arguments, **keywords: [{}]),
-        ):
+        for where, name, stand_in in stand_ins:
             stack.enter_context(patch.object(where, name, stand_in))
-        if importlib.util.find_spec("nemo_rl.algorithms.opd"):  # teachers, whose workers' class is imported late
-            teachers = importlib.import_module("nemo_rl.algorithms.opd")
-            workers = importlib.import_module("nemo_rl.distributed.worker_groups")
-            for where, name, stand_in in (
-                (teachers, "RayVirtualCluster", _Cluster),
-                (workers, "RayWorkerBuilder", MagicMock()),
-                (workers, "RayWorkerGroup", _Workers),
-            ):
-                stack.enter_context(patch.object(where, name, stand_in))
-        for name in ("NemoGym", "spinup_nemo_gym_actor"):  # the latter since main of 2026-08
-            if hasattr(module, name):
-                stack.enter_context(patch.object(module, name, MagicMock()))
         # Also set by `nemo_ext.rl.nemo_rl.run`.
         stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -158,17 +152,9 @@ def _stand_ins(module: Any) -> Iterator[None]:
 
 
 def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
-    """Divide items among the data-parallel ranks and into microbatches, as training does.
+    """Divide items of `pairs` sequences among the data-parallel ranks and into microbatches, as training does.
 
-    Args:
-        policy: NeMo-RL's policy.
-        size: number of items to divide.
-        batch: global batch size.
-        micro: microbatch size.
-        pairs: number of sequences per item: 2 for preference pairs, else 1.
-
-    Raises:
-        ValueError: a rank's part of the batch is not a multiple of the microbatch size.
+    Raises ValueError if a rank's part of the batch is not a multiple of the microbatch size.
     """
     torch = importlib.import_module("torch")
     kind = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict

@@ -26,8 +26,6 @@ def render(
     """Render the algorithm as changes to `checkout.config(section_of(algorithm))`.
 
     Args:
-        algorithm: algorithm; see `nemo_ext.rl.algorithms`.
-        checkout: NeMo-RL version to render for.
         backend: training backend; NeMo-RL's configs have optimizer sections for both.
         precision: precision plan for generation and training; None for the default of NeMo-RL's configs.
     """

@@ -28,11 +28,10 @@ from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.job import READS_AHEAD
 from nemo_ext.rl.nemo_rl import compat, guards, workers
 from nemo_ext.rl.nemo_rl.compat import PREFIX
-from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records, TaskProcessor
+from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, PairDataset, Records, TaskProcessor
 from nemo_ext.rl.nemo_rl.export import saved_in
 from nemo_ext.rl.nemo_rl.group_rewards import by_group, groups_of, scored
 from nemo_ext.rl.nemo_rl.gym import RowProcessor, check_played
-from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs, with_short_prompts
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
@@ -42,14 +41,7 @@ from nemo_ext.rl.task import Task
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
 _COMMON = ("algorithm", "nemo_rl", "template")
 _GROUP = (
-    "tasks",
-    "environments",
-    "tool_style",
-    "advantage",
-    "distillation",
-    "group",
-    "loss",
-    "penalties",
+    *("tasks", "environments", "tool_style", "advantage", "distillation", "group", "loss", "penalties"),
     "thinking_share",
 )
 _PAIRS = ("pairs", "rpo", "max_prompt_tokens")
@@ -60,7 +52,6 @@ class End:
     """How training ended.
 
     Attributes:
-        step: last step.
         stopped: True if `checkpointing.checkpoint_must_save_by` ended it before the last step of the plan.
     """
 
@@ -245,11 +236,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Return the loss level if it is sequence_sum or group, which NeMo-RL itself lacks; None for NeMo-RL's own levels.
-
-    Raises:
-        ValueError: the level is unknown, or `loss_fn` in the master config contradicts it.
-    """
+    """Return the loss level if NeMo-RL itself lacks it, else None; ValueError if it contradicts `loss_fn`."""
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum", "group"):
@@ -349,9 +336,6 @@ class WithEnvironments:
     also written to metrics.jsonl under the names that TRL's runs use, for reports, `status` and pipelines.
 
     Args:
-        log: the logger's `log_metrics`.
-        environments: mapping from names to environment actors.
-        validators: the same for validation.
         metrics: path of metrics.jsonl; None to write none.
         limits: True if responses with a large mismatch are excluded (`grpo.seq_logprob_error_threshold`).
 
@@ -471,16 +455,9 @@ def _start_ray() -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """Determine how a run ended.
+    """Determine how a run ended; `logged` is its last logged step, for runs without checkpoints.
 
-    Args:
-        ready: results of `grpo.setup` or `dpo.setup`.
-        logged: last step in the log, which counts only if the run saves no checkpoints.
-        steps: planned number of steps.
-        clocks: the training loop's timeout checkers, from `compat.clocks`.
-
-    Raises:
-        RuntimeError: an asynchronous run ended early; NeMo-RL prints the error and returns normally in this case.
+    Raises RuntimeError if an asynchronous run ended early; NeMo-RL prints the error and returns normally in this case.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):

@@ -97,12 +97,7 @@ def circular_comparisons(size: int, *, both_orders: bool = False) -> list[tuple[
     These are "exactly N comparisons", as in NeMo Gym: each response is "judged twice in different positions", once
     first and once second, against different responses. With `both_orders=True` each pair is shown in both orders, 2N
     comparisons. No ordered pair is repeated, and a single response has no comparison.
-
-    Raises:
-        ValueError: `size` is negative.
     """
-    if size < 0:
-        raise ValueError(f"a group must have at least 0 responses, not {size}")
     circle = [(one, (one + 1) % size) for one in range(size)] if size > 1 else []
     if both_orders:
         circle = [pair for one, other in circle for pair in ((one, other), (other, one))]
@@ -118,19 +113,13 @@ def base_rewards(
     its advantage is zero if the baseline is the group's mean. If no comparison was judged, all get the neutral 3.
 
     Args:
-        size: number of responses in the group.
         judgements: mapping from (shown first, shown second) to judgements; None where the judge gave none.
 
     Returns:
         One reward per response, and one flag per response that is True if its reward comes from a judgement.
-
-    Raises:
-        ValueError: a comparison names a response that is not in the group, or compares a response with itself.
     """
     matches: list[dict[int, list[float]]] = [{} for _ in range(size)]
     for (first, second), judgement in judgements.items():
-        if first == second or not (0 <= first < size and 0 <= second < size):
-            raise ValueError(f"comparison {(first, second)}: expected two different responses from 0 to {size - 1}")
         if judgement is not None:
             first_score, second_score = judgement.scores
             matches[first].setdefault(second, []).append(first_score)
@@ -143,16 +132,8 @@ def base_rewards(
 
 
 def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
-    """Return weights from 1 (shortest) to 0 (longest) minus their mean, equations 4 and 5; 0 if lengths are equal.
-
-    Raises:
-        ValueError: a length is negative.
-    """
-    if not lengths:
-        return ()
-    least, most = min(lengths), max(lengths)
-    if least < 0:
-        raise ValueError(f"lengths of responses must be at least 0, not {least}")
+    """Return weights from 1 (shortest) to 0 (longest) minus their mean, equations 4 and 5; 0 if lengths are equal."""
+    least, most = min(lengths, default=0), max(lengths, default=0)
     if least == most:
         return (0.0,) * len(lengths)
     weights = [1 - (length - least) / (most - least) for length in lengths]
@@ -182,9 +163,6 @@ def group_rewards(
         thinking_lengths: length of each response's reasoning trace, in tokens or characters; 0 if there is no trace.
         answer_lengths: length of each response's answer after the trace, in the same unit.
         control: coefficients; the paper's if None.
-
-    Raises:
-        ValueError: the numbers of lengths differ, a length is negative, or a comparison is invalid.
     """
     base, judged = base_rewards(len(thinking_lengths), judgements)
     missing = sum(judgement is None for judgement in judgements.values())
@@ -208,20 +186,13 @@ def control_lengths(
         base: base reward of each response.
         thinking_lengths, answer_lengths, control: see `group_rewards`.
         judged: True for each response that was judged; None if all were.
-
-    Raises:
-        ValueError: the numbers of lengths and responses differ, or a length is negative.
     """
     control = control or LengthControl()
-    size = len(base)
-    judged = tuple(judged or (True,) * size)
-    for name, lengths in (("thinking", thinking_lengths), ("answer", answer_lengths)):
-        if len(lengths) != size:
-            raise ValueError(f"a group of {size} responses requires {size} {name} lengths, not {len(lengths)}")
+    judged = tuple(judged or (True,) * len(base))
     thinking = length_weights(thinking_lengths)
     longest = max(answer_lengths, default=0)
     answer = length_weights([length or longest for length in answer_lengths])
-    length = bonus = (0.0,) * size
+    length = bonus = (0.0,) * len(base)
     if any(judged):
         length = tuple(
             control.thinking * one + control.answer * other for one, other in zip(thinking, answer, strict=True)
@@ -229,14 +200,8 @@ def control_lengths(
         known = [reward for reward, there in zip(base, judged, strict=True) if there]
         threshold = float(np.percentile(known, control.percentile))
         good = [there and reward > threshold for reward, there in zip(base, judged, strict=True)]
-        bonus = tuple(
-            sum(pair)
-            for pair in zip(
-                _bonus(thinking_lengths, good, control.thinking_bonus),
-                _bonus(answer_lengths, good, control.answer_bonus),
-                strict=True,
-            )
-        )
+        of_thinking = _bonus(thinking_lengths, good, control.thinking_bonus)
+        bonus = tuple(map(sum, zip(of_thinking, _bonus(answer_lengths, good, control.answer_bonus), strict=True)))
     rewards = tuple(float(sum(parts)) for parts in zip(base, length, bonus, strict=True))
     return GroupRewards(rewards=rewards, base=tuple(base), length=length, bonus=bonus, judged=judged)
 

@@ -15,7 +15,6 @@ def think_tags(response: Response, *, thinking: bool, opened: bool = False) -> f
     non-existence of thinking tags" in the off mode.
 
     Args:
-        response: response to score.
         thinking: whether thinking is on.
         opened: True if the prompt ends in `<think>`, so the response must not open it again.
     """

@@ -15,7 +15,7 @@ from nemo_ext.data.preference.genrm import FIRST_SUPERIOR, LEAST_HELPFUL, MOST_H
 from nemo_ext.job.records import strict_json
 from nemo_ext.rl.quotation import nonce, plain, quote
 from nemo_ext.rl.rewards.comparison import Judgement
-from nemo_ext.rl.rewards.components import Reward
+from nemo_ext.rl.rewards.reward import Reward
 
 # NeMo Gym's text in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"
@@ -55,7 +55,10 @@ def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[d
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
     """Return the messages of a comparison for any chat model, with instructions; same arguments as `genrm_messages`."""
-    turns = [f"{message.role}: {_message_text(message)}" for message in prompt]
+    turns = []
+    for message in prompt:
+        calls = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls)
+        turns.append(f"{message.role}: " + "\n".join(filter(None, (message.content, *calls))))
     conversation, first, second = "\n\n".join(turns), _shown(first), _shown(second)
     mark = nonce(conversation, first, second)
     content = _INSTRUCTIONS.format(
@@ -102,7 +105,6 @@ def genrm_reward(
     Args:
         answer: the GenRM's response, parsed with `parse_judgement`.
         helpfulness: true scores of the responses in the order shown; an unknown one (None) adds no term.
-        ranking: true ranking.
         format_penalty, ranking_weight: coefficients C1 and C2.
 
     Raises:
@@ -120,17 +122,11 @@ def genrm_reward(
     return Reward(total=sum(parts.values()), parts=parts)
 
 
-def _message_text(message: Message) -> str:
-    calls = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls)
-    return "\n".join(filter(None, (message.content, *calls)))
-
-
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
     """Return the judgement in the data, with the lowest score in place of an unknown one.
 
     Args:
         helpfulness: true scores of the responses in the order shown; None if unknown.
-        ranking: true ranking.
 
     Raises:
         ValueError: a score is out of range.

@@ -13,9 +13,9 @@ from typing import Any
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import check_keys, nearest
-from nemo_ext.rl.rewards.components import Reward
 from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.rewards.genrm import genrm_reward
+from nemo_ext.rl.rewards.reward import Reward
 from nemo_ext.rl.rewards.verifiable import accuracy_format_reward, domyn_math_reward, outcome_reward
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict

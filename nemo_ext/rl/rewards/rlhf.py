@@ -42,7 +42,6 @@ async def rlhf_rewards(
     Args:
         judge: judge, which never raises or hangs; comparisons without a judgement are ignored and counted.
         prompt: conversation up to the responses.
-        responses: the group's responses.
         lengths: lengths (reasoning, answer) of each response in the policy's tokens, 0 if empty; if None, lengths are
             counted in characters, as in NeMo Gym's genrm_compare.
         show: function that writes the messages of a comparison; a value of `SHOWN`.

@@ -3,18 +3,13 @@
 Format scores come from `nemo_ext.rl.rewards.format`, whose caller knows which thinking mode the prompt requests.
 """
 
+import math
 from collections.abc import Mapping
 
-from nemo_ext.rl.rewards.components import Component, Reward, combine
-from nemo_ext.rl.rewards.length import linear_length_penalty
+from nemo_ext.rl.rewards.reward import Reward
 from nemo_ext.rl.verdict import Outcome, Verdict
 
 DOMYN_CORRECTNESS: Mapping[Outcome, float] = {"correct": 1.0, "wrong": 0.0, "error": -0.8}
-DOMYN_MATH = (
-    Component(name="correctness", weight=3.0, low=-0.8, high=1.0),
-    Component(name="format"),
-    Component(name="length", low=-0.25, high=0.0),
-)
 
 
 def outcome_reward(verdict: Verdict) -> float:
@@ -37,14 +32,23 @@ def domyn_math_reward(verdict: Verdict, *, format_score: float, tokens: int, max
         max_tokens: number of tokens at which the length penalty reaches -0.25.
 
     Raises:
-        ValueError: the format score is NaN, or `tokens` is negative.
+        ValueError: `max_tokens` is not positive.
     """
-    values = {
-        "correctness": DOMYN_CORRECTNESS[verdict.outcome],
-        "format": format_score,
-        "length": linear_length_penalty(tokens, max_tokens=max_tokens, at_max=DOMYN_MATH[2].low),
-    }
-    return combine(DOMYN_MATH, values)
+    length = linear_length_penalty(tokens, max_tokens=max_tokens)
+    return Reward.of_parts(correctness=3 * DOMYN_CORRECTNESS[verdict.outcome], format=format_score, length=length)
+
+
+def linear_length_penalty(tokens: int, *, max_tokens: int = 8192, at_max: float = -0.25) -> float:
+    """Return a penalty that falls linearly from 0 at no tokens to `at_max` at `max_tokens`, and stays there.
+
+    Domyn-Small, section 4.2: "decreasing linearly from 0 to -0.25 at the 8,192-token maximum response length".
+
+    Raises:
+        ValueError: `max_tokens` is not positive.
+    """
+    if max_tokens <= 0:
+        raise ValueError(f"max_tokens must be positive, not {max_tokens}")
+    return at_max * min(tokens / max_tokens, 1.0)
 
 
 def accuracy_format_reward(
@@ -52,19 +56,12 @@ def accuracy_format_reward(
 ) -> Reward:
     """Compute Llama-Nemotron's reward, section 5.1: accuracy from a judge, plus the tags that the mode requires.
 
-    The paper states no weights; 1 for both is our choice.
-
-    Args:
-        verdict: the judge's verdict; the accuracy is 1 if it is correct, else 0.
-        format_score: score of the response's tags, such as that of `think_tags`.
-        accuracy_weight: weight of the accuracy.
-        format_weight: weight of the format score.
+    The paper states no weights; 1 for both is our choice. A judge's accuracy is 1 if it is correct, else 0.
 
     Raises:
-        ValueError: a value or a weight is not finite.
+        ValueError: a weight is not finite.
     """
-    components = (
-        Component(name="accuracy", weight=accuracy_weight),
-        Component(name="format", weight=format_weight),
-    )
-    return combine(components, {"accuracy": outcome_reward(verdict), "format": format_score})
+    for name, weight in (("accuracy_weight", accuracy_weight), ("format_weight", format_weight)):
+        if not math.isfinite(weight):
+            raise ValueError(f"{name} must be finite, not {weight}")
+    return Reward.of_parts(accuracy=accuracy_weight * outcome_reward(verdict), format=format_weight * format_score)

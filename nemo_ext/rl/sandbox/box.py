@@ -183,7 +183,6 @@ class Box:
 
     Args:
         nursery: interpreter that forks the supervisor.
-        settings: settings shared by the sandbox's boxes.
         namespaces: whether programs are confined by namespaces.
         why_not: reason why namespaces are not used, for `Isolation`.
         disk_megabytes: maximum size of the programs' private directory.
@@ -236,8 +235,6 @@ class Box:
         """Compile a Python program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Args:
-            source: the program.
-            limits: limits of the compilation.
             function: name of a function, or of a method of the class Solution, that each run calls; its input is the
                 arguments as JSON, {"args": [...], "kwargs": {...}}.
         """
@@ -255,9 +252,7 @@ class Box:
         """Compile a C++ program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Args:
-            source: the program.
             options: options of the compiler.
-            limits: limits of the compilation.
 
         Raises:
             SandboxError: g++ is not installed.

@@ -29,7 +29,6 @@ class Sandbox:
     """Sandbox for untrusted programs. It is thread-safe and can serve several event loops.
 
     Args:
-        limits: limits of each run.
         concurrency: maximum number of boxes at a time; by default the number of processors.
         queue_seconds: maximum number of seconds that a request waits for a slot; unlimited if None.
         isolation: auto uses namespaces where available, namespaces requires them, processes never uses them.
@@ -186,9 +185,6 @@ class Sandbox:
         """Run a program once and return the result, or the compiler's result if it does not compile.
 
         Args:
-            source: the program.
-            stdin: its standard input.
-            language: python or cpp.
             limits: limits of the run; the sandbox's if None.
 
         Raises:

@@ -40,9 +40,7 @@ class Sessions:
         A call that exceeds a limit or ends the interpreter has no effect: the next one starts from the state before it.
 
         Args:
-            name: name of the session.
             before: code of the session's earlier calls, without calls that ended the interpreter.
-            code: code to execute.
 
         Raises:
             BusyError: it waited longer than the sandbox's `queue_seconds`.

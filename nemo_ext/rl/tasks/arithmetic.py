@@ -26,9 +26,6 @@ def tasks(
     """Generate problems at levels 1 (sums of digits) to 8 (quadratic equations).
 
     Args:
-        count: number of problems.
-        seed: random seed.
-        level: level of all problems; None for all levels in turn.
         format: requested format of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
         largest: largest number in a level-1 sum; level 1 has `(largest + 1)^2` questions.
 

@@ -56,9 +56,8 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
         random = generator(seed, "instructions", task_level, index)
         topic = one_of(random, TOPICS)
         while True:  # some draws contradict each other
-            chosen = [
-                draw_instruction(random, one_of(random, ALTERNATIVES[place])) for place in _places(random, task_level)
-            ]
+            places = sorted(random.permutation(len(ALTERNATIVES))[:task_level])
+            chosen = [draw_instruction(random, one_of(random, ALTERNATIVES[place])) for place in places]
             reference: dict[str, Any] = {"instructions": chosen, "mode": "all", "whole_words": True}
             parsed = check(reference)
             if verify(parse_response(write_answer(reference)), parsed).outcome == "correct":
@@ -76,10 +75,6 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 def solution(task: Task) -> str:
     """Write a text that follows all of a task's instructions."""
     return write_answer(task.reference)
-
-
-def _places(random: np.random.Generator, number: int) -> list[int]:
-    return sorted(int(place) for place in random.permutation(len(ALTERNATIVES))[:number])
 
 
 def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:

@@ -38,8 +38,6 @@ def needles(
     The position of the first requested code moves through the text from problem to problem (column `depth`, 0 to 1).
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         keys: number of things with codes (4 in RULER's multi-key task).
         values: number of codes per thing (4 in multi-value).
@@ -77,8 +75,6 @@ def variables(
     """Generate questions about variables assigned from each other: RULER's variable tracking (default: 4 hops).
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         chains: number of chains, each with a different value; the question is about the first.
         hops: number of assignments per chain after the first.
@@ -113,8 +109,6 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
     Common words make up about a quarter of the list, and each is three times as frequent as any other word.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         common: number of words that the question asks for.
     """
@@ -135,8 +129,6 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
     """Generate questions about one to five of many short documents, in place of RULER's SQuAD and HotpotQA.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         hops: number of documents needed for the answer, 1 to 5; from 3 on, a chain of teachers.
     """
@@ -177,8 +169,6 @@ def deliveries(
     """Generate questions about dated deliveries to towns in random order: which came third, or a town's total.
 
     Args:
-        count: number of questions.
-        seed: random seed.
         length: tokens per context, each counted as four characters, or several numbers used in turn.
         towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
         asked: `order` to ask which town comes at a position by date; `total` to ask for the sum of a town's deliveries.
@@ -232,13 +222,7 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Return at least ten sentences, which fill a context together with the text that is added to it.
-
-    Args:
-        filling: sentences to take.
-        tokens: length of the context, in tokens.
-        taken: number of characters of the added text.
-    """
+    """Return at least ten sentences, which fill a context of `tokens` tokens together with `taken` characters."""
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

@@ -35,9 +35,6 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
     """Generate questions at levels 1 to 8.
 
     Args:
-        count: number of questions.
-        seed: random seed.
-        level: level of all questions; None for all levels in turn.
         length: number of tokens per text, or several numbers used in turn within each level.
 
     Raises:

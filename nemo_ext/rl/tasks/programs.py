@@ -274,9 +274,6 @@ def tasks(
     """Generate Python tasks for the environment `code`.
 
     Args:
-        count: number of tasks.
-        seed: random seed.
-        level: level of all tasks; None for all levels in turn.
         style: style of all tasks; None to alternate after each round of levels.
         tests: number of tests per task.
 

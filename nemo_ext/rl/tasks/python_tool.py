@@ -18,11 +18,6 @@ from nemo_ext.rl.worlds.python_tool import NAME, TOOL
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Generate problems at levels 1 to 4.
 
-    Args:
-        count: number of problems.
-        seed: random seed.
-        level: level of all problems; None for all levels in turn.
-
     Raises:
         ValueError: the level is out of range.
     """

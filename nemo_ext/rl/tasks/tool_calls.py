@@ -187,10 +187,6 @@ def _person(random: np.random.Generator, seen: set[str]) -> str:
     return f"{unseen(random, seen, 2)} {unseen(random, seen, 3)}"
 
 
-def _day(random: np.random.Generator, seen: set[str]) -> str:
-    return str(date(2026, 1, 1) + timedelta(days=whole(random, 0, 729)))
-
-
 def _several(random: np.random.Generator, draw: Callable[[], Any], most: int) -> list[Any]:
     return [draw() for _ in range(whole(random, 1, most))]
 
@@ -218,7 +214,7 @@ _VALUES: Mapping[str, Callable[[np.random.Generator, set[str]], Any]] = {
     "minutes": lambda random, seen: whole(random, 1, 600),
     "guests": lambda random, seen: whole(random, 2, 12),
     "brightness": lambda random, seen: whole(random, 0, 100),
-    "day": _day,
+    "day": lambda random, seen: str(date(2026, 1, 1) + timedelta(days=whole(random, 0, 729))),
     "time": lambda random, seen: f"{whole(random, 7, 21):02}:{5 * whole(random, 0, 11):02}",
     "people": lambda random, seen: _several(random, lambda: _person(random, seen), 3),
     "goods": lambda random, seen: _several(

@@ -19,8 +19,6 @@ def render(
     """Translate the algorithm into arguments for `config_class`, for processes that generate with transformers.
 
     Args:
-        algorithm: algorithm; see `nemo_ext.rl.algorithms`.
-        micro_batch: number of responses or pairs per microbatch.
         processes: number of data-parallel processes, which share the batch.
         by_adapter: algorithm keys that TRL cannot express but the caller handles, such as `lengths.prompt`.
 

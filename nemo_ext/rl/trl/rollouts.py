@@ -53,9 +53,6 @@ class Rollouts:
     """A run's prompts, verification and records.
 
     Attributes:
-        tokenizer: Hugging Face tokenizer.
-        prompts: the model's chat template.
-        environments: mapping from names to environments.
         generations: number of responses per prompt, which are adjacent in a batch.
         group: group reward function; if None, the environments' rewards are used.
         record: path of the JSONL file to append to.
@@ -191,7 +188,6 @@ class Rollouts:
 
         Args:
             before: the last tokens before the response.
-            response: token ids of the response.
         """
         if not self._finished(response):
             return False, False

@@ -82,17 +82,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a run needs for training, on tasks or on pairs.
-
-    Attributes:
-        model: Hugging Face folder of the initial model.
-        tokenizer: Hugging Face tokenizer with its chat template.
-        rendered: the algorithm translated for TRL.
-        trusted: True if Python files in the model's folder may be run.
-        adapters: peft's config of low-rank adapters; None to train all weights.
-        stop: callback that ends training after a signal.
-        trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
-    """
+    """Objects that a run needs for training; `trusted` is True if Python files in the model's folder may be run."""
 
     model: Path
     tokenizer: Any
@@ -155,14 +145,7 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
 def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
     """Train from the last checkpoint to the end of the run, or until pass rates must be measured again.
 
-    Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        phases: log of the run's phases, such as generation.
-        ready: model, tokenizer and settings.
-
-    Returns:
-        Whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
+    Returns whether there was anything left to do; None if training stopped at a checkpoint to measure pass rates.
     """
     run_dir, trainers, tokenizer = Path(config["run_dir"]), ready.trainers, ready.tokenizer
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
@@ -255,18 +238,7 @@ def _measure(
     ready: _Ready,
     phases: sampler.Phases,
 ) -> None:
-    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted.
-
-    Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        curricula: the run's curricula.
-        checkpoint: newest checkpoint; None if there is none.
-        make: function that creates a trainer for a model folder and settings.
-        settings: arguments for TRL's config.
-        ready: model, tokenizer and settings.
-        phases: log of the run's phases, such as generation.
-    """
+    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted."""
     updates = algorithm.updates_per_step
     if checkpoint is not None:
         step = _step_of(checkpoint) // updates
@@ -316,13 +288,7 @@ def _free_memory() -> None:
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
-    """Return the checkpoint with the best validation reward among those that still exist, the latest among equals.
-
-    Args:
-        checkpoint: newest checkpoint, which is returned if no validated one exists.
-        validated: (step, reward) of each validation.
-        updates: number of optimizer updates per step, by which TRL numbers checkpoints.
-    """
+    """Return the validated checkpoint with the best reward, the latest among equals; `checkpoint` if none exists."""
     for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
         candidate = checkpoint.with_name(f"checkpoint-{step * updates}")
         if (candidate / "trainer_state.json").is_file():
@@ -360,14 +326,7 @@ def _tasks(
 ) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
     """Return rollouts, planned training tasks, validation tasks, and the curricula to be made during training.
 
-    The last two are None if the config has none.
-
-    Args:
-        config: composed config of the run.
-        algorithm: algorithm to train with.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
-        done: number of optimizer updates before the run is resumed.
+    The last two are None if the config has none. `done` is the number of optimizer updates before a resumed run.
     """
     prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
@@ -416,9 +375,22 @@ def _tasks(
         group=over_groups,
     )
     if (limit := algorithm.lengths.prompt) is not None:
-        _exclude_longer(rollouts, train, limit, config["tasks"]["train"])
+        because = f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
+
+        def is_longer(task: Task) -> bool:
+            return len(rollouts.encoded([prompts.prompt(task)[0]])[0]) > limit
+
+        excluded = train.exclude(is_longer, because)
+        if excluded and config["tasks"]["train"].get("curriculum"):
+            raise ValueError(
+                f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
+                f"(first: {excluded[0]}); make it again without them, or raise the limit"
+            )
+        if excluded:
+            count = len(excluded)
+            notice(f"excluded {count:,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
         if measured is not None:
-            measured.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
+            measured.exclude(is_longer, because)
     if curricula is not None and measured is not None:
         curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
@@ -439,34 +411,6 @@ def _teachers(
 def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:
     train, run_dir = config["tasks"]["train"], Path(config["run_dir"])
     return Curricula.from_config(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
-
-
-def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
-    """Exclude tasks whose prompts exceed `limit` tokens; raise ValueError if they come from a curriculum.
-
-    Args:
-        rollouts: renderer of the prompts.
-        tasks: planned tasks.
-        limit: maximum length of a prompt in tokens.
-        settings: section of the config that the tasks come from, in which `curriculum` may be set.
-    """
-    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit), _longer(limit))
-    if not excluded:
-        return
-    if settings.get("curriculum"):
-        raise ValueError(
-            f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
-            f"(first: {excluded[0]}); make it again without them, or raise the limit"
-        )
-    notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
-
-
-def _longer(limit: int) -> str:
-    return f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
-
-
-def _is_longer(rollouts: Rollouts, task: Task, limit: int) -> bool:
-    return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > limit
 
 
 def _last_checkpoint(folder: Path) -> Path | None:

@@ -25,7 +25,6 @@ class Teachers:
 
     Args:
         settings: the algorithm's section `distillation`.
-        tokenizer: tokenizer of the policy.
         may_run_code: function that returns whether Python files in a model's folder may run.
 
     Raises:

@@ -60,7 +60,6 @@ class Drawn(TrainerCallback, ExportableState):
     Every checkpoint stores the number of drawn tasks, so a resumed run draws the next ones.
 
     Args:
-        tasks: the run's tasks.
         saved: state from the checkpoint that the run resumes from; None at the start.
     """
 
@@ -228,12 +227,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
                 self._metrics["train"][f"guards/{name}"].append(float(total / tokens))
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
-        """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL).
-
-        Args:
-            model: current policy.
-            inputs: TRL's batch of prompts and responses.
-        """
+        """Estimate the KL divergence from the initial model in nats per response token (k3 estimator, as in TRL)."""
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
@@ -258,10 +252,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             # Rewards of all processes, since a group may be split between two.
             groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
             advantages = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
-            replaced = batch["advantages"]
-            first = self.accelerator.process_index * len(replaced)
-            local = advantages.reshape(-1)[first : first + len(replaced)]
-            batch["advantages"] = torch.as_tensor(local).to(replaced)
+            batch["advantages"] = self._of_this_process(advantages.reshape(-1), batch["advantages"])
         if self.teachers is not None:
             batch["advantages"] = self._distilled(batch, self.teachers)
         if self.penalties.any:
@@ -273,11 +264,14 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         if self.by_group:
             advantages = batch["advantages"]
             counts = self.accelerator.gather(_generated(batch).sum(dim=1)).view(-1, self.num_generations).cpu().numpy()
-            factors = torch.as_tensor(group_factors(counts)).repeat_interleave(self.num_generations).to(advantages)
-            first = self.accelerator.process_index * len(advantages)
-            own = factors[first : first + len(advantages)].view(-1, *[1] * (advantages.dim() - 1))
-            batch["advantages"] = advantages * own
+            factors = self._of_this_process(np.repeat(group_factors(counts), self.num_generations), advantages)
+            batch["advantages"] = advantages * factors.view(-1, *[1] * (advantages.dim() - 1))
         return batch
+
+    def _of_this_process(self, values: Any, like: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this process among those of all processes, with the type and device of `like`."""
+        first = self.accelerator.process_index * len(like)
+        return torch.as_tensor(values)[first : first + len(like)].to(like)
 
     @torch.no_grad()
     def _logps(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
@@ -333,12 +327,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return responses, logprobs
 
     def _distilled(self, batch: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
-        """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher.
-
-        Args:
-            batch: TRL's batch of prompts and responses.
-            teachers: the run's teachers.
-        """
+        """Return the advantages of sampled tokens, `[rows, tokens]`, and log the KL divergence to each teacher."""
         ids, mask, width = _inputs(batch)
         names = [teachers.settings.teacher(self.rollouts.task(text)) for text in self.scored]
         policy = batch.get("old_per_token_logps")
@@ -425,9 +414,7 @@ _TAIL = 16
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
     """Return a microbatch without columns that are padding in every row, which leaves the loss unchanged.
 
-    Args:
-        batch: TRL's microbatch, with tensors `[rows, prompt]` and `[rows, completion]`.
-        without_advantage: whether to keep rows with an advantage of 0; otherwise, one of them is kept if all are 0.
+    Rows without advantage are removed too, unless `without_advantage` is set; one of them is kept if all are.
     """
     rows, width = batch["completion_mask"].shape
     selected = torch.arange(rows, device=batch["completion_mask"].device)
@@ -541,13 +528,7 @@ def policy_gradient(
     """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        algorithm: algorithm to train with.
-        model: Hugging Face folder of the model.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
-        rollouts: prompts and rewards.
         train: the run's tasks; with `sampling.drop_zero_variance`, all tasks that may be drawn.
-        validation: validation tasks; None if there are none.
         drawn: state of `Drawn` from the checkpoint that the run resumes from; only used with
             `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
         teachers: teachers of on-policy distillation; None for advantages from rewards.
@@ -556,7 +537,6 @@ def policy_gradient(
     Raises:
         ValueError: TRL does not have a setting, or RLOO is used with a multi-turn environment.
     """
-    trainers = {"grpo": _Grpo, "rloo": _Rloo}
     arguments: dict[str, Any] = {}
     if rollouts.has_conversations:
         if algorithm.algorithm == "rloo":
@@ -566,7 +546,7 @@ def policy_gradient(
         arguments["rollout_func"] = _conversations
     fixed = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
-    trainer: Any = trainers[algorithm.algorithm](
+    trainer: Any = (_Grpo if algorithm.algorithm == "grpo" else _Rloo)(
         model=model,
         args=make_config(algorithm, {**fixed, **settings}),
         train_dataset=_dataset(rollouts, train, (algorithm.steps or 0) * algorithm.prompts_per_step),
@@ -644,14 +624,8 @@ def _generate(
 ) -> torch.Tensor:
     """Call transformers' `generate` for a trainer and return token ids, `[rows, tokens]`.
 
-    Args:
-        model: transformers' model.
-        trainer: TRL's trainer, whose `sampled` gets the log-probabilities of the sampled tokens if it is a list.
-        shared: whether adjacent equal prompts are computed once.
-        input_ids: token ids of the prompts, `[rows, tokens]`.
-        attention_mask: `[rows, tokens]`.
-        generation_config: transformers' settings of sampling.
-        others: other arguments of `generate`.
+    The log-probabilities of the sampled tokens are appended to the trainer's `sampled`, if it is a list. If `shared`,
+    adjacent equal prompts are computed once.
     """
     recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
     others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
@@ -664,13 +638,7 @@ def _generate(
 
 
 def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty if there are none.
-
-    Args:
-        model: transformers' model.
-        input_ids: token ids of the prompts, `[rows, tokens]`.
-        attention_mask: `[rows, tokens]`.
-    """
+    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty without any."""
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
@@ -702,12 +670,8 @@ def answer(
     A batch's responses depend only on the seed and the batch's number, so an interrupted run gives the same ones.
 
     Args:
-        trainer: trainer made by `policy_gradient`.
-        tasks: tasks to respond to.
         record: path of the JSONL file to append to; batches that are complete in it are not repeated.
-        samples: number of responses per task.
         at_once: number of tasks per batch.
-        seed: sampling seed.
     """
     ours: Any = trainer
     ours.model.eval()
@@ -752,10 +716,6 @@ def preference(
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        algorithm: algorithm to train with.
-        model: Hugging Face folder of the model.
-        settings: arguments for TRL's config.
-        tokenizer: Hugging Face tokenizer.
         prompts: the model's chat template; None if it has none and the pairs are already rendered.
         pairs: mapping from splits (train, validation) to paths.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
@@ -795,17 +755,7 @@ def _pairs(
     *,
     with_rewards: bool,
 ) -> Dataset:
-    """Return a file's tokenized pairs, without those longer than `limit` tokens, which TRL would truncate and train on.
-
-    Args:
-        path: path of the file.
-        where: config key that names the file, for messages.
-        prompts: the model's chat template; None if the pairs are already rendered.
-        tokenizer: Hugging Face tokenizer.
-        limit: maximum length of prompt and response together, in tokens; None for no limit.
-        max_prompt: maximum length of the prompt in tokens, above which pairs are excluded; None for no limit.
-        with_rewards: whether the pairs must have true rewards.
-    """
+    """Return a file's tokenized pairs of at most `limit` tokens, since TRL truncates longer ones and trains on them."""
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
         pairs = with_short_prompts(pairs, tokenizer, max_prompt)
@@ -872,16 +822,7 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Make the trainer draw its tasks through a `Drawn` callback instead of reading them from a dataset.
-
-    Args:
-        trainer: the trainer.
-        tasks: the run's tasks.
-        saved: state of `Drawn` from the checkpoint that the run resumes from; None at the start.
-
-    Raises:
-        ValueError: there are several processes, or different tasks have the same prompt.
-    """
+    """Make the trainer draw its tasks through a `Drawn` callback; ValueError if it has several processes."""
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
             "rl.sampling.drop_zero_variance and tasks.train.adapt are supported by engine=trl only in a single "
@@ -905,17 +846,12 @@ class Due(TrainerCallback):
         self._curricula, self._updates = curricula, updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each optimizer update whether pass rates must be measured."""
-        self._check(state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Check after each validation, before its checkpoint, whether pass rates must be measured."""
-        self._check(state, control)
-
-    def _check(self, state: Any, control: Any) -> None:
+        """Check whether pass rates must be measured: after each update, and before a validation's checkpoint."""
         step, within = divmod(state.global_step, self._updates)
         if not within and self._curricula.due(step, validations(state.log_history, self._updates)):
             self.now = control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end
 
 
 def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[int, float]]:

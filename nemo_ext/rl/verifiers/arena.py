@@ -63,7 +63,6 @@ def environment(
     """Create the environment `arena`.
 
     Args:
-        judge: judge, or its settings (`JudgeSettings`).
         own_answer: whether the judge first answers the request itself, as in Arena-Hard except for creative writing.
         max_answer_characters: maximum length of an answer; longer ones lose without being shown to the judge.
 

@@ -68,7 +68,6 @@ class Reference:
         language: python or cpp.
         function: name of the function to call; None for programs that read standard input.
         asserts: whether the tests are statements that run after the program.
-        tests: the tests, at least one.
         limits: changes to the sandbox's limits, which apply to each test.
     """
 
@@ -130,13 +129,6 @@ class _Call:
         return Test(input=call, expected=expected, tolerance=self.tolerance)
 
 
-def _asserts(test: Any, index: int) -> Test:
-    """Parse a test that consists of Python statements; `index` is its position in the reference, for messages."""
-    if not isinstance(test, str) or not test.strip():
-        raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
-    return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
-
-
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
     """Parse a task's reference, which may have at most `max_tests` tests.
 
@@ -163,7 +155,11 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     limits = raw.limits or {}
     Limits().changed(limits, "reference.limits")
     if raw.style == "asserts":
-        tests = [_asserts(test, index) for index, test in enumerate(raw.tests)]
+        tests = []
+        for index, test in enumerate(raw.tests):
+            if not isinstance(test, str) or not test.strip():
+                raise ValueError(f"reference.tests[{index}] must be a string of Python statements, not {test!r:.80}")
+            tests.append(Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True))
         return Reference(language="python", function=_ASSERTS, tests=tuple(tests), asserts=True, limits=limits)
     kind: type[_Call | _Lines] = _Call if raw.style == "function" else _Lines
     tests = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(raw.tests)]
@@ -175,8 +171,6 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
 
     Args:
         response: response whose answer contains the program.
-        reference: tests to pass.
-        sandbox: sandbox to run the program in.
         partial: score wrong answers by the share of tests that pass, for which all tests are run; otherwise testing
             stops at the first failure.
     """
@@ -258,9 +252,6 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
     """Run a program on the tests in a box.
 
     Args:
-        box: box to run the program in.
-        source: the program.
-        reference: tests to pass.
         limits: limits of each run, before the reference's changes.
         partial: score wrong programs by the share of tests that pass; otherwise stop at the first failure.
 

@@ -58,7 +58,6 @@ def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> 
     """Parse a task's reference: {question: string, rubric: string, best: 10, answer: string}.
 
     Args:
-        reference: reference as written in a task.
         rubric: rubric for references without one.
         best: highest grade for references without one.
 
@@ -83,7 +82,6 @@ def environment(
     """Create the environment `graded`, whose score is the grade divided by the highest grade.
 
     Args:
-        judge: judge, or its settings (`JudgeSettings`).
         rubric: rubric for references without one.
         best: highest grade for references without one.
         max_answer_characters: maximum length of an answer; longer ones get grade 0 and are not shown to the judge,

@@ -222,10 +222,6 @@ def _highlights(answer: str, num_highlights: int) -> bool:
     return sum(bool(one.strip() or two.strip()) for one, two in found) >= num_highlights
 
 
-def _sections(answer: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter)}\s?[0-9]+", answer)) >= num_sections
-
-
 def _json(answer: str) -> bool:
     text = answer.strip()
     if text.startswith("```"):
@@ -252,14 +248,6 @@ def _two_responses(answer: str) -> bool:
 def _repeat_prompt(answer: str, prompt_to_repeat: str) -> bool:
     said, asked = answer.strip().casefold(), prompt_to_repeat.strip().casefold()
     return said.startswith(asked) and bool(said[len(asked) :].strip())
-
-
-def _capital_words(answer: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in words(answer)), capital_relation, capital_frequency)
-
-
-def _letter_frequency(answer: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def _repeat_phrase(answer: str, phrase: str, small_n: int) -> bool:
@@ -328,10 +316,6 @@ def _unique(answer: str) -> bool:
     return max(Counter(words(answer.casefold())).values(), default=0) == 1
 
 
-def _palindrome(answer: str) -> bool:
-    return any(len(word) > 2 and word.isalpha() and word == word[::-1] for word in words(answer.casefold()))
-
-
 def _position(answer: str, keyword: str, n: int, m: int) -> bool:
     found = sentences(answer)
     at = words(found[n - 1]) if len(found) >= n else []
@@ -352,7 +336,12 @@ _KEYWORD = Rule(
     'The word "{keyword}" must appear {relation} {frequency} times.',
     lambda answer, keyword, frequency, relation, *, count: _compare(count(answer, keyword), relation, frequency),
 )
-_LETTER = Rule('The letter "{letter}" must appear {let_relation} {let_frequency} times.', _letter_frequency)
+_LETTER = Rule(
+    'The letter "{letter}" must appear {let_relation} {let_frequency} times.',
+    lambda answer, letter, let_frequency, let_relation: _compare(
+        answer.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+)
 
 RULES: Mapping[str, Rule] = {
     # IFEval
@@ -406,7 +395,10 @@ RULES: Mapping[str, Rule] = {
         "Highlight at least {num_highlights} parts in markdown, *like this*.", _highlights
     ),
     "detectable_format:multiple_sections": Rule(
-        "Write {num_sections} sections that begin with {section_spliter} 1, {section_spliter} 2 and so on.", _sections
+        "Write {num_sections} sections that begin with {section_spliter} 1, {section_spliter} 2 and so on.",
+        lambda answer, section_spliter, num_sections: (
+            len(re.findall(rf"{re.escape(section_spliter)}\s?[0-9]+", answer)) >= num_sections
+        ),
     ),
     "detectable_format:json_format": Rule("The whole answer must be a JSON object.", _json),
     "detectable_format:title": Rule("Give it a title in double angular brackets, such as <<title>>.", _title),
@@ -425,7 +417,10 @@ RULES: Mapping[str, Rule] = {
         lambda answer: len(text := answer.strip()) > 2 and text[0] == text[-1] == '"',
     ),
     "change_case:capital_word_frequency": Rule(
-        "Words in capital letters alone must appear {capital_relation} {capital_frequency} times.", _capital_words
+        "Words in capital letters alone must appear {capital_relation} {capital_frequency} times.",
+        lambda answer, capital_frequency, capital_relation: _compare(
+            sum(map(str.isupper, words(answer))), capital_relation, capital_frequency
+        ),
     ),
     "change_case:english_capital": Rule(
         "Write in English and in capital letters alone.",
@@ -513,7 +508,12 @@ RULES: Mapping[str, Rule] = {
         'Use the word "{keyword1}" once and the word "{keyword2}" twice.',
         lambda answer, keyword1, keyword2, *, count: count(answer, keyword1) == 1 and count(answer, keyword2) == 2,
     ),
-    "keywords:palindrome": Rule("Use a palindrome.", _palindrome),
+    "keywords:palindrome": Rule(
+        "Use a palindrome.",
+        lambda answer: any(
+            len(word) > 2 and word.isalpha() and word == word[::-1] for word in words(answer.casefold())
+        ),
+    ),
     "keywords:keyword_specific_position": Rule('Word {m} of sentence {n} must be "{keyword}".', _position),
     "keywords:start_end": Rule("Begin and end with the same word, with nothing after it.", _start_end),
 }

@@ -89,11 +89,6 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
     """Return correct if the answer follows all instructions.
 
     An answer with control characters, without words or of more than `max_characters` characters is wrong.
-
-    Args:
-        response: response to verify.
-        reference: instructions to follow.
-        max_characters: maximum length of an answer in characters.
     """
     answer = response.answer
     if len(answer) > max_characters:

@@ -59,7 +59,6 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
     """Create the environment `judge`.
 
     Args:
-        judge: judge, or its settings (`JudgeSettings`).
         max_answer_characters: maximum length of an answer; longer ones are wrong and not shown to the judge, since an
             answer must not escape its verdict by being longer than the judge can read. The default is our choice.
 

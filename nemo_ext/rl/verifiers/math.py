@@ -185,7 +185,6 @@ def environment(
         time_limit: time limit of one comparison, in seconds (10 in NeMo Gym's math_with_judge).
         workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
-        memory: address space of a worker, in MiB.
         math_verify: whether to report math-verify's own verdict on each answer as well; it does not affect the score.
 
     Raises:
@@ -301,11 +300,7 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Parse a string; `grouped` says whether "1,234" is one number.
-
-    Returns:
-        The tree and "", or None and the reason why the string cannot be parsed.
-    """
+    """Parse a string; return (tree, ""), or (None, reason). `grouped` says whether "1,234" is one number."""
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:

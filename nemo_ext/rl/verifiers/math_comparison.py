@@ -569,12 +569,9 @@ def _ends(node: Node) -> Iterator[Node]:
 
 
 def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
-    """Return whether a position, at an end point or between two, is in a set.
+    """Return whether a position on the number line is in a set.
 
-    Args:
-        node: the set.
-        at: position on the number line: even at an end point, odd between two.
-        places: mapping from end points to their positions.
+    Positions are even at end points and odd between two; `places` has those of the end points.
     """
     parts = node.parts
     if node.kind == "named":
@@ -646,10 +643,9 @@ def _both(node: Node) -> list[Node]:
 
 
 def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
-    """Split a quantity such as 5 m/s into a number and a unit; None if it contains other symbols than units.
+    """Split a quantity such as 5 m/s into a number, its unit's size in base units, and the powers of its dimensions.
 
-    Returns:
-        The number, the unit's size in base units, and a mapping from its dimensions to their powers.
+    Returns None if it contains other symbols than units.
     """
     if node.kind == "symbol" and node.value in UNITS:
         dimension, size = UNITS[node.value]
@@ -675,11 +671,7 @@ def _are_matrices(*nodes: Node) -> bool:
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Split pairs of dimension and power into comparison words and real dimensions.
-
-    Returns:
-        The directions of a difference ("more", "fewer"), usually none, and the pairs of all other dimensions.
-    """
+    """Split dimensions with powers into directions of a difference (more, fewer), usually none, and real dimensions."""
     ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
     return ways, [(name, power) for name, power in dimensions if name not in MORE]
 

@@ -216,14 +216,7 @@ def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
 
 
 def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list[_Token]:
-    """Return the tokens of a run of letters: a word, a function or constant, or one symbol per letter.
-
-    Args:
-        run: the letters.
-        words: whether all runs are words, as in \\text{}.
-        spaced: whether white space precedes the run.
-        after_number: whether a number precedes it.
-    """
+    """Return the tokens of a run of letters: a word, a function or constant, or one symbol per letter."""
     if run.lower() in ("or", "and"):
         return [_Token("sign", run.lower(), spaced)]
     if run.lower() in _SIGNS:
@@ -241,7 +234,6 @@ def read(text: str, *, grouped: bool = True) -> Node:
     """Parse an answer into a tree.
 
     Args:
-        text: the answer, in LaTeX or plain text.
         grouped: whether "1,234" is one number rather than two.
 
     Raises:

@@ -81,8 +81,6 @@ def verify(response: Response, reference: Reference, *, checkers: Mapping[str, A
     `instruction_loose`. The loose ones also accept the answer without its first or last line or without asterisks.
 
     Args:
-        response: response to verify.
-        reference: instructions to follow.
         checkers: mapping from id to the checker's class.
     """
     answer = response.answer

@@ -107,10 +107,18 @@ def verify(response: Response, reference: Reference, *, style: Style = "any") ->
         return Verdict.wrong(f"{len(parsed.calls)} calls instead of {len(reference.expected)}", names)
     defaults = _defaults(tools or ())
     remaining = list(parsed.calls)
-    same = _accepted_call if reference.accepted else _same_call
+
+    def same(call: ToolCall, expected: ToolCall) -> bool:
+        if call.name != expected.name:
+            return False
+        if reference.accepted:
+            return _accepts(dict(call.arguments), dict(expected.arguments))
+        omitted = defaults.get(call.name, {})
+        return same_json({**omitted, **call.arguments}, {**omitted, **expected.arguments})
+
     for expected in reference.expected:
         candidates = remaining[:1] if reference.order == "as_given" else remaining
-        fitting = [place for place, call in enumerate(candidates) if same(call, expected, defaults)]
+        fitting = [place for place, call in enumerate(candidates) if same(call, expected)]
         if not fitting:
             return Verdict.wrong(f"no call matches the expected call of {expected.name}", names)
         del remaining[fitting[0]]
@@ -151,17 +159,6 @@ def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             if isinstance(schema, Mapping) and "default" in schema
         }
     return made
-
-
-def _same_call(one: ToolCall, other: ToolCall, defaults: Mapping[str, Mapping[str, Any]]) -> bool:
-    if one.name != other.name:
-        return False
-    omitted = defaults.get(one.name, {})
-    return same_json({**omitted, **one.arguments}, {**omitted, **other.arguments})
-
-
-def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Mapping[str, Any]]) -> bool:
-    return one.name == accepted.name and _accepts(dict(one.arguments), dict(accepted.arguments))
 
 
 def _accepts(value: Any, accepted: Any) -> bool:

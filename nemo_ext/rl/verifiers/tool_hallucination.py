@@ -28,7 +28,6 @@ class Reference:
     """Declared tools, and how the answer is checked.
 
     Attributes:
-        tools: declared tools.
         answer: environment that checks the answer, and the reference as parsed by it; None to skip this check.
     """
 

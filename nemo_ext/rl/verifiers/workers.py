@@ -91,7 +91,6 @@ class WorkerPool:
                 `prepare`, for slow imports, each worker calls it once before it counts as started.
             time_limit: maximum number of seconds per call.
             workers: maximum number of processes; if None, one per core that this process may use, at most eight.
-            memory: address space of each worker, in MiB.
 
         Raises:
             ValueError: a number is not positive.
@@ -229,13 +228,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int, connection: Connection) -> None:
-    """Run a worker's main loop: import the function, report readiness, and answer calls until the parent is gone.
-
-    Args:
-        function: `module:name` of the function.
-        memory: address space of the worker, in MiB.
-        connection: connection to the parent.
-    """
+    """Run a worker's main loop: import the function, report readiness, and answer calls until the parent is gone."""
     parent = os.getppid()
 
     def answer(message: Any) -> None:

@@ -9,6 +9,7 @@ import ast
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -206,8 +207,8 @@ class Session:
             self.failure = f"turn {self.turn}: no calls"
         elif calls and (differing := self._differing()):
             self.failure = f"turn {self.turn}: unexpected state of {', '.join(differing)}"
-        elif missing := _missing(results, self.results):
-            self.failure = f"turn {self.turn}: missing result {missing[0][:100]}"
+        elif missing := Counter(results) - Counter(self.results):
+            self.failure = f"turn {self.turn}: missing result {next(iter(missing))[:100]}"
         self.turn, self.steps = self.turn + 1, 0
 
     def _differing(self) -> list[str]:
@@ -229,18 +230,6 @@ class Session:
         if self.turn < len(self.reference.question):
             return Verdict.wrong(f"turn {self.turn}: the conversation ended early")
         return Verdict.correct()
-
-
-def _missing(expected: Sequence[str], actual: Sequence[str]) -> list[str]:
-    """Return the expected results that do not occur in the actual ones, counting repetitions."""
-    left = list(actual)
-    missing = []
-    for result in expected:
-        if result in left:
-            left.remove(result)
-        else:
-            missing.append(result)
-    return missing
 
 
 def environment() -> Environment:

@@ -49,13 +49,8 @@ class PythonTool:
         settings: settings of the environment as JSON, from which an unpickled conversation restores it.
         verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
             verdict depends on the session.
-        sessions: Python sessions of the conversations.
         limits: limits of each call.
-        max_calls: maximum number of calls per conversation.
-        max_turns: maximum number of responses per conversation.
         characters: maximum length of a call's output.
-        style: format of tool calls in raw text.
-        function: the tool's function.
     """
 
     settings: str
@@ -74,8 +69,6 @@ class Conversation:
     """Response to a task with calls of the tool; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
-        tool: the tool.
-        reference: the verifier's parsed reference.
         name: name of the Python session.
         turns: number of responses so far.
         calls: number of calls so far.
@@ -219,7 +212,6 @@ def environment(
 
     Args:
         verifier: environment that verifies the last response, and whose references the tasks have.
-        settings: settings of the verifier.
         judge: settings of the verifier's judge; unused if it has none.
         max_calls: maximum number of calls per conversation.
         max_turns: maximum number of responses per conversation; None allows one more than `max_calls`.

@@ -53,12 +53,7 @@ def _address(text: str) -> str:
 
 
 def _time(form: str, shown: str) -> AfterValidator:
-    """Return a validator that checks a string against a time format and normalizes it.
-
-    Args:
-        form: format for `strptime`.
-        shown: the same format as shown to the model in errors, such as YYYY-MM-DD.
-    """
+    """Return a validator that normalizes a time in the `strptime` format `form`, shown to the model as `shown`."""
 
     def checked(text: str) -> str:
         try:
@@ -412,18 +407,7 @@ def _update(database: Database, table: str, key: str, **given: Any) -> Any:
 
 
 def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Return the rows that match a query and all given values.
-
-    Args:
-        database: database to search.
-        table: name of the table.
-        query: words that must all occur in `columns`.
-        columns: names of the columns in which the words are searched.
-        given: required value of each named column; None allows any value.
-
-    Returns:
-        The rows in the table's order, with their ids under `id`.
-    """
+    """Return the rows, with their ids, that have all words of the query in `columns` and all given values but None."""
     words = query.casefold().split()
     return [
         {"id": key, **row}

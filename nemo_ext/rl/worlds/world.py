@@ -185,7 +185,6 @@ class World:
     """One world: its tables, tools and rules.
 
     Attributes:
-        name: name of the environment.
         build: function that builds the tables for a seed.
         tools: tool functions, in the order in which they are declared.
         prompt: system message that describes the setting and the rules.
@@ -292,10 +291,6 @@ class Session:
     """A conversation in a world; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
-        world: world in which it takes place.
-        reference: expected outcome of the conversation.
-        max_turns: maximum number of responses.
-        style: format of tool calls in raw text.
         turns: number of responses so far.
         failure: error in a tool itself, which is not the model's fault; "" if there was none.
         heard: number of messages from the user since the task was given.
@@ -365,7 +360,6 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
     """Create a world's environment.
 
     Args:
-        world: the world.
         max_turns: maximum number of responses in one conversation.
         style: format of tool calls in raw text; see `nemo_ext.chat.tool_calls`.
 

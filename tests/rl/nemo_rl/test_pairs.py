@@ -2,7 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.rl.nemo_rl.pairs import PairDataset
+from nemo_ext.rl.nemo_rl.data import PairDataset
 from nemo_ext.rl.pairs import read_pairs
 
 

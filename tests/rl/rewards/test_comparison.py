@@ -52,11 +52,6 @@ def test_in_both_orders_each_is_first_as_often_as_second(size: int) -> None:
     assert len(set(Counter(one for one, _ in pairs).values())) == 1
 
 
-def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 0 responses, not -1"):
-        circular_comparisons(-1)
-
-
 # Judgements
 
 
@@ -106,12 +101,6 @@ def test_a_response_without_a_match_gets_the_mean_of_the_others() -> None:
 @pytest.mark.parametrize("judgements", [{}, {(0, 1): None, (1, 2): None, (2, 0): None}], ids=str)
 def test_without_any_judgement_all_are_neutral(judgements: Judgements) -> None:
     assert base_rewards(3, judgements) == ((3, 3, 3), (False, False, False))
-
-
-@pytest.mark.parametrize("pair", [(0, 3), (-1, 0), (1, 1)])
-def test_comparisons_with_unknown_responses_are_refused(pair: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="two different responses from 0 to 2"):
-        base_rewards(3, {pair: judgement(1, 2)})
 
 
 # Lengths
@@ -284,13 +273,6 @@ def test_a_preference_for_the_first_response_cancels_in_both_orders() -> None:
     biased: Judgements = {pair: judgement(5, 1) for pair in circular_comparisons(6)}
 
     assert set(base_rewards(6, biased)[0]) == {3}
-
-
-def test_lengths_must_match_the_responses() -> None:
-    with pytest.raises(ValueError, match="2 responses requires 2 answer lengths, not 1"):
-        group_rewards({}, thinking_lengths=[1, 2], answer_lengths=[1])
-    with pytest.raises(ValueError, match="lengths of responses must be at least 0"):
-        group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_both_engines_train_on_the_same_tokens(
     """For a file with a system message and an earlier turn; TRL's tokens come from its own collator."""
     from transformers import AutoTokenizer
 
-    from nemo_ext.rl.nemo_rl.pairs import PairDataset
+    from nemo_ext.rl.nemo_rl.data import PairDataset
     from nemo_ext.rl.trl.trainers import preference
 
     context = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "user")]

@@ -77,7 +77,6 @@ class Confinement:
         """Irrevocably confine this process, and everything it starts, to the limits.
 
         Args:
-            limits: limits of the run.
             compiler: True for the C++ compiler, which may start processes.
         """
         os.setsid()

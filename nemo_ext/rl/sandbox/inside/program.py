@@ -98,11 +98,7 @@ def _executed(source: str, namespace: dict[str, Any], name: str) -> str:
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Return those lines of the prelude that import a name used in the source; each line imports one name.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: the source does not compile.
-    """
+    """Return the lines of the prelude that import a name used in the source; errors as of `symtable`."""
     if not prelude:
         return ""
     tables = [symtable.symtable(source, "main.py", "exec")]  # type: ignore[arg-type]
@@ -115,12 +111,7 @@ def _needed(prelude: str, source: bytes) -> str:
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:
-    """Run the program once and return its exit status.
-
-    Args:
-        codes: compiled prelude and program, which are executed in this order.
-        function: name of a function to call afterwards; None to call none.
-    """
+    """Run the compiled prelude and program, then call `function` if there is one; return the exit status."""
     # If a function is called, a script's `if __name__ == "__main__"` must not run.
     main = _become_main("__main__" if function is None else "solution")
     sys.setrecursionlimit(50_000)
