@@ -11,7 +11,6 @@ class CachedInputs:
     """Inputs of the current block, and the hidden states before the output layer, for every batch.
 
     Args:
-        parent: the model.
         batches: this rank's batches of tokens, each `[batch, seq]`.
     """
 

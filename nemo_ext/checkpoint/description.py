@@ -141,8 +141,6 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
     Args:
         layers: 0-based layer number of each block.
-        count: number of layers.
-        blocks: blocks of the model.
 
     Raises:
         ValueError: the numbers do not increase (only an attention block and the MLP right after it may share one),

@@ -164,8 +164,6 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
 
     Args:
         source: Hugging Face folder, or Megatron run directory, checkpoints directory or checkpoint.
-        to: target folder.
-        settings: user settings.
         config: sections `model` and `megatron`. With a `model.pattern`, they define the complete model and must match
             the checkpoint. Without one, they override single keys of the checkpoint's config. None overrides nothing.
 
@@ -298,10 +296,7 @@ def _with_tokenizer(
     """Convert a checkpoint and its description to the vocabulary of `settings.tokenizer`, if that is set.
 
     Args:
-        reader: reader of the checkpoint.
         tables: names of the embedding and output layer weights.
-        description: description of its model.
-        settings: settings of the conversion.
         beside: folder with the checkpoint's tokenizer, if any.
         pad: whether to pad the vocabulary to a multiple of `PADDED`, as Megatron does.
 
@@ -370,8 +365,6 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
     """Reject config keys that have no effect on the model in a checkpoint.
 
     Args:
-        config: sections `model` and `megatron`.
-        section: name of the section that the keys belong to.
         keys: mapping whose keys are checked; its values are not used.
 
     Raises:
@@ -514,8 +507,6 @@ def _work(
     """Create the work item for one row of the tensor mapping.
 
     Args:
-        reader: reader of the source.
-        source: row of the source's mapping.
         pieces: tensors of the target to write, or slices of them.
         settings: settings of the conversion, which may specify a dtype.
         to: row of the Hugging Face target's mapping; None for a Megatron target.

@@ -154,7 +154,6 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
     Args:
         sources: Hugging Face folders, or Megatron run directories, checkpoints directories or checkpoints.
         to: target folder; if points are set, the parent of the target folders.
-        settings: user settings.
 
     Raises:
         ValueError: weights or points are invalid, or the checkpoints are corrupt or hold different models.
@@ -270,7 +269,6 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     Elements on which all tensors agree are kept bit for bit.
 
     Args:
-        tensors: tensors of the same shape and type.
         weights: weight of each tensor; they sum to 1.
 
     Returns:
@@ -367,9 +365,6 @@ def table(plan: Plan) -> str:
 
 def run(config: Mapping[str, Any]) -> None:
     """Run the job `merge`: check everything, then write the averages, or only print the plan if `dry_run` is true.
-
-    Args:
-        config: config with the keys of hydra_conf/merge.yaml.
 
     Raises:
         ValueError: a setting is invalid, or a checkpoint cannot be read or written.

@@ -37,7 +37,6 @@ class Output:
         Only call this inside `only_writer`.
 
         Args:
-            path: final path of the folder.
             plan: everything that determines the folder's content, as JSON.
         """
         self.path = path

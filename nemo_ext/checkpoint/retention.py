@@ -66,8 +66,6 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     - links, and folders that contain a file `keep`
 
     Args:
-        run_dir: run directory.
-        retention: settings of the retention.
         before: number of steps that the guard rolls back, `guard.before` in the config.
         ends: further steps to keep, such as the ends of phases.
     """

@@ -155,9 +155,7 @@ def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tupl
     The safetensors library requires all tensors of a file in memory; the file written here is byte-identical.
 
     Args:
-        file: path of the file.
         header: mapping from tensor name to shape and type, for all of the file's tensors.
-        tensors: names and tensors, in any order.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.

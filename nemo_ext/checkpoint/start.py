@@ -33,8 +33,6 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 
     Args:
         config: composed config, with sections `model` and `megatron`.
-        description: description of the other model.
-        name: name of the other model.
     """
     old, new = to_config(from_config(config)), to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in old["megatron"]}

@@ -118,9 +118,7 @@ def write_checkpoint(
         identity: everything that determines the folder's content, as JSON values.
         finish: function that adds all files except tensors to the folder.
         arguments: arguments for Megatron's loader (see `megatron_arguments`).
-        finite: reject NaN and infinity.
         verify: read every tensor back at the end and compare checksums.
-        progress: show progress on stderr.
         remarks: notes for the user, stored in the folder's record.
 
     Raises:
@@ -207,10 +205,8 @@ def _tensors(
     """Compute the tensors of all work items in order; a thread computes the next one while a tensor is written.
 
     Args:
-        parts: work items of each part.
         sums: mapping to fill with the checksum of each tensor, keyed by its slot's label.
         interruptible: function called between tensors, which raises an exception if the user interrupted the job.
-        finite: reject NaN and infinity.
     """
 
     def make() -> Iterator[tuple[Piece, Tensor]]:
@@ -266,10 +262,7 @@ def _verify(
     """Read every tensor back, and compare its checksum with the one recorded when it was written.
 
     Args:
-        reader: reader of the written checkpoint.
-        parts: work items of each part.
         output: output folder, whose records hold the checksums.
-        advance: function that advances the progress bar by a number of bytes.
         interruptible: function called between tensors, which raises an exception if the user interrupted the job.
 
     Raises:

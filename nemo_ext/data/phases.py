@@ -261,8 +261,6 @@ def segments(
 
     Args:
         config: config of the run, including data arguments (`nemo_ext.data.training.with_data`).
-        plan: phases of the run.
-        paths: result of `data_paths`.
     """
     whole = config["megatron"]
     changed = {*SCHEDULE, *(key for phase in plan.phases for key in phase.megatron)}
@@ -341,7 +339,6 @@ def drawn_before(
     """Return an upper bound on the sequences read before each phase, keyed by phase, reading and prefix of the stream.
 
     Args:
-        plan: phases of the run.
         shares: for each phase, its streams' shares keyed by prefix.
         mixed: for each phase, its `mixed_lengths` section; None if it has none.
     """
@@ -375,7 +372,6 @@ def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | No
 
     Args:
         config: config of a segment (see `segments`).
-        phase: a phase of the run.
     """
     path = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get("train_data_path")
     data = config.get("data") if phase.data is None else phase.data
@@ -387,7 +383,6 @@ def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs
 
     Args:
         config: config of a segment (see `segments`).
-        plan: phases of the run.
         max_epochs: number of epochs above which a stream is reported.
     """
     data = {phase.name: data_of(config, phase) for phase in plan.phases}

@@ -170,7 +170,6 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     """Return (source, weight) of each of a config's streams, keyed by name; at least one weight is positive.
 
     Args:
-        config: composed config.
         directory: folder to use if the blend sets no `directory`.
         own: prefix of the tokenised files of `input`; its last component names the stream.
 

@@ -57,10 +57,7 @@ def questions(
     """Yield a benchmark's questions: every problem with every prompt and in every mode.
 
     Args:
-        benchmark: the benchmark.
-        problems: its problems.
         modes: modes to run; empty for all.
-        omit: request fields to leave out.
     """
     for problem in problems:
         for prompt, content in problem.prompts.items():

@@ -211,9 +211,7 @@ def grand_pair(
     The permutation test flips the sign of each problem's difference, weighted as in the grand mean.
 
     Args:
-        pairs: comparisons of the two runs on each benchmark.
         entries: mapping from benchmark to its entry in results.json.
-        settings: settings of the comparison.
     """
     used = [pair for pair in pairs if pair.apart is not None and counts(entries[pair.benchmark])]
     if len(used) < 2:

@@ -127,7 +127,6 @@ def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
 
     Args:
         entry: the benchmark's entry in results.json.
-        value: the score or difference.
         sign: sign option of the format specification; "+" writes a plus sign before positive numbers.
     """
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"

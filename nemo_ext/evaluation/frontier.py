@@ -118,9 +118,7 @@ def plot_frontiers(
     Published values that have tokens are shown as letters and are not part of the front.
 
     Args:
-        report: report to which the plot is added.
         points: mapping from benchmark to its points, as from `frontiers`.
-        papers: contents of files with published values.
     """
     shown = dict(list(points.items())[:PANELS])
     if not shown:

@@ -140,7 +140,6 @@ class EndpointModel(LM):
     """Model of lm-evaluation-harness that sends requests to an endpoint.
 
     Args:
-        benchmark: the benchmark being evaluated.
         ask: function that sends questions, each with a sample number, and returns once all answers are in `stored`.
         stored: mapping from (key, request hash) to answer.
         several: whether the benchmark has several tasks.
@@ -255,10 +254,7 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
     """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`.
 
     Args:
-        model: model that requests the answers.
         tasks: mapping from name to task of lm-evaluation-harness.
-        store: store of the answers and scores.
-        ran: outcome of all benchmarks so far.
         settings: further arguments of lm-evaluation-harness's `evaluate`.
 
     Raises:

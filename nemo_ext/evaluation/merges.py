@@ -149,7 +149,6 @@ def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
     Checkpoints that do not exist yet are not checked.
 
     Args:
-        config: the composed config.
         megatron: whether to open Megatron checkpoints, which requires torch; False if an earlier job has yet to write
             them.
 
@@ -184,10 +183,7 @@ def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: Swe
     """Plan an average; all averages are planned before the first is computed, so that errors show up early.
 
     Args:
-        sources: checkpoints to average.
         shares: weight of each checkpoint.
-        to: folder for the average.
-        sweep: settings of the job.
     """
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))

@@ -281,8 +281,6 @@ def _shots(
     """Map domains to rows for few-shot examples: those of `shots_data` in file order, or of the data in hash order.
 
     Args:
-        benchmark: the benchmark.
-        data_root: folder with the benchmarks' data.
         named: mapping from the id of each row of the data to its hash, the row and its location in the files.
     """
     if benchmark.shots_data:

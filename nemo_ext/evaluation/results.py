@@ -42,14 +42,7 @@ class Plan:
 
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
-    """Compute the sections `benchmarks` and `mean` of results.json.
-
-    Args:
-        store: store of the answers and scores.
-        plans: questions and scoring of each benchmark.
-        draws: number of bootstrap resamples.
-        seed: seed of the bootstrap.
-    """
+    """Compute the sections `benchmarks` and `mean` of results.json."""
     gc.disable()  # a million samples live until the end: collections would be slow and free nothing
     try:
         return _results(store, plans, draws, seed)
@@ -302,8 +295,6 @@ class _Table:
 
         Args:
             prompts: for each prompt, the mask that selects its samples.
-            draws: number of bootstrap resamples.
-            seed: seed of the bootstrap.
 
         Returns:
             Mapping with `std` and its `interval`; None for the kind `bits`, or if the prompts share no scored problem.
@@ -345,8 +336,6 @@ def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: in
     Args:
         values: value of each problem.
         sizes: weight of each problem, such as its bytes; None for equal weights.
-        draws: number of bootstrap resamples.
-        seed: seed of the bootstrap.
     """
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")

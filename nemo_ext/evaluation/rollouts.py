@@ -157,7 +157,6 @@ def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample
     """Yield the answers from which a run's results are computed, each with its score.
 
     Args:
-        run_dir: the run directory.
         verifiers: mapping from benchmark to its verifier's digest, from results.json.
     """
     store = Store(run_dir / STORE)

@@ -195,9 +195,6 @@ def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequenc
     """Compose the section `data` of a file in the config group `data` that a phase names.
 
     Args:
-        key: dotted key that names the file, for messages.
-        name: name of the file.
-        config: config of the run, for its `data_root`.
         search: overrides that set Hydra's search path.
 
     Raises:
@@ -407,7 +404,6 @@ def group_folders(group: str, folders: Sequence[Path], job: str = "") -> list[Pa
     """Return the folders that may contain the files of a config group, whether or not they exist.
 
     Args:
-        group: name of the config group.
         folders: folders of --config-dir.
         job: name of a job, whose package is searched in addition to those with config groups; "" for none.
     """
@@ -472,7 +468,6 @@ def _near(error: Exception, grammar: Grammar) -> str:
 
     Args:
         error: Hydra's error, whose cause has the key and its section.
-        grammar: the command's grammar, for keys that are in no config file.
     """
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]

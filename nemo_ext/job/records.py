@@ -24,7 +24,6 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
     A last line that was truncated, as when a job is killed, is skipped.
 
     Args:
-        file: path of the file.
         make: function of a record, which raises TypeError, KeyError or ValueError if the record is invalid.
         what: what a record is, for the message.
         first: 1-based number of the first line with a record.

@@ -55,7 +55,6 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
     Args:
         n: number of samples of each problem, [P].
         c: number of correct samples of each problem, [P].
-        k: number of samples drawn.
     """
     total, right = np.asarray(n, dtype=np.float64), np.asarray(c, dtype=np.float64)
     wrong = np.ones(np.broadcast(total, right).shape)
@@ -74,7 +73,6 @@ def maj_at(found: Sequence[Sequence[str | None]], scores: Sequence[Sequence[floa
     Args:
         found: for each problem, the normalised answers of its samples; None for a sample without an answer.
         scores: scores of the same samples; an answer's score is the mean over the samples that give it.
-        k: number of samples that vote.
     """
     return np.array([_majority(a[:k], s[:k]) if len(a) >= k else np.nan for a, s in zip(found, scores, strict=True)])
 
@@ -107,11 +105,8 @@ def bootstrap(
 
     Args:
         values: one row per problem, [P] or [P, M].
-        draws: number of bootstrap draws.
-        seed: random seed.
         statistic: `mean`, or a function that maps each problem's count in each draw, [draws, P], to [draws] or
             [draws, M].
-        level: confidence level.
         weights: weight of each problem in the mean, [P]; None for equal weights.
 
     Returns:
@@ -168,9 +163,6 @@ def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) ->
 
     Args:
         shares: probability of each kind, [K].
-        total: number of problems in each draw.
-        draws: number of draws in all batches together.
-        rng: random generator.
     """
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):

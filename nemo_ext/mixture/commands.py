@@ -17,12 +17,7 @@ def _check(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the number of nodes, which is 1, and of GPUs: as many as a run's training or its evaluation needs.
-
-    Args:
-        config: composed config of the job.
-        settings: settings of the Slurm site and queue.
-    """
+    """Return the number of nodes, which is 1, and of GPUs: as many as a run's training or its evaluation needs."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 

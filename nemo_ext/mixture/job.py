@@ -129,7 +129,6 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
     """Make the checks that the job makes before its first run.
 
     Args:
-        config: composed config.
         files: True if the streams' tokenised files must exist.
 
     Raises:
@@ -217,10 +216,6 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
     """Return the names of the benchmarks that are scored in bits per byte.
 
-    Args:
-        benchmarks: benchmarks of the evaluation.
-        settings: settings of the job, for the error message.
-
     Raises:
         ValueError: no benchmark is scored in bits per byte.
     """
@@ -235,10 +230,6 @@ def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
 
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
     """Read the streams of a training config, with sizes from their files.
-
-    Args:
-        training: composed config of the training run.
-        mixture: settings of the mixture: prior, limits and repeats.
 
     Raises:
         ValueError: files are missing, there is only one stream, a limit names an unknown stream, the number of training
@@ -326,8 +317,6 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
     """Train and evaluate a small model on a mixture, as a pipeline of two stages.
 
     Args:
-        plan: plan of the runs.
-        name: name of the run.
         shares: shares of the streams, [streams].
 
     Raises:

@@ -443,10 +443,7 @@ def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received
     """Run a stage while its servers run.
 
     Args:
-        work: the stage.
-        servers: servers that the stage uses.
         lock: file descriptor of the pipeline's lock, which the job inherits.
-        shown: progress display.
         received: signals received so far, to which later ones are appended.
 
     Returns:
@@ -470,8 +467,6 @@ def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]
     """Run a server until the block ends; the block begins once the server answers requests or a signal has arrived.
 
     Args:
-        server: the server's stage.
-        shown: progress display.
         received: signals received so far, to which later ones are appended.
 
     Raises:

@@ -183,7 +183,6 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
 
     Args:
         words: arguments of the pipeline; `scale=null` is only removed.
-        folders: config folders with pipelines.
 
     Raises:
         ValueError: the pipeline has no variant of that scale.
@@ -336,7 +335,6 @@ def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> b
     Args:
         base: the stage's folder, for messages.
         records: folders whose `slurm` folder holds the record of starts.
-        arguments: the job's arguments.
 
     Raises:
         ValueError: it finished with other arguments.

@@ -140,10 +140,6 @@ def _other_tokenizers(
 def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mapping[str, Any] | None:
     """Derive the config.json of an RL policy that does not exist yet from the training that will make it.
 
-    Args:
-        submission: the job.
-        before: the jobs that it depends on.
-
     Returns:
         The config; None for other jobs, for a policy that exists, and for one whose sizes are not known yet.
 
@@ -197,9 +193,7 @@ def _note_servers(
     """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records.
 
     Args:
-        stage: the stage.
         submissions: mapping from stage to its submission.
-        pipeline: the pipeline.
         jobs: mapping from stage to its Slurm job id.
     """
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}

@@ -40,8 +40,6 @@ def stage_config(config: Mapping[str, Any], description: Description, ranks: int
     """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
     Args:
-        config: composed config.
-        description: the model's description.
         ranks: number of ranks, each of which holds the whole model.
     """
     stage = {**with_main_model(config, description, "stage"), "precision_plan": None}
@@ -62,12 +60,7 @@ def healing_run(
     """Return the config of a child's training run.
 
     Args:
-        config: composed config.
-        description: the child's description.
-        heal: healing settings.
-        run_dir: directory of the run.
         start: run or checkpoint whose weights the run starts from.
-        tokens: length of the run in tokens.
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
     run = _with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
@@ -98,7 +91,6 @@ def logits_saving_run(run: Mapping[str, Any], folder: Path, top_k: int) -> dict[
 
     Args:
         run: config from `healing_run`, with the parent's model.
-        folder: folder the tokens are written to.
         top_k: number of tokens saved per position.
     """
     flags = {

@@ -73,9 +73,7 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
     """Compute all resources of one block; a no-op costs nothing.
 
     Args:
-        parent: the parent's architecture, for everything that the block does not specify.
         block: the block with all values filled in; None for a no-op.
-        serving: serving scenario.
 
     Returns:
         Mapping from each of `RESOURCES` to its amount: a count, bytes, or seconds for the whole batch's prompts

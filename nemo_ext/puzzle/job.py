@@ -104,11 +104,7 @@ def _read_table(chosen: Settings, parent: Description) -> None:
 
 
 class Job:
-    """A compression job, which runs its stages in order.
-
-    Args:
-        config: composed config.
-    """
+    """A compression job, which runs its stages in order."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         check_machine(config)
@@ -275,9 +271,6 @@ class Job:
 
     def _train(self, config: dict[str, Any]) -> None:
         """Train until the last step.
-
-        Args:
-            config: composed config of the training run.
 
         Raises:
             ValueError: the run stopped early.

@@ -70,8 +70,6 @@ def read_table(
     """Read the latencies as a mapping from full block notation, or `outside`, to latency.
 
     Args:
-        file: the JSON file.
-        architecture: the parent's architecture.
         required: blocks that the file must contain (`blocks_to_measure`).
         serving: serving scenario in which the latencies must have been measured.
 

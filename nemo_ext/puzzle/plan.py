@@ -64,11 +64,8 @@ def stage_work(
     """Estimate the work of library, distill and score; other stages only run a few passes over the evaluation set.
 
     Args:
-        architecture: the parent's architecture with all values filled in.
         by_block: variants of each block, from `variants`.
-        chosen: settings of the compression.
         seq_length: tokens per sequence.
-        ranks: number of ranks.
         precision: precision of the parent and of written weights.
     """
     blocks = [_forward(architecture, each[0].block, seq_length) for each in by_block]
@@ -83,7 +80,6 @@ def stage_work(
         """Return the work of a stage for this parent, number of ranks and sharding.
 
         Args:
-            stage: name of the stage.
             flops: FLOPs of all ranks together.
             passed: bytes of the parent's weights that a rank's passes use, counted once per pass.
             written: bytes of weights written to disk.

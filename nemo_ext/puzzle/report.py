@@ -126,7 +126,6 @@ def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence
     """Add a plot of the losses above the parent's against the number of parameters, with confidence intervals.
 
     Args:
-        report: the report.
         states: rows of evaluation.json, which include the child's states.
         tried: rows of comparison.json and baselines.json, of which the baselines are shown.
     """

@@ -152,7 +152,6 @@ class Workspace:
         """Return True if a record has the current settings and inputs; False if not, but the stage may be run again.
 
         Args:
-            stage: name of the stage.
             file: record of the stage or of one of its shards.
             finished: whether the stage is finished or was only begun, for the error message.
 
@@ -190,7 +189,6 @@ class Workspace:
         """Record that a stage is finished.
 
         Args:
-            stage: name of the stage.
             empty: True if it had nothing to do, so that it may run with other settings later.
         """
         if self.shard is not None:
@@ -271,12 +269,7 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a mapping from each stage to the settings that determine its results.
-
-    Args:
-        config: composed config.
-        section: its `puzzle` section.
-    """
+    """Return a mapping from each stage to the settings that determine its results."""
 
     def part(*names: str) -> dict[str, Any]:
         return {name: section[name] for name in names}

@@ -36,7 +36,6 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
     """Choose units to put in FP8 so that their losses add up to at most a budget and the fewest bytes remain in BF16.
 
     Args:
-        units: units to choose from.
         losses: loss of each unit alone in FP8, at least 0.
         budget: maximum sum of the chosen units' losses.
     """
@@ -65,12 +64,10 @@ def propose(
     Every unit is assigned at least a small loss, as units that lose nothing alone may lose something together.
 
     Args:
-        units: units to choose from.
         losses: loss of each unit alone in FP8, in nats per token.
         budget: maximum loss of a plan, in nats per token.
         measure: function that returns the loss with several units in FP8.
         everything: loss with all units in FP8.
-        attempts: maximum number of plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:

@@ -61,11 +61,7 @@ def run(config_path: str) -> None:
 
 
 class Sweep:
-    """A sensitivity sweep on one rank.
-
-    Args:
-        config: composed config, including the `sensitivity` section.
-    """
+    """A sensitivity sweep on one rank."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.chosen, self.workspace = read_settings(config), Workspace(Path(config["run_dir"]))
@@ -96,7 +92,6 @@ class Sweep:
         """Measure every unit in every precision, choose the plan with the least loss, and compare it with others.
 
         Args:
-            measurements: measurements on the calibration data.
             bits: budget in average bits per weight of the units.
 
         Returns:
@@ -165,7 +160,6 @@ class Sweep:
         """Compare the proposal with other plans on validation data.
 
         Args:
-            best: the proposal.
             by_loss: all units, the least sensitive first.
 
         Returns:
@@ -224,7 +218,6 @@ class Measurements:
     """Losses of plans on one set of batches.
 
     Args:
-        parent: the model.
         batches: this rank's tokens `[batch, seq]`.
         file: file that earlier measurements are read from and new ones written to; None to save none.
     """
@@ -281,7 +274,6 @@ def _score(
     """Score the unchanged model, and the model with all units, each single unit and each group of units in FP8.
 
     Args:
-        measurements: measurements on the calibration data.
         every: all units.
         in_fp8: function that returns the plan with only these units in FP8.
 

@@ -43,8 +43,6 @@ def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
     """Group all weights that a plan puts in FP8 or NVFP4 into units, by block or part, in model order.
 
     Args:
-        plan: plan to improve.
-        architecture: the model's architecture.
         per: granularity, `block` or `part`.
 
     Raises:
@@ -108,9 +106,7 @@ def in_precisions(plan: Plan, choice: Mapping[Unit, str], architecture: Architec
     """Return the plan with units in other precisions, and all other weights as before.
 
     Args:
-        plan: plan to change.
         choice: the units, and the precision of each.
-        architecture: the model's architecture.
     """
 
     def of(made: Plan) -> dict[tuple[int | None, str], str]:

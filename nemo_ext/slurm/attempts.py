@@ -127,8 +127,6 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
 
     Args:
         attempts: starts of the job, oldest first.
-        max_restarts: maximum number of restarts.
-        max_idle: maximum number of consecutive starts without a new checkpoint.
     """
     attempts = [attempt for attempt in attempts if not attempt.reason.startswith(PASSED_OVER)]  # see guard.most
     idle = 0

@@ -29,7 +29,6 @@ def note_asking(record: Path, asking: Sequence[Path]) -> None:
     """Store in a server's record folder which runs use it.
 
     Args:
-        record: record folder of the server.
         asking: record folders of the runs; empty for a server that runs independently of a pipeline.
     """
     clients = [str(client.resolve()) for client in asking]
@@ -53,7 +52,6 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
 
     Args:
         record: record folder of the run.
-        say: function that prints a message.
         stopped: list to which the caller's signal handler adds signals; waiting ends once it is not empty.
     """
     file = record / attempts.FOLDER / _SERVERS

@@ -63,7 +63,6 @@ def first_error(log: Path, position: int = 0) -> str:
     it makes other ranks fail. If there is neither, Slurm's message about the job's end is returned.
 
     Args:
-        log: path of the log.
         position: byte offset from which the log is read.
     """
     if not log.is_file():

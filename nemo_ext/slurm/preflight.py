@@ -42,8 +42,6 @@ def findings(
     """Check a job and return all findings; those of kind error would make it fail.
 
     Args:
-        config: the job's composed config.
-        settings: site and queue settings.
         paths: whether to check files; False for a table of recipes and sites.
         coming: paths that earlier jobs will write, so that they need not exist yet.
         model_to_come: config.json of the policy that earlier jobs will write; None if unknown.

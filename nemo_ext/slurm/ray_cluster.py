@@ -254,12 +254,7 @@ def _raise_open_files() -> None:
 
 
 def _hold(folder: Path, options: Sequence[str]) -> int:
-    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code.
-
-    Args:
-        folder: folder for Ray's temporary files.
-        options: further options of `ray start`.
-    """
+    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of Ray become children of this process
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -66,9 +66,7 @@ def with_rehearsals(
     """Add the findings of rehearsals, which replace the cost model's findings on memory.
 
     Args:
-        findings: findings so far.
         configs: composed configs of training runs; configs with equal shapes are rehearsed once.
-        settings: site and queue settings.
         kept: folder for results, which may hold earlier ones.
         coming: paths that earlier jobs will write.
     """
@@ -141,8 +139,6 @@ def _result(
     """Return the result of the rehearsal in a folder, which is run if there is none yet.
 
     Args:
-        config: composed config of the training run.
-        folder: folder of the rehearsal.
         limit: time limit in seconds; None for no limit.
 
     Returns:
@@ -187,7 +183,6 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     """Yield a finding on the peak memory of the rank that needs the most.
 
     Args:
-        result: result of a rehearsal.
         node: hardware of each node; None if unknown.
     """
     if not result["ranks"]:

@@ -291,9 +291,7 @@ class Batch(ABC):
         Args:
             ready: state before the work.
             step: step of the newest checkpoint.
-            reason: why the work ended.
             lasting: why a new start would fail as well; "" if it may succeed.
-            code: exit code of the work.
         """
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)

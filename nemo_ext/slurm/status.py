@@ -317,10 +317,6 @@ def log_of(run_dir: Path) -> Path:
 def follow(run_dir: Path, lines: int) -> NoReturn:
     """Follow a run's log: wait for its job, show the job's output, and switch to the ranks' log once it exists.
 
-    Args:
-        run_dir: run directory.
-        lines: number of lines to show first.
-
     Raises:
         ValueError: there is no log, and the run has no job in the queue.
     """

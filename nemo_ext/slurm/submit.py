@@ -142,7 +142,6 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
     """CPU cores per task, in proportion to its GPUs; None if the site's hardware is unknown.
 
     Args:
-        settings: site and queue settings.
         gpus: number of GPUs that the job uses on each node; with 0, it gets all cores.
         ranks: number of tasks per node.
     """
@@ -253,7 +252,6 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
     a rehearsal.
 
     Args:
-        submission: the job.
         kept: folder for rehearsal results; None for the default one in the record folder.
     """
     settings, coming = submission.settings, submission.coming
@@ -379,7 +377,6 @@ def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
     """Yield shell lines that submit the job, one for each round.
 
     Args:
-        submission: the job.
         stage: name of the job's pipeline stage, if later lines need its job id; the last line stores the id in the
             shell variable `variable(stage)`. None if no later line needs it.
     """

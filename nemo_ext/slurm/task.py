@@ -110,9 +110,6 @@ class Task(Batch):
         """Run ranks on all nodes until they or the job that requested them ends, and return srun's exit code.
 
         Args:
-            job: process of the job.
-            environment: environment variables of the ranks.
-            words: Python's arguments on each rank.
             log: path of the file to append the ranks' output to; None for the job's output.
         """
         nodes, per_node = self.ranks
@@ -143,7 +140,6 @@ class Task(Batch):
         """Run a server until it ends, or until all stages that use it have ended, and return its exit code.
 
         Args:
-            words: command that runs the server.
             also: command that runs its replicas on other nodes; if either ends, so does the other. None if there are
                 none.
             asking: record folders of the stages that use it; empty for a server that runs until it is stopped.

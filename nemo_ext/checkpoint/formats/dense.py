@@ -63,10 +63,7 @@ def dense_description(
     """Build a description from the keys shared by all dense families.
 
     Args:
-        keys: the config.json.
         blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
-        settings: fields of `Architecture`.
-        own: fields of `Description`.
     """
     if blocks is None:
         layer = [*equal_attention(keys), Block.from_values("-", ffn=keys.integer("intermediate_size"))]
@@ -78,7 +75,6 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
     """Read the sizes that all attention blocks of a model share.
 
     Args:
-        keys: the config.json.
         window: sliding window to give the block, in tokens; None for full attention.
 
     Returns:
@@ -196,9 +192,7 @@ def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any)
     """Build a description from a config.json with Llama's keys.
 
     Args:
-        keys: the config.json.
         blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
-        own: further fields of `Description`.
     """
     keys.only("hidden_act", "silu")
     return dense_description(
@@ -328,7 +322,6 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     """Read the RoPE settings of OLMo 3's full-attention blocks or, if there are none, of its windowed blocks.
 
     Args:
-        keys: the config.json.
         types: each layer's type, `full_attention` or `sliding_attention`.
 
     Raises:

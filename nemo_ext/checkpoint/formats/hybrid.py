@@ -101,7 +101,6 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     """Reject router normalisation that differs from Megatron's: division by the sum if k is at least 2, none if k is 1.
 
     Args:
-        keys: the config.json.
         top_k: numbers of experts per token that the model's blocks use.
 
     Raises:
@@ -125,9 +124,6 @@ def write_hybrid(
     """Return the config.json of a hybrid model.
 
     Args:
-        description: the model.
-        model_type: `model_type` of config.json.
-        name: class name in `architectures`.
         by_block: keys that are omitted because each block has its own value; the others hold for all blocks.
 
     Raises:
@@ -227,11 +223,7 @@ def read_hybrid(
     """Read the settings of a hybrid model that hold for all its blocks.
 
     Args:
-        keys: the config.json.
-        blocks: blocks of the model.
         prediction: blocks of a depth of multi-token prediction, and the number of depths.
-        router: expert routing.
-        settings: further fields of `Architecture`.
 
     Raises:
         ValueError: Megatron does not support a setting.
@@ -296,7 +288,6 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     """Read the model's blocks from config.json.
 
     Args:
-        keys: the config.json.
         key: name of the key that holds one letter per block, such as `M*E`.
         types: list of block types, used if the config.json does not have that key.
 

@@ -87,8 +87,6 @@ def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple
     """Read a list of blocks, and check the keys that repeat their kinds.
 
     Args:
-        keys: the config.json.
-        name: key of the list.
         letters: key with one letter per block, if it is set.
         types: key with the list of block types, if it is set.
 

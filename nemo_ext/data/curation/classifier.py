@@ -57,7 +57,6 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
     """Load a classifier from its folder or from a fastText model file.
 
     Args:
-        path: the folder or file.
         label: label of the positive class in a fastText model file.
 
     Raises:

@@ -50,14 +50,7 @@ class Through:
     dropped: dict[str, Reason] = field(default_factory=dict)
 
     def drop(self, reason: str, amount: Amount, document: str, detail: str) -> None:
-        """Count a dropped document, and keep it as an example if its hash is among the smallest.
-
-        Args:
-            reason: reason for which it was dropped.
-            amount: size of the document.
-            document: id of the document.
-            detail: text to show with the example.
-        """
+        """Count a dropped document, and keep it as an example if its hash is among the smallest."""
         counts = self.dropped.setdefault(reason, Reason())
         counts.amount.add(amount)
         document, detail = (text.encode(errors="replace").decode() for text in (document, detail))

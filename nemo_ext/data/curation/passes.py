@@ -81,7 +81,6 @@ def units_of(plan: Plan, *, store: bool = True) -> list[Unit]:
     """Return the units of the input; the first process cuts them and writes the list that the others read.
 
     Args:
-        plan: settings and sources.
         store: whether to write the list.
 
     Raises:

@@ -63,12 +63,7 @@ _UNITS_PER_TASK = 1000
 
 
 class Block(PipelineStep):
-    """Base class of blocks that belong to a pass; `name` is the stage's name.
-
-    Args:
-        work: the pass.
-        name: name of the stage.
-    """
+    """Base class of blocks that belong to a pass; `name` is the stage's name."""
 
     type = "nemo_ext"
 
@@ -130,7 +125,6 @@ class Decide(Block):
     """Single task after a pass: decides on duplicates, or takes the decision from datatrove's clusters.
 
     Args:
-        work: the pass.
         name: name of the barrier at its end.
         removed: datatrove's folder with the numbers of the documents to remove; None to decide here.
     """
@@ -180,8 +174,6 @@ def executors(plan: Plan, config: str, units: Sequence[Unit]) -> list[PipelineEx
     """Build datatrove's executors, in the order in which they must run.
 
     Args:
-        plan: contents of the config.
-        config: the composed config as JSON.
         units: units of the input; each is a task of every pass.
     """
     settings = plan.settings
@@ -249,11 +241,6 @@ def check(plan: Plan) -> None:
 
 def run(plan: Plan, config: str, units: Sequence[Unit]) -> None:
     """Run the jobs, or queue those for Slurm; datatrove skips completed tasks.
-
-    Args:
-        plan: contents of the config.
-        config: the composed config as JSON.
-        units: units of the input.
 
     Raises:
         JobFailed: tasks failed.

@@ -180,15 +180,7 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Write the report; return the path of its HTML page.
-
-    Args:
-        settings: settings of the job.
-        engine: engine of the classifier.
-        sets: the two sets of documents, keyed by name.
-        scores: scores of each set's held-out documents, keyed by its name.
-        least: recommended threshold.
-    """
+    """Write the report; return the path of its HTML page."""
     from scipy.stats import mannwhitneyu
 
     positives, negatives = (scores[name] for name in _NAMES)

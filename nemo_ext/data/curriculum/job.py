@@ -130,8 +130,6 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
     our own (choice).
 
     Args:
-        shares: shares of the domains, keyed by name.
-        candidates: prompts that may be trained on.
         power: exponent of the learning signal; 0 returns the shares unchanged.
     """
     if not power:

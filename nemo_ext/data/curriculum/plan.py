@@ -78,7 +78,6 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
     Args:
         candidates: prompts to choose from; `used` counts their uses before the first step.
         shares: [domains] share of each domain in every step.
-        settings: settings of the job.
         levels: pass rates are rounded to multiples of 1/levels.
 
     Raises:
@@ -153,12 +152,10 @@ def _draw(
     If a step is impossible, the reason is yielded instead, as the last item.
 
     Args:
-        candidates: prompts to choose from.
         pools: pools of each domain, which record what is drawn.
         needed: [steps, domains] number of prompts.
         targets: target mean pass rate of each step of the schedule, from step 0.
         repeated: mask of the candidates that share their text with another one; None if none do.
-        settings: settings of the job.
     """
     first_step = settings.first_step
     starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]

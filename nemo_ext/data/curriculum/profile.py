@@ -88,11 +88,7 @@ def write_profile(
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout per record, in any order.
-        path: file to write.
-        keys: keys of a rollout's record.
         success: minimum reward that counts as a success.
-        max_bad_share: maximum share of malformed records.
-        workers: number of reading processes.
 
     Raises:
         ValueError: a file is damaged, there are no records, or too many are malformed.

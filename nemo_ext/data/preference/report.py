@@ -58,10 +58,6 @@ def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], wri
     """Build the report on preference data.
 
     Args:
-        title: title of the report.
-        facts: facts about the run, shown first.
-        counts: counts of each source, keyed by its name.
-        written: counts of the lines in the output files.
         unit: unit of lengths, tokens or characters.
     """
     report = Report(title).facts(facts)

@@ -213,12 +213,8 @@ def _balanced(
     """Choose the rows that give each task its share of thinking; return their mask, [rows], and `Chosen.shares`.
 
     Args:
-        table: all shards.
-        settings: settings of the job.
         keep: [rows] mask of the rows to choose from.
         fits: [rows] mask of the rows that fit into a pack, if necessary truncated; only these count for the shares.
-        skipped: report in which skipped samples are counted.
-        changed: counter of changed samples, keyed by kind of change.
     """
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:

@@ -47,7 +47,6 @@ class ChatEncoder:
     """Encoder of conversations, for one template and one tokenizer.
 
     Args:
-        template: template that renders the samples.
         tokenizer: Hugging Face tokenizer, whose control tokens are its special tokens and any added token that the
             template writes; or byte tokenizer, which has none, so that data and markup cannot be distinguished.
         allow_missing: True to encode control tokens that the template writes but the tokenizer lacks as ordinary text.
@@ -217,7 +216,6 @@ def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: Huggin
     Args:
         described: contents of its tokenizer.json, which are changed.
         names: mapping from old to new names.
-        tokenizer: the tokenizer, named in error messages.
     """
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]

@@ -146,11 +146,6 @@ def complete_shards(
     """Tokenise missing shards until the source's `max_bytes` is reached.
 
     Args:
-        work: settings for the workers.
-        shards: all shards of the stream, in order.
-        source: source of the stream.
-        workers: number of processes.
-        label: label of the progress bar.
         total: total size of the shards in bytes; None to show no progress.
 
     Returns:

@@ -59,7 +59,6 @@ class RecordSource(Source):
         """Yield each record of a part as its number (line or row) and its content, or the reason why it is malformed.
 
         Args:
-            part: the part.
             columns: table columns to read; None for all.
             strict: whether to reject JSON that only Python accepts; see `read_json`.
         """

@@ -63,9 +63,6 @@ def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving
     """Build the search problem: one candidate per variant, scored by the metric's increase over the parent.
 
     Args:
-        scores: score of every variant, including the unchanged blocks.
-        costs: costs of every variant.
-        chosen: settings of the search: metric and limits.
         serving: serving scenario, from which a limit on the throughput is converted to seconds.
 
     Raises:
@@ -115,11 +112,6 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
 
     choices.json holds the solutions, in ascending order of score, and what the baselines need: a resource, its limit,
     and the solution of a search that is limited by it alone.
-
-    Args:
-        problem: search problem.
-        chosen: settings of the search.
-        folder: folder to write to.
 
     Raises:
         Infeasible: no choice satisfies the limits.
@@ -181,7 +173,6 @@ def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) ->
         problem: search problem; its limit on the swept resource is ignored.
         chosen: settings of the search.
         folder: folder with choices.json from `choose`, where both files are written.
-        title: title of the picture.
 
     Returns:
         True if the front was written; False if `chosen.sweep` names no resource or the time limit was reached.

@@ -15,7 +15,6 @@ def pool(
     is the cheapest way to differ.
 
     Args:
-        problem: Blocks, candidates and limits.
         size: Maximum number of solutions.
         min_distance: Minimum number of blocks in which any two solutions differ.
         gap: Relative optimality gap of each solution.

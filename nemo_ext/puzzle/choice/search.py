@@ -102,7 +102,6 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
     """Choose one variant per block with the lowest total score within the limits.
 
     Args:
-        problem: Blocks, candidates and limits.
         gap: Relative optimality gap of the score.
         time_limit: Seconds after which the best choice so far is returned; explaining `Infeasible` may take as long.
 
@@ -122,7 +121,6 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
     """Solve an integer program, and return its solution as one of the problem; None if the program is infeasible.
 
     Args:
-        problem: blocks, candidates and limits.
         program: the problem's program (`to_program`), possibly with further rows that exclude some choices.
         gap: relative optimality gap of the score.
         time_limit: time limit in seconds.
@@ -179,7 +177,6 @@ def to_program(
     """Convert a problem to an integer program.
 
     Args:
-        problem: The problem.
         sides: Bounds to include; None to include all.
         objective: Resource to minimise instead of the score; "" to find any feasible choice.
         sign: -1 to maximise the resource.

@@ -96,16 +96,12 @@ def plan(
     `max_groups` only adds groups.
 
     Args:
-        description: the model.
         dependency: dependency measured on calibration data; without it, groups are in model order.
         largest_dependency: maximum mean dependency over a group's pairs; groups above it are neither fused nor divided
             further (`max_blocks` does that).
         keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
-        max_width: maximum width of a fused block.
         max_bytes: maximum bytes of a fused block's weights and norm, summed over tensor-parallel ranks.
         precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.
-        max_blocks: maximum number of blocks in a group.
-        max_groups: maximum number of groups.
 
     Returns:
         Disjoint groups; empty if the limits exclude all.
@@ -179,7 +175,6 @@ def _cut(
     Blocks that fit in no group are left out.
 
     Args:
-        description: the model.
         numbers: 0-based numbers of the run's blocks, in order.
         max_width: maximum width of a fused block; None for no limit.
         max_blocks: maximum number of blocks in a group; None for no limit.
@@ -268,13 +263,7 @@ def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`.
-
-    Args:
-        reader: reader of the checkpoint.
-        description: the model before fusion.
-        groups: groups to fuse, in any order.
-    """
+    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`."""
     target = fused(description, groups)
     starts = _by_first(description, groups)
     inside = {number for group in groups for number in group.blocks}
@@ -308,9 +297,6 @@ def _fused_work(reader: TorchDistReader, description: Description, group: Group,
     """Return one work item that computes all tensors of a fused block, so that each source block is read only once.
 
     Args:
-        reader: reader of the checkpoint before fusion.
-        description: the model before fusion.
-        group: the blocks to fuse.
         pieces: places of the fused block's tensors in the new checkpoint.
     """
     prefix = f"{_layer(group.first)}mlp."

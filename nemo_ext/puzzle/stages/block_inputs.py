@@ -19,11 +19,7 @@ from nemo_ext.blockwise.read_ahead import read_ahead
 
 
 class BlockInputs:
-    """Folder of hidden states `[seq, batch, hidden]`, one file per block, step and rank.
-
-    Args:
-        folder: path of the folder, used by one distillation only.
-    """
+    """Folder of hidden states `[seq, batch, hidden]`, one file per block, step and rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -75,14 +75,11 @@ def distill(
     shard of their FP32 master weights and AdamW moments (ZeRO-2).
 
     Args:
-        parent: the model.
         by_block: variants of each block, from `variants`.
-        library: library of initial weights.
         trained: library of trained weights; a group of variants is written after its last step, and its checkpoint
             every `training.save_interval` steps.
         batches: function that iterates over this rank's tokens `[batch, seq]` from a given step on; all groups get the
             same data, so results do not depend on grouping or interruptions.
-        training: settings.
         shard: shard to which `by_block` belongs, whose checkpoints have their own names; if None, the checkpoints of
             any shards are resumed.
         inputs: storage for the inputs of the next group's first block, used only by this training and shard, and empty
@@ -234,7 +231,6 @@ def train_group(
 
     Args:
         parent, library, trained, batches, training, advance, inputs: as in `distill`.
-        group: variants to train, in model order.
         file: checkpoint of the group.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
     """

@@ -47,8 +47,6 @@ def initial_weights(
     Args:
         parent: the parent's block with all values filled in.
         variant: a block of the same kind with all values filled in.
-        tensors: tensors of the parent's block.
-        architecture: the parent's architecture.
         importance: measured importance; None to use the norms of weights.
 
     Raises:
@@ -297,10 +295,8 @@ def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture)
     """Return the norm's tensors for a linear block; an identity norm if the parent's norm is on the block's output.
 
     Args:
-        tensors: tensors of the parent's block.
         prefix: prefix of the norm's tensors in `tensors`.
         norm: prefix that replaces it in the result.
-        architecture: the parent's architecture.
     """
     import torch
 

@@ -127,10 +127,7 @@ def build(
     """Build the missing variants, and return their number.
 
     Args:
-        parent: the model.
-        description: the model's description.
         by_block: variants of each block, from `variants`.
-        library: library to write to.
         calibration: this rank's tokens `[batch, seq]` for measuring importance; empty to use the norms of weights.
         advance: called after every block with its number of variants.
     """
@@ -226,9 +223,7 @@ def _states(mixer: Any, block: Block, args: Any, output: Any) -> Tensor:
     """Return the sum over tokens of the squares of a Mamba-2 block's B and C, `[2 x groups x state]`.
 
     Args:
-        mixer: the block's mixer.
         block: the block with all values filled in.
-        args: arguments of the input projection, not used.
         output: its output, whose first element is `[seq, batch, z | x | B | C | dt]`, before the convolution.
     """
     inner = block.size("heads") * block.size("head_dim")

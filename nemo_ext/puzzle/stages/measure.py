@@ -118,7 +118,6 @@ def measure_blocks(
         by_block: variants of each block, from `variants`.
         layer_of: function that returns a variant's layer (`Library.layer`, or `initial_layer` without a library).
         serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` are not used.
-        file: path of measured.jsonl.
         min_seconds: minimum total seconds of the repetitions behind each number; there are at least `ROUNDS`.
         advance: called with 1 for every distinct block and for `outside`.
 
@@ -163,8 +162,6 @@ def initial_layer(parent: Parent, description: Description, variant: Variant) ->
     """Build a variant's layer from the parent's weights, without a library; return None for a no-op.
 
     Args:
-        parent: the model.
-        description: the model's description.
         variant: variant of one of its blocks.
     """
     if variant.block is None:

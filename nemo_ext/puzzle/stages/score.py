@@ -37,11 +37,9 @@ def score_blocks(
     """Score every variant that has no line in `file` yet, and return all scores; a block's lines are written together.
 
     Args:
-        parent: the model.
         by_block: variants of each block, from `variants`.
         layer_of: function that returns a variant's layer, or None for a no-op, such as `Library.layer`.
         calibration: this rank's tokens `[batch, seq]`; the next token is the label.
-        file: path of scores.jsonl.
         together: maximum number of variants in memory at a time; None for all of a block.
         advance: called after every block with its number of variants.
 

@@ -73,8 +73,6 @@ def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | Non
     """Return an excerpt around a keyword in the text; None if there is none.
 
     Args:
-        text: the text.
-        words: hashes of its words.
         keywords: hashes of the keywords, keyed by their number of words.
     """
     for length, known in keywords.items():
