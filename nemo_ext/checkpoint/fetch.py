@@ -154,11 +154,7 @@ def _download(model: Fetched, place: Path) -> Path:
 
 
 def _pip() -> list[str]:
-    """Command that runs pip: this Python's own pip, or else uv's.
-
-    Raises:
-        ValueError: neither is installed.
-    """
+    """Command that runs pip: this Python's own pip, or else uv's; raises ValueError if neither is installed."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

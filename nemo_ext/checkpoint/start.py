@@ -146,11 +146,7 @@ def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[st
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:
-    """Model config next to a checkpoint.
-
-    Raises:
-        ValueError: there is no checkpoint, or no config next to it.
-    """
+    """Model config next to a checkpoint; raises ValueError if there is no checkpoint, or no config next to it."""
     beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
     if beside is None:
         raise ValueError(

@@ -235,11 +235,7 @@ def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], N
 
 
 def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
-    """Cast a tensor to the type of its slot.
-
-    Raises:
-        CheckpointError: a finite value overflows.
-    """
+    """Cast a tensor to the type of its slot; raises CheckpointError if a finite value overflows."""
     dtype = torch_dtype(slot.dtype)
     if tensor.dtype == dtype:
         return tensor

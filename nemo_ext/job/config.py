@@ -318,11 +318,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
 
 
 def _split(key: str, text: str) -> list[str]:
-    """Split a string into words as a shell would.
-
-    Raises:
-        ValueError: a quotation mark is not closed.
-    """
+    """Split a string into words as a shell would; raises ValueError if a quotation mark is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -270,11 +270,7 @@ class Job:
         return bool(tokens)
 
     def _train(self, config: dict[str, Any]) -> None:
-        """Train until the last step.
-
-        Raises:
-            ValueError: the run stopped early.
-        """
+        """Train until the last step; raises ValueError if the run stopped early."""
         launch.train(config)
         run_dir, steps = Path(config["run_dir"]), int(config["megatron"]["train_iters"])
         done = last_checkpoint(run_dir) or 0

@@ -251,11 +251,7 @@ def queued(patience: float = 0.0) -> dict[str, str]:
 
 
 def runs_below(places: Sequence[Path]) -> list[Path]:
-    """Run directories with Slurm jobs at or below the given paths, sorted.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Run directories with Slurm jobs at or below the given paths, sorted; raises ValueError if there are none."""
     runs = {
         folder.parent
         for place in places

@@ -156,11 +156,7 @@ OPERATION = "operation=cluster"
 
 
 def script_of(job: str) -> Path:
-    """Path of a job's batch script.
-
-    Raises:
-        ValueError: the job has none.
-    """
+    """Path of a job's batch script; raises ValueError if the job has none."""
     return SCRIPTS / f"{submitted(job).script}.sbatch"
 
 

@@ -343,11 +343,7 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
 
 
 def read_router(keys: Keys) -> Router:
-    """Read the expert routing.
-
-    Raises:
-        ValueError: Megatron does not support a setting.
-    """
+    """Read the expert routing; raises ValueError if Megatron does not support a setting."""
     for name in ("n_group", "topk_group", "n_shared_experts"):
         keys.only(name, 1)
     check_normalised(keys, {keys.integer("num_experts_per_tok", 2)})

@@ -36,11 +36,7 @@ class Malformed(ValueError):
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
-    """Split the files into parts, in order.
-
-    Raises:
-        ValueError: a Parquet file cannot be read.
-    """
+    """Split the files into parts, in order; raises ValueError if a Parquet file cannot be read."""
     parts = list[Part]()
     for path in files:
         if path.suffix == ".parquet":

@@ -201,11 +201,7 @@ def _cut(
 
 
 def mean_dependency(dependency: Dependency, group: Group) -> float:
-    """Mean dependency over all pairs i < j of a group.
-
-    Raises:
-        ValueError: a pair was not measured (NaN).
-    """
+    """Mean dependency over all pairs i < j of a group; raises ValueError if a pair was not measured (NaN)."""
     pairs = {(i, j): dependency[i][j] for i in group.blocks for j in group.blocks if i < j}
     missing = next((pair for pair, distance in pairs.items() if isnan(distance)), None)
     if missing is not None:

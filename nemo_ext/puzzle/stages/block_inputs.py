@@ -63,11 +63,7 @@ class BlockInputs:
         self._written = self._pool.submit(write)
 
     def wait(self) -> None:
-        """Wait for the write in progress.
-
-        Raises:
-            ValueError: the file could not be written.
-        """
+        """Wait for the write in progress; raises ValueError if the file could not be written."""
         try:
             self._written.result()
         except (OSError, SafetensorError) as error:

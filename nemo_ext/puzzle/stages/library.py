@@ -95,11 +95,7 @@ class Library:
         return load_file(self.file(variant))
 
     def notes(self, variant: Variant) -> dict[str, str]:
-        """Read the metadata of a variant's weights.
-
-        Raises:
-            ValueError: they are not in the library.
-        """
+        """Read the metadata of a variant's weights; raises ValueError if they are not in the library."""
         if not self.file(variant).is_file():
             raise ValueError(f"{self.file(variant)} is missing from the library: run the stage `library` first")
         with safe_open(self.file(variant), framework="pt") as opened:
