@@ -415,7 +415,8 @@ def _plan_to_hf(
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model supports does not reduce its context length.
-    scaled = _yarn_length(description)
+    rope = description.rope
+    scaled = int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0), scaled)
     left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
     remarks = [*hf_format.remarks(description), *_padding(description)]
@@ -444,12 +445,6 @@ def _plan_to_hf(
         remarks=remarks,
         of_bytes=of_bytes,
     )
-
-
-def _yarn_length(description: Description) -> int:
-    """Return the context length in tokens that YaRN extends the model to; 0 without YaRN."""
-    rope = description.rope
-    return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
 
 def _main_type(work: Sequence[Work]) -> str:

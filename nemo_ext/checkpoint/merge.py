@@ -237,12 +237,9 @@ def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]
     def finish(folder: Path, target: Target) -> None:
         copy_extras(first.path, folder, code=True)
 
-    unlike = [other.path for other in others if _differ(first.path / TOKENIZER, other.path / TOKENIZER)]
-    return finish, [f"{path / TOKENIZER} differs from the tokenizer of {first.path}, which is used" for path in unlike]
-
-
-def _differ(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and not filecmp.cmp(one, other, shallow=False)
+    ours, theirs = first.path / TOKENIZER, [file for other in others if (file := other.path / TOKENIZER).is_file()]
+    unlike = [file for file in theirs if ours.is_file() and not filecmp.cmp(ours, file, shallow=False)]
+    return finish, [f"{file} differs from the tokenizer of {first.path}, which is used" for file in unlike]
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:

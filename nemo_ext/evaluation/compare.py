@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.evaluation.benchmark import read_yaml
@@ -26,15 +26,11 @@ from nemo_ext.evaluation.runs import (
     values_of,
 )
 from nemo_ext.job import statistics
-from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, StringsOrNone, Whole, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Places, PlacesOrNone, StringsOrNone, Whole, nearest
 from nemo_ext.job.statistics import Difference, Floats
 
 OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinking", "no_reasoning")
 """Names of modes without reasoning, which come first in a pair of modes."""
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -53,7 +49,7 @@ class CompareSettings:
         seed: seed for the resamples and the permutations.
     """
 
-    runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_as_tuple)]
+    runs: Places | Mapping[str, Place]
     baseline: Place | None = None
     paper: StringsOrNone = ()
     checkpoints: PlacesOrNone = ()

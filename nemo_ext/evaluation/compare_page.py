@@ -96,7 +96,9 @@ def _side_by_side(comparison: Comparison) -> Table[str]:
     ]
     means = [run.results.get("mean") for run in comparison.runs]
     if any(means):
-        rows.append(["grand mean", "", *(_mean_cell(mean) for mean in means)])
+        shown = [mean and _with_interval({}, mean["accuracy"], mean.get("interval")) for mean in means]
+        counts = [f"{text} of {mean['benchmarks']}" if mean else "-" for text, mean in zip(shown, means, strict=True)]
+        rows.append(["grand mean", "", *counts])
     text = "In percent, with the interval over problems; bits per byte are unscaled, and lower is better."
     return Table("Side by side", ("benchmark", "measure", *names), rows, text)
 
@@ -111,10 +113,6 @@ def _cell(entry: Mapping[str, Any] | None) -> str:
     truncated = entry.get("truncated")
     cut = f", {truncated:.1%} cut off" if truncated else ""
     return _with_interval(entry, entry["accuracy"], entry.get("interval")) + cut
-
-
-def _mean_cell(mean: Mapping[str, Any] | None) -> str:
-    return "-" if not mean else f"{_with_interval({}, mean['accuracy'], mean.get('interval'))} of {mean['benchmarks']}"
 
 
 def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[float] | None, sign: str = "") -> str:

@@ -150,7 +150,8 @@ def read(words: Sequence[str]) -> Pipeline:
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
         all_words = [*config_dirs, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
-        words_of_stage = _last_of_each_key(all_words)
+        # The last value of a repeated key, at the first one's position; all config folders.
+        words_of_stage = list({w if w.startswith("-") else w.partition("=")[0]: w for w in all_words}.values())
         if any(word in words_of_stage for word in (f"to={run_dir / name}", f"to={hydra_value(str(run_dir / name))}")):
             raise ValueError(
                 f"stages.{name}: to={run_dir / name} is where the stage's starts are recorded; choose another folder, "
@@ -322,11 +323,6 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
     if source.leaves in ("run", "megatron") and model.takes == "hugging_face":
         raise ValueError(f"{where}: {job} needs a Hugging Face folder; add a stage with `job: convert` between them")
     return f"{model.key}={hydra_value(str(folder))}"
-
-
-def _last_of_each_key(words: Sequence[str]) -> list[str]:
-    """Remove repeated keys, keeping the last value at the first one's position; all config folders are kept."""
-    return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
 
 
 def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> bool:

@@ -84,7 +84,7 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
                 STATES[row["name"]],
                 f"{row['loss']:.4f}",
                 "" if row is parent else _with_interval(row.get("from_parent")),
-                f"{bits:.3f}" if (bits := _bits_per_byte(row)) else "-",
+                f"{row['loss'] * row['predicted'] / row['bytes'] / log(2):.3f}" if row.get("bytes") else "-",
                 str(row["blocks"]),
                 f"{costs['parameters']:,.0f} ({costs['parameters'] / whole['parameters']:.0%})",
                 f"{costs['active_parameters'] / whole['active_parameters']:.0%}",
@@ -105,11 +105,6 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
         "fastest. Noise: rounds on either side of 1x, or overlapping ranges. "
         "\\*\\*\\* from the parent, on the same sequences, with the 95% interval of a bootstrap over them."
     )
-
-
-def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
-    """Return the loss of an evaluated model in bits per byte of text; None if the config has no tokenizer."""
-    return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
 
 
 def _with_interval(difference: Mapping[str, Any] | None) -> str:

@@ -68,7 +68,7 @@ def findings(
     if paths and job.training:
         tokenised = job.ranks == "slurm" and not here
         collected += [*_data(config, coming, tokenised=tokenised), *_offline(config, cluster)]
-    if paths and job.training and not _tokenizer_missing(collected):
+    if paths and job.training and not any(finding.text.startswith("data.tokenizer: ") for finding in collected):
         collected += _tokenizers(config, coming)
     if not errors(collected):
         for name, part in started(settings.job, config):
@@ -106,11 +106,6 @@ def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> It
     yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
     if error is not None:
         yield error
-
-
-def _tokenizer_missing(found: Sequence[Finding]) -> bool:
-    """True if a finding says that the tokenizer is missing."""
-    return any(one.text.startswith("data.tokenizer: ") for one in found)
 
 
 def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

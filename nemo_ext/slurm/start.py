@@ -153,7 +153,8 @@ class Batch(ABC):
             if ready.step is not None and ready.target is not None and ready.step >= ready.target:
                 return self._finish(record, f"step {ready.step}{of} is saved in {record}")
             self._refuse_second(record)
-            output = _output()
+            stdout = Path("/proc/self/fd/1")
+            output = stdout if stdout.is_file() else None
             began = attempts.begin(
                 record,
                 job=self.name,
@@ -349,12 +350,6 @@ def _cuda_of_torch() -> str | None:
         return None
     found = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.M)
     return found and found[1]
-
-
-def _output() -> Path | None:
-    """The job's output file; None if the output is not a file."""
-    place = Path("/proc/self/fd/1")
-    return place if place.is_file() else None
 
 
 def _saved_in(record: Path, step: int | None) -> str:

@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -84,7 +84,9 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     is_queued = bool(queued_job(run_dir, queue))
     step, _ = newest(run_dir / METRICS)
     target = target_of(run_dir)
-    at = _step_of(step) if step else last_checkpoint(run_dir) or 0
+    at = last_checkpoint(run_dir) or 0
+    if step:  # for `nemo-ext online`, the number of completed rounds
+        at = int(step["step"]) if "step" in step else int(step["rounds"]) + 1
     left = None
     if step and target and step.get("seconds_per_step"):
         left = max(0, int(target) - at) * float(step["seconds_per_step"])
@@ -187,11 +189,6 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     # If the job was requeued, it was removed from the queue before its next start.
     after = "" if last.given_up is None else ends.why(folder, job)
     return reason if not after or after in reason else f"{reason}; then {after}"
-
-
-def _step_of(line: Mapping[str, Any]) -> int:
-    """Step in a line of metrics; for `nemo-ext online`, the number of completed rounds."""
-    return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
 
 
 def _unfinished_parent(run_dir: Path) -> Path | None:

@@ -200,7 +200,8 @@ def write_hybrid(
 
 
 def _read(keys: Keys) -> Description:
-    blocks, prediction = _pattern(keys).blocks, _prediction(keys)
+    types = keys.get("layers_block_type") or keys.get("layer_types")
+    blocks, prediction = _blocks(keys, "hybrid_override_pattern", types).blocks, _prediction(keys)
     kinds = {block.kind for block in (*blocks, *prediction[0])}
     return read_hybrid(
         keys,
@@ -251,10 +252,6 @@ def read_hybrid(
         norm_epsilon=epsilon,
         router=router,
     )
-
-
-def _pattern(keys: Keys) -> Pattern:
-    return _blocks(keys, "hybrid_override_pattern", keys.get("layers_block_type") or keys.get("layer_types"))
 
 
 def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:

@@ -1,9 +1,7 @@
 """Curation funnel: documents, bytes and tokens into and out of each stage, and dropped documents by reason."""
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
@@ -98,20 +96,3 @@ class Counts:
             self.stage(name).add(through)
         for place, amount in other.written.items():
             self.written.setdefault(place, Amount()).add(amount)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts in a form that can be stored as JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Counts":
-        """Restore counts from the result of `as_json`."""
-        stages = {}
-        for name, stage in values["stages"].items():
-            dropped = {
-                reason: Reason(Amount(**counts["amount"]), [(a, b, c) for a, b, c in counts["examples"]])
-                for reason, counts in stage["dropped"].items()
-            }
-            stages[name] = Through(Amount(**stage["came"]), Amount(**stage["kept"]), stage["changed"], dropped)
-        written = {folder: Amount(**amount) for folder, amount in values["written"].items()}
-        return Counts(ReadReport(**values["read"]), stages, written)

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,7 @@ from nemo_ext.data.curation.passes import (
 )
 from nemo_ext.data.curation.results import RESULTS, finish, remove
 from nemo_ext.data.curation.settings import Plan
-from nemo_ext.data.curation.stage import Barrier, Values
+from nemo_ext.data.curation.stage import Barrier
 from nemo_ext.data.curation.stages.duplicates import NearDuplicates
 from nemo_ext.data.curation.stages.rules import Characters
 from nemo_ext.data.text.documents import Unit
@@ -110,7 +111,8 @@ class Store(Block):
         barrier = self.work.plan.stages[self.name]
         assert isinstance(barrier, Barrier)
         with self.flow(rank) as flow:
-            yield from flow.stored(_no_values if by_datatrove(barrier) else barrier.features, data)
+            none = np.empty(0, dtype=np.uint64)
+            yield from flow.stored((lambda document: none) if by_datatrove(barrier) else barrier.features, data)
 
 
 class Write(Block):
@@ -267,10 +269,6 @@ def shown(executor: PipelineExecutor) -> str:
     return "\n".join([f"{Path(executor.logging_dir.path).name}: {executor.world_size} tasks", *blocks])
 
 
-def _no_values(document: Document) -> Values:
-    return np.empty(0, dtype=np.uint64)
-
-
 def _labels(counts: Counts) -> Iterator[tuple[str, int]]:
     """Yield the counts of one block as labels and values for datatrove's stats; a missing label is 0."""
     amounts = {f"written_{place}": amount for place, amount in counts.written.items()}
@@ -326,4 +324,4 @@ def _collect(work: Work, units: Sequence[Unit]) -> None:
     (logs,) = (work.plan.settings.folder / _LOGS).glob(f"[0-9][0-9]_pass_{work.number}")
     for unit in units:
         stats = json.loads((logs / "stats" / f"{unit.number:05d}.json").read_text())
-        write_text(work.units.file(unit.number), json.dumps(_counts(stats).as_json()))
+        write_text(work.units.file(unit.number), json.dumps(asdict(_counts(stats))))

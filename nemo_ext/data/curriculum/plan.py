@@ -102,7 +102,8 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
         why = _sizes(candidates, domains)
         raise NoOrder(f"too few prompts are left for a step of batch={batch} ({why}): lower batch or add prompts")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
-    repeated = _repeated(candidates.text)
+    _, text, counts = np.unique(candidates.text, return_inverse=True, return_counts=True)
+    repeated = counts[text] > 1 if (counts > 1).any() else None
     _check_domains(candidates, domains, needed, repeated)
     stopped = ""
     if settings.exhausted == "stop" or requested is None:
@@ -217,12 +218,6 @@ def _order(
         places = np.argsort(ordering_keys(keys[order[rows]] ^ seeds[rows, None], 0), axis=1)
         shuffled[rows] = np.take_along_axis(order[rows], places, axis=1)
     return shuffled
-
-
-def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Return the mask of the candidates that share their text with another one, [candidates]; None if none do."""
-    _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
-    return counts[text] > 1 if (counts > 1).any() else None
 
 
 def _check_domains(

@@ -79,6 +79,7 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
         notice(f"{name}: {manifest.contents()}")
     if chosen.all_skipped.skipped:
         notice(f"skipped: {chosen.all_skipped.summary(examples=0)}")
+    notice(f"report: {report}")
     return report
 
 
