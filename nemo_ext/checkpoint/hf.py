@@ -131,7 +131,6 @@ class Plan:
         reader: reader of the source checkpoint.
         to: target folder.
         to_format: format to write, `huggingface` or `megatron`.
-        description: description of the model.
         format: Hugging Face format of the source or the target.
         config: content of config.json; empty for a Megatron target.
         work: work items, one per row of the tensor mapping.

@@ -104,7 +104,6 @@ class Target:
     """Checkpoint to write.
 
     Attributes:
-        to: target folder.
         weights: weight of each source checkpoint in the average; they sum to 1.
     """
 

@@ -25,7 +25,6 @@ class Piece:
 
     Attributes:
         key: key of the whole tensor.
-        shape: shape of the piece.
         offset: offset of the piece in the whole tensor.
         whole: shape of the whole tensor.
     """

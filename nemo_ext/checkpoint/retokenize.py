@@ -298,7 +298,6 @@ class Retokenized:
     Attributes:
         reader: reader of the unchanged checkpoint.
         tensors: mapping from tensor name to shape and type.
-        path: folder of the checkpoint.
         rows: rows of the new vocabulary.
         left_out: number of tensors that do not belong to the model.
     """

@@ -25,7 +25,6 @@ class SafetensorsReader:
     """Memory-mapped reader of a folder's tensors, one at a time.
 
     Attributes:
-        path: the folder.
         tensors: mapping from tensor name to shape and type, for all of the model's files.
         unread: names of other tensor files in the folder, such as adapters or weights in a publisher's own format.
 

@@ -27,8 +27,6 @@ class Question:
     """Request for one problem with one prompt and in one mode; its samples differ only in their seeds.
 
     Attributes:
-        benchmark: the benchmark.
-        problem: the problem.
         prompt, mode: names of the prompt and of the mode.
         shown: the model's input, as the store keeps it for display.
         body: fields of the request, except the seed.

@@ -65,7 +65,6 @@ class Pair:
     """Paired comparison of two runs, or of two modes of one run, on a benchmark.
 
     Attributes:
-        benchmark: name of the benchmark.
         a, b: names of the two runs or modes; `difference` is b - a.
         before, after: headline metric of a and of b on the shared problems.
         difference: paired difference; None if there are no shared problems.

@@ -90,7 +90,6 @@ class Candidate:
 
     Attributes:
         name: name of the average.
-        weights: weights of the checkpoints.
         model: folder of the averaged checkpoint.
         objectives: mapping from objective to value; larger is better.
         intervals: mapping from objective to its confidence interval; None unless the objective is a single benchmark.

@@ -27,7 +27,6 @@ class Plan:
 
     Attributes:
         benchmark: the benchmark, with the requested number of samples.
-        questions: its questions.
         verifier: digest of the verifier whose scores are used.
     """
 

@@ -380,7 +380,6 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
     """Reject the choice of a missing config file, and suggest the nearest (Hydra lists only one folder level).
 
     Args:
-        group: name of the config group.
         words: command line arguments.
         job: name of the job, which may have its own recipes; "" if there is none.
 

@@ -79,7 +79,6 @@ def read_json(text: bytes | str, *, strict: bool = True) -> Any:
     """Parse JSON in UTF-8. Integers are exact, whereas orjson would turn those beyond 64 bits into floats.
 
     Args:
-        text: the JSON.
         strict: False to also accept what Python's parser does: NaN, infinities, lone surrogates, a byte order mark.
 
     Raises:

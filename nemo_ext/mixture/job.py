@@ -89,7 +89,6 @@ class Plan:
     """Plan of the runs, made before the first one.
 
     Attributes:
-        settings: settings of the job.
         streams: streams to mix.
         mixtures: mapping from the name of each run to its shares, [streams]; the prior first.
         benchmarks: names of the benchmarks scored in bits per byte.

@@ -66,7 +66,6 @@ class Work:
     """State of a pipeline stage that runs on this machine.
 
     Attributes:
-        stage: the stage.
         config: composed config of its job.
         record: folder of the stage, with the record of its starts.
         log: file for its output.

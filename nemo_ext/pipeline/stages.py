@@ -43,7 +43,6 @@ class Stage:
 
     Attributes:
         name: name of the stage and of its folder.
-        job: name of the job.
         words: arguments for `nemo-ext submit`, including those about site and queue.
         after: names of the stages on which it depends directly.
         parent: name of the stage whose model it starts from; None if there is none.

@@ -23,7 +23,6 @@ class StageWork:
     """Total work of one stage.
 
     Attributes:
-        stage: name of the stage.
         flops: FLOPs of all ranks together.
         gathered_bytes: bytes that each rank receives from other ranks: blocks of a sharded parent, gradients and
             weights of variants.

@@ -61,7 +61,6 @@ class Workspace:
 
     Attributes:
         run_dir: root folder.
-        child: name of the child.
         shard: shard of the stage that this command runs; None for the whole stage.
         parent: run directory or checkpoint of the parent.
         blocks: folder of variants and scores, shared by all children.

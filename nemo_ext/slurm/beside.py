@@ -51,7 +51,6 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
     """Wait until each server that a run uses is up or has left the queue, or until a signal arrives.
 
     Args:
-        record: record folder of the run.
         stopped: list to which the caller's signal handler adds signals; waiting ends once it is not empty.
     """
     file = record / attempts.FOLDER / _SERVERS

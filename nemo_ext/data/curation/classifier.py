@@ -31,7 +31,6 @@ class Scorer:
     Attributes:
         score: function from a text to the probability that it belongs to the positive class.
         recommended: recommended threshold, determined in training.
-        files: files of the classifier.
     """
 
     score: Callable[[str], float]

@@ -100,7 +100,6 @@ class Plan:
     """Validated contents of a composed config.
 
     Attributes:
-        settings: settings of the job.
         curate: the `curate` section.
         stages: stages in order, keyed by name.
         streams: sources, keyed by stream name.

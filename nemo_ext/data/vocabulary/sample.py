@@ -17,7 +17,6 @@ class Sample:
     """Texts of one stream.
 
     Attributes:
-        stream: the stream.
         train: pieces of documents for training, `train_bytes` bytes in total.
         held_out: held-out pieces, `held_out_bytes` bytes in total.
         report: the reader's counts.

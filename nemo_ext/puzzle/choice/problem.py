@@ -65,7 +65,6 @@ class Problem:
     """Search problem in which exactly one candidate per block is chosen.
 
     Attributes:
-        blocks: Candidates of each block.
         limits: Mapping from resources to bounds on their totals.
         outside: Mapping from resources to amounts outside the blocks (embedding, runtime overhead); 0 if absent.
 

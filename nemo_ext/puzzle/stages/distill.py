@@ -41,7 +41,6 @@ class Result:
 
     Attributes:
         block: 1-based number of the block.
-        variant: name of the variant.
         first: normalised error of the initial weights on the first batch.
         last: mean normalised error over the last tenth of the steps.
     """
@@ -231,7 +230,6 @@ def train_group(
 
     Args:
         parent, library, trained, batches, training, advance, inputs: as in `distill`.
-        file: checkpoint of the group.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]

@@ -35,7 +35,6 @@ class Library:
     """Folder with the weights of variants.
 
     Attributes:
-        folder: path of the folder.
         initial: whether it has initial weights, which do not depend on the number of experts per token, so that
             variants with different numbers share a file.
     """
