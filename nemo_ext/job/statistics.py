@@ -1,14 +1,14 @@
 """Statistics of scores: means, confidence intervals and tests of differences. numpy and scipy only.
 
 Problems are resampled, never samples, as the samples of one problem are not independent (Miller, "Adding Error Bars to
-Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Results do
-not depend on the order of problems, except with a custom statistic.
+Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Results do not depend on the order of
+problems.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +92,6 @@ def bootstrap(
     *,
     draws: int = 10_000,
     seed: int,
-    statistic: Literal["mean"] | Callable[[Floats], Floats] = "mean",
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Any:
@@ -105,8 +104,6 @@ def bootstrap(
 
     Args:
         values: one row per problem, [P] or [P, M].
-        statistic: `mean`, or a function that maps each problem's count in each draw, [draws, P], to [draws] or
-            [draws, M].
         weights: weight of each problem in the mean, [P]; None for equal weights.
 
     Returns:
@@ -115,12 +112,7 @@ def bootstrap(
     rows = np.asarray(values, dtype=np.float64)
     if len(rows) < 2:
         return None
-    if callable(statistic):
-        counts = _counts(np.full(len(rows), 1 / len(rows)), len(rows), draws, np.random.default_rng(seed))
-        drawn = np.concatenate([np.asarray(statistic(batch)) for batch in counts])
-    else:
-        drawn = _drawn_means(rows, draws, np.random.default_rng(seed), weights)
-    return _percentiles(drawn, level)
+    return _percentiles(_drawn_means(rows, draws, np.random.default_rng(seed), weights), level)
 
 
 def _percentiles(drawn: Floats, level: float = 0.95) -> Any:
@@ -352,18 +344,6 @@ def sensitivity(
     drawn = _drawn_means(means.T, draws, np.random.default_rng(seed)).var(axis=1, ddof=1)
     low, high = np.sqrt(np.maximum(2 * spread**2 - np.array(_percentiles(drawn, level)), 0))[::-1]
     return spread, (float(low), float(high))
-
-
-def bits_per_byte(logprobs_nats: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
-    """Bits per UTF-8 byte of texts: their total negative log-likelihood divided by their total bytes.
-
-    Gao et al., "The Pile", arXiv:2101.00027, section 3.1.
-
-    Args:
-        logprobs_nats: natural log-likelihood of each text, [N].
-        sizes: number of bytes of each text, [N].
-    """
-    return -float(np.asarray(logprobs_nats).sum()) / float(np.log(2)) / float(np.asarray(sizes).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
