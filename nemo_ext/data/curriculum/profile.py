@@ -186,7 +186,7 @@ def rows_of(known: Keys, keys: Keys) -> Numbers:
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
     """Return an Arrow table with the sums of a part's rollouts, one row per prompt, and counts of the records read."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
-    for offset, line in lines_of(part):
+    for number, _, line in lines_of(part):
         report.records += 1
         try:
             record = parse(line)
@@ -197,7 +197,7 @@ def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, R
             reward = _reward(required(record, keys.reward), keys.reward)
             length = _tokens(required(record, keys.tokens), keys.tokens) if keys.tokens else None
         except Malformed as problem:
-            note_malformed(report, part, offset, str(problem))
+            note_malformed(report, part, number, str(problem))
             continue
         ids.append(identity)
         rewards.append(reward)

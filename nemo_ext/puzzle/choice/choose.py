@@ -12,9 +12,8 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.puzzle.choice.pool import pool
 from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, write_problem
-from nemo_ext.puzzle.choice.search import solve
+from nemo_ext.puzzle.choice.search import pool, solve
 from nemo_ext.puzzle.choice.sweep import plot, sweep, write_csv
 from nemo_ext.puzzle.cost import OUTSIDE, REQUEST_SECONDS, RESOURCES, Serving, throughput_limit, with_request_seconds
 from nemo_ext.puzzle.score_file import Score

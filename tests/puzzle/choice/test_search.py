@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.puzzle.choice import integer_program
-from nemo_ext.puzzle.choice.pool import pool
 from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem
 from nemo_ext.puzzle.choice.search import (
     Conflict,
@@ -19,6 +18,7 @@ from nemo_ext.puzzle.choice.search import (
     LimitSide,
     explain,
     limit_sides,
+    pool,
     relative_gap,
     solve,
     to_program,
