@@ -141,10 +141,6 @@ def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Bloc
 
     Args:
         layers: 0-based layer number of each block.
-
-    Raises:
-        ValueError: the numbers do not increase (only an attention block and the MLP right after it may share one),
-            one is not smaller than `count`, or there is not exactly one per block.
     """
     if len(layers) != len(blocks):
         raise ValueError(

@@ -261,9 +261,6 @@ def _with_prediction(
 ) -> tuple[Description, list[str], list[str]]:
     """Drop multi-token prediction if `mtp=drop` is set.
 
-    Raises:
-        CheckpointError: there is none in the checkpoint, although its config and the settings require it.
-
     Returns:
         Description of the model to convert, names of the dropped tensors, and remarks for the user.
     """
@@ -339,9 +336,6 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
     Returns:
         `config` if it has a `model.pattern`; otherwise `beside` with the keys of `config` overridden; None if
         `config` has no keys.
-
-    Raises:
-        ValueError: there is no config to override, or a key has no effect.
     """
     overrides = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
     overrides["model"] = {key: value for key, value in overrides["model"].items() if value is not None}
@@ -459,9 +453,6 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
 
     Returns:
         The requested description, with the checkpoint's Hugging Face layer numbers if it has none of its own.
-
-    Raises:
-        CheckpointError: the checkpoint holds a different model; lists the differences.
     """
     if settings.mtp == "drop":
         requested = requested.without_prediction()

@@ -179,11 +179,7 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
 
 
 def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
-    """Targets to write from `count` source checkpoints.
-
-    Raises:
-        ValueError: the weights or points are invalid for this number of checkpoints.
-    """
+    """Targets to write from `count` source checkpoints."""
     if settings.points is None:
         return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
     if count != 2:

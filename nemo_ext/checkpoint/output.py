@@ -48,7 +48,9 @@ class Output:
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
-            _remove_temporary(self.folder)
+            for file in self.folder.glob(".*"):  # left by a killed process
+                if file.name != LOCK:
+                    file.unlink()
             if self.done:
                 notice(f"{path}: resuming after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
@@ -119,13 +121,6 @@ def _empty(folder: Path) -> None:
             file.unlink()
 
 
-def _remove_temporary(folder: Path) -> None:
-    """Remove temporary files left by a killed process, whose names begin with a dot."""
-    for file in folder.glob(".*"):
-        if file.name != LOCK:
-            file.unlink()
-
-
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
     """True if a folder holds the complete result of the plan; False if it is missing or empty.
 
@@ -167,7 +162,8 @@ def only_writer(path: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                _remove_if_empty(unfinished(path))
+                if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in unfinished(path).rglob("*")):
+                    shutil.rmtree(unfinished(path), ignore_errors=True)
     except Timeout:
         raise CheckpointError(
             f"to={path} is being written by another process: wait for it, or choose another name"
@@ -177,12 +173,6 @@ def only_writer(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"to={path} cannot be written ({error}): {advice} and run the same command again to resume"
         ) from error
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds no files except its lock and its record."""
-    if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in folder.rglob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_to_make(path: Path) -> Path:

@@ -91,11 +91,7 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Context manager that undoes changes to allowed classes and enum members, and rejects the pickle that made them.
-
-    Raises:
-        pickle.UnpicklingError: an attribute of a class or an enum member was changed.
-    """
+    """Context manager that undoes changes to allowed classes and enum members, and rejects a pickle that made any."""
     records = [
         getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
     ]

@@ -43,7 +43,10 @@ class SafetensorsReader:
         for file in files:
             self._read_header(file)
         if index is not None:
-            self._check_index(index)
+            where = {name: file.name for name, file in self._file_of.items()}
+            wrong = sorted(name for name in index.keys() | where.keys() if index.get(name) != where.get(name))
+            if wrong:
+                raise CheckpointError(f"{path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def _shards(self, index: Mapping[str, str] | None) -> list[Path]:
         if index is not None:
@@ -83,12 +86,6 @@ class SafetensorsReader:
                     self._file_of[name] = file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read and may be truncated ({error}): copy it again") from error
-
-    def _check_index(self, index: Mapping[str, str]) -> None:
-        where = {name: file.name for name, file in self._file_of.items()}
-        wrong = sorted(name for name in index.keys() | where.keys() if index.get(name) != where.get(name))
-        if wrong:
-            raise CheckpointError(f"{self.path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor, which is backed by the memory-mapped file."""

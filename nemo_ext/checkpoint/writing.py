@@ -75,13 +75,7 @@ class Work:
 
 
 def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Work]]:
-    """Divide work items into consecutive parts of at most one shard; an item larger than a shard gets its own part.
-
-    Raises:
-        ValueError: the shard size is not positive.
-    """
-    if not shard_gigabytes > 0:
-        raise ValueError(f"shard_gigabytes={shard_gigabytes}: expected a positive number")
+    """Divide work items into consecutive parts of at most one shard; an item larger than a shard gets its own part."""
     labels = [slot.label for item in work for slot in item.slots]
     twice = sorted({label for label, count in Counter(labels).items() if count > 1})
     assert not twice, f"duplicate tensors: {listed(twice)}"
@@ -260,9 +254,6 @@ def _verify(
     Args:
         output: output folder, whose records hold the checksums.
         interruptible: function called between tensors, which raises an exception if the user interrupted the job.
-
-    Raises:
-        CheckpointError: a checksum differs.
     """
     slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
 

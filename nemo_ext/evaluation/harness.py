@@ -178,9 +178,6 @@ class EndpointModel(LM):
         Args:
             requests: requests of lm-evaluation-harness; one with repeats occurs once per repeat.
             value: function that extracts a request's value from a sample, given the request's index in that sample.
-
-        Raises:
-            Failed: requests failed.
         """
         numbers: Counter[int] = Counter()
         groups: dict[tuple[str, int, int, int], list[Any]] = defaultdict(list)
@@ -256,9 +253,6 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
     Args:
         tasks: mapping from name to task of lm-evaluation-harness.
         settings: further arguments of lm-evaluation-harness's `evaluate`.
-
-    Raises:
-        Failed: the headline metric is unknown, or requests failed.
     """
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())
@@ -358,11 +352,7 @@ def _reasons(content: Any) -> Iterator[str]:
 
 
 def _data(path: Path, **settings: Any) -> dict[str, Any]:
-    """Load a task file with its includes; `settings` are further arguments of lm-evaluation-harness's `load_yaml`.
-
-    Raises:
-        Failed: the file could run code, load unsafe files or download data.
-    """
+    """Load a task file with its includes; `settings` are further arguments of lm-evaluation-harness's `load_yaml`."""
     content = load_yaml(path, **settings)
     if why := next(_reasons(content), ""):
         raise Failed(f"task file {path} is rejected, as {why}; set trust_remote_code=true to allow this")

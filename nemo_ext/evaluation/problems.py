@@ -329,11 +329,7 @@ def _selected(benchmark: Benchmark, located: Iterable[tuple[str, Row]]) -> Itera
 
 
 def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of the files that match the first pattern with matches, each with its location for messages.
-
-    Raises:
-        Missing: no pattern matches.
-    """
+    """Yield the rows of the files that match the first pattern with matches, each with its location for messages."""
     for pattern in patterns:
         paths = sorted(path for path in data_root.glob(pattern) if not path.name.startswith("."))
         if not paths:
@@ -353,9 +349,6 @@ def _joined(benchmark: Benchmark, data_root: Path) -> Iterator[tuple[str, Row]]:
     """Yield the rows of the data, with their locations; each gets the columns of the row of `join` with the same id.
 
     Columns of the data are not replaced, and rows without a counterpart are unchanged.
-
-    Raises:
-        ValueError: two different rows of `join` have the same id.
     """
     more: dict[str, Row] = {}
     for where, row in _rows(benchmark, benchmark.join, data_root) if benchmark.join else ():

@@ -160,9 +160,6 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
 
     The streams' files are in `data_root`, unless a stream has a prefix. The recipe's tokenizer, validation share, seed,
     workers and epoch limits are kept.
-
-    Raises:
-        ValueError: the config also has mock data, or no tokenizer.
     """
     if (config.get("megatron") or {}).get("mock_data"):
         raise ValueError("streams and data=mock cannot be combined: remove one of them")
@@ -196,9 +193,6 @@ def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequenc
 
     Args:
         search: overrides that set Hydra's search path.
-
-    Raises:
-        ValueError: there is no such file, or it cannot be composed.
     """
     words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
     try:

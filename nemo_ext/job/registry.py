@@ -92,11 +92,7 @@ def config_files(group: str) -> dict[str, Traversable]:
 
 @cache
 def _load(point: EntryPoint) -> Command:
-    """Load the command that an entry point refers to.
-
-    Raises:
-        ValueError: it cannot be imported, or is not a command with the entry point's name.
-    """
+    """Load the command that an entry point refers to."""
     try:
         command = point.load()
     except Exception as error:  # third-party packages may raise anything on import

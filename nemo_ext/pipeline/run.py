@@ -255,11 +255,7 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
 
 
 def _refuse_queued(works: Sequence[Work]) -> None:
-    """Reject a stage that is queued or running on Slurm, as both jobs would write the same files.
-
-    Raises:
-        ValueError: a stage has such a job, or squeue fails.
-    """
+    """Reject a stage that is queued or running on Slurm, as both jobs would write the same files."""
     waiting = [work for work in works if work.state == "waiting" and job_of(work.record)]
     queue = queued() if waiting and shutil.which("squeue") else {}
     for work in waiting:
@@ -301,9 +297,6 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
     Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
     ended. On a file system without locks, a lease that ends with the command takes its place.
-
-    Raises:
-        ValueError: another command runs in the folder, or it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -183,9 +183,6 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
 
     Args:
         words: arguments of the pipeline; `scale=null` is only removed.
-
-    Raises:
-        ValueError: the pipeline has no variant of that scale.
     """
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
@@ -203,10 +200,6 @@ def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
     """Parse a file's stages and fill in `after`, by default the nearest stage above that is not a server.
 
     A stage also comes after its parent and after the stages that make its servers' models.
-
-    Raises:
-        ValueError: a name is invalid or unknown, a stage depends on a server, or `beside` names a stage that is not a
-            server.
     """
     for name in config["stages"]:
         if not _NAME.fullmatch(str(name)) or name in _RESERVED:
@@ -257,11 +250,7 @@ def _with_evaluations(stages: Mapping[str, StageConfig], words: Sequence[str]) -
 
 
 def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
-    """Sort the stages topologically, as close to the given order as possible.
-
-    Raises:
-        ValueError: the dependencies have a cycle.
-    """
+    """Sort the stages topologically, as close to the given order as possible."""
     ordered, remaining = dict[str, StageConfig](), dict(stages)
     while remaining:
         ready = next(
@@ -280,9 +269,6 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
     """Select the stages between the config's `from` and `to` that are not in `skip`, and return their names in order.
 
     The evaluation of the last stage and the servers that the stages use are included, unless skipped.
-
-    Raises:
-        ValueError: a name is unknown, or no stage remains.
     """
     names = list(stages)
     skip, first, last = strings(config["skip"]), config["from"], config["to"]
@@ -304,11 +290,7 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
 
 
 def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
-    """Return the argument that makes a stage's job start from its parent's model.
-
-    Raises:
-        ValueError: the parent makes no model, the job starts from none, or the formats differ.
-    """
+    """Return the argument that makes a stage's job start from its parent's model."""
     where = f"stages.{name}.parent={parent.name}"
     model, source = find(job).model, find(parent.job).model
     if not model.key:

@@ -30,12 +30,6 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
-def _with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """Return the config with another model, as `with_model`, and with MTP flags only if it has such depths."""
-    run = restore_depths(with_model(config, description, name), config)
-    return run if description.prediction else with_main_model(run, description, name)
-
-
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
     """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
@@ -63,7 +57,10 @@ def healing_run(
         start: run or checkpoint whose weights the run starts from.
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
-    run = _with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
+    name = f"{config['model']['name']}_{run_dir.parent.name}"
+    run = restore_depths(with_model(config, description, name), config)
+    if not description.prediction:
+        run = with_main_model(run, description, name)
     megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
     run["run_dir"] = str(run_dir)

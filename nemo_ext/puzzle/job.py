@@ -182,9 +182,6 @@ class Job:
 
         Args:
             stages: consecutive stages: several if they run on ranks, which are then started once for all; else one.
-
-        Raises:
-            ValueError: a stage needs the output of an unfinished one that is not in the list.
         """
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:

@@ -113,11 +113,7 @@ def read_table(
 
 
 def _full(notation: str, architecture: Architecture, file: Path) -> str:
-    """Return a block's notation with the parent's values filled in.
-
-    Raises:
-        ValueError: the notation is invalid; the message names `file`, which contains it.
-    """
+    """Return a block's notation with the parent's values filled in."""
     try:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))

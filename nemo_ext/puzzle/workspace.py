@@ -153,9 +153,6 @@ class Workspace:
         Args:
             file: record of the stage or of one of its shards.
             finished: whether the stage is finished or was only begun, for the error message.
-
-        Raises:
-            ValueError: the settings or inputs differ, and the stage may not be run again.
         """
         record, now = json.loads(file.read_text()), self._now(stage)
         before, after = (_without_defaults(each["settings"]) for each in (record, now))

@@ -23,7 +23,7 @@ from nemo_ext.job.findings import Finding, errors
 from nemo_ext.job.job import Job, at, invoke, is_coming, will_exist
 from nemo_ext.job.registry import job as find
 from nemo_ext.job.settings import nearest
-from nemo_ext.slurm.cluster import Cluster, Limit, call, duration
+from nemo_ext.slurm.cluster import Cluster, call, duration
 from nemo_ext.slurm.jobs import checkpoints_of, makes, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
@@ -176,7 +176,11 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
         yield Finding("error", f"{nodes_key}={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}")
     if settings.time is not None and duration(settings.time) > duration(limit.time):
-        longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
+        longer = [
+            name
+            for name, other in cluster.limits.items()
+            if duration(settings.time) <= duration(other.time) and (other.nodes is None or nodes <= other.nodes)
+        ]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
 
 
@@ -312,10 +316,6 @@ def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
             f"data.tokenizer: {name} is neither a folder nor in {hub}, and compute nodes have no internet; "
             f"download it here first (hf download {name})",
         )
-
-
-def _allows(limit: Limit, time: str, nodes: int) -> bool:
-    return duration(time) <= duration(limit.time) and (limit.nodes is None or nodes <= limit.nodes)
 
 
 def _qos(cluster: Cluster) -> str:

@@ -186,11 +186,7 @@ class RayCluster:
             )
 
     def _wait_until_joined(self, deadline: float) -> None:
-        """Wait until all started nodes have joined.
-
-        Raises:
-            ClusterError: a node's step has ended, or has not joined in time.
-        """
+        """Wait until all started nodes have joined."""
         while len(self._joined) < len(self._steps):
             lost = self.lost()
             missing = [node for node in self._steps if node not in self._joined]

@@ -323,9 +323,6 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
 
     Args:
         types: each layer's type, `full_attention` or `sliding_attention`.
-
-    Raises:
-        ValueError: Megatron or transformers does not support the settings.
     """
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():

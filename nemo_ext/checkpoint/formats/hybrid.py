@@ -287,9 +287,6 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     Args:
         key: name of the key that holds one letter per block, such as `M*E`.
         types: list of block types, used if the config.json does not have that key.
-
-    Raises:
-        ValueError: a letter or type is unknown, or there are no blocks.
     """
     text = keys.get(key)
     if text is not None:

@@ -92,9 +92,6 @@ def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple
 
     Returns:
         The blocks with all their sizes, and the expert routing of MoE blocks by their place in config.json.
-
-    Raises:
-        ValueError: the list or a block is invalid; names the block and the key.
     """
     entries = keys.get(name)
     if not isinstance(entries, list) or not entries:

@@ -95,7 +95,12 @@ def run(config: Mapping[str, Any]) -> None:
     sources = {name: _source(config, name, settings) for name in _NAMES}
     for source in sources.values():
         source.check()
-    folder, made_of = settings.folder, _made_of(settings, engine, sources)
+    folder = settings.folder
+    made_of: dict[str, Any] = {
+        "engine": engine,
+        **{key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")},
+        **{name: source.identity() for name, source in sources.items()},
+    }
     with only_run_in(folder, "output"):
         settings.check_same(made_of, "already has a classifier")
         if (folder / REPORT).exists():
@@ -245,9 +250,3 @@ def _picture(
     right.plot([mean for _, _, mean, _ in bins], [share for *_, share in bins], marker="o")
     tidy(left, xlabel="score of held-out documents", legend=True)
     tidy(right, xlabel="mean score", ylabel="share of positives")
-
-
-def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Return the settings and input files that determine the classifier."""
-    values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
-    return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import checked_whole, nearest
+from nemo_ext.job.settings import nearest
 
 Lengths = npt.NDArray[np.int64]
 
@@ -131,17 +131,11 @@ def pack(
         Packs that contain every sample once.
 
     Raises:
-        ValueError: a length is below 1 or above the capacity, or a setting is not a positive whole number.
+        ValueError: a length is below 1 or above the capacity, or the capacity is no multiple of `align`.
     """
-    checked_whole("capacity", capacity, least=1)
-    checked_whole("align", align, least=1)
-    if max_samples is not None:
-        checked_whole("max_samples", max_samples, least=1)
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
     tokens = np.asarray(lengths, dtype=np.int64)
-    if tokens.ndim != 1:
-        raise ValueError(f"lengths must be a one-dimensional list of numbers, not of shape {tokens.shape}")
     count = len(tokens)
     if count and tokens.min() < 1:
         raise ValueError(f"sample {int(tokens.argmin())} has length {tokens.min()}: remove empty samples")

@@ -84,11 +84,7 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
 
 
 def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:
-    """Prepare the shard folder; shards made from different inputs or settings are removed.
-
-    Raises:
-        ValueError: the folder holds files that this job did not write, or an input is in it.
-    """
+    """Prepare the shard folder; shards made from different inputs or settings are removed."""
     folder, settings = work.units.folder, work.settings
     tokenizer, template = work.encoder.tokenizer, work.encoder.template
     read = [*inputs, *settings.screen.reads()]

@@ -127,12 +127,7 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
 
     Raises:
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
-        ValueError: `gap` or `time_limit` is out of range.
     """
-    if not 0 <= gap < 1:
-        raise ValueError(f"gap must be at least 0 and below 1, not {gap}")
-    if not 0 < time_limit < math.inf:
-        raise ValueError(f"time_limit must be a positive number of seconds, not {time_limit}")
     start = time.perf_counter()
     answer = minimise(program, gap=gap, time_limit=time_limit)
     if answer.infeasible:
@@ -274,11 +269,9 @@ def pool(
     Raises:
         Infeasible: No choice satisfies the limits.
         TimeoutError: No choice was found in time.
-        ValueError: `size` is below 1, or `min_distance` is not between 1 and the number of blocks.
+        ValueError: `min_distance` is above the number of blocks.
     """
-    if size < 1:
-        raise ValueError(f"size={size} (puzzle.search.pool) must be at least 1")
-    if not 1 <= min_distance <= len(problem.blocks):
+    if min_distance > len(problem.blocks):
         raise ValueError(
             f"puzzle.search.min_distance={min_distance} must be from 1 to {len(problem.blocks)}, the number of blocks"
         )

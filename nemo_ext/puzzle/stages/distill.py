@@ -372,9 +372,6 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
     """Return a mapping from the checkpoints of interrupted groups to the groups' variants (0-based block number, name).
 
     Some of these variants may already be in the library. With a shard, only its own checkpoint is considered.
-
-    Raises:
-        ValueError: a checkpoint is from an older version or was written with other settings.
     """
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}

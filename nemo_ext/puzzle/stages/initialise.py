@@ -100,9 +100,6 @@ def _fewer_heads(parent: Block, variant: Block, tensors: Tensors, importance: Te
 
     All KV heads keep the same number of queries. `importance`, `[heads]`, is the heads' importance; if None, the norm
     of their output weights is used.
-
-    Raises:
-        ValueError: the variant's number of heads is not a multiple of the parent's KV heads.
     """
     import torch
 
@@ -132,11 +129,7 @@ def _fewer_heads(parent: Block, variant: Block, tensors: Tensors, importance: Te
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the attention tensors that change with fewer KV heads: neighbouring heads are averaged (arXiv:2305.13245).
-
-    Raises:
-        ValueError: the variant's number of KV heads does not divide the parent's.
-    """
+    """Return the attention tensors that change with fewer KV heads: neighbours are averaged (arXiv:2305.13245)."""
     import torch
 
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
@@ -181,9 +174,6 @@ def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importan
 
     All groups keep the same number of heads, as the heads of a group share its B and C. `importance`, `[heads]`, is the
     heads' importance; if None, the norm of their output weights is used.
-
-    Raises:
-        ValueError: the variant's number of heads is not a multiple of the groups.
     """
     import torch
 
