@@ -217,10 +217,8 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
     Raises:
         ValueError: The file is missing, or the library cannot read it.
     """
-    try:
-        from tokenizers import Tokenizer as RustTokenizer
-    except ImportError as error:
-        raise ValueError(f"a 'huggingface' tokenizer requires tokenizers: pip install tokenizers ({error})") from error
+    from tokenizers import Tokenizer as RustTokenizer
+
     try:
         content = path.read_bytes()
     except OSError as error:
