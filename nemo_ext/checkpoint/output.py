@@ -34,10 +34,7 @@ class Output:
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
         """Resume from the finished parts of an interrupted run with the same plan, or else start over.
 
-        Only call this inside `only_writer`.
-
-        Args:
-            plan: everything that determines the folder's content, as JSON.
+        Only call this inside `only_writer`. The plan is everything that determines the folder's content, as JSON.
         """
         self.path = path
         self.folder = unfinished(path)

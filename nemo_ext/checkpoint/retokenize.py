@@ -275,11 +275,7 @@ def token_ids(folder: Path) -> dict[str, int]:
 
 
 def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
-    """Replace the tokenizer files in a folder, and update the token ids in its config files.
-
-    Args:
-        folder: folder with the old tokenizer's files, which are removed.
-    """
+    """Replace the old tokenizer's files in a folder, and update the token ids in its config files."""
     for pattern in FILES:
         for file in folder.glob(pattern):
             file.unlink()

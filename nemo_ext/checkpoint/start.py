@@ -31,8 +31,7 @@ def checkpoints_of(path: Path) -> Path:
 def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
     """Return a training config with another model: architecture flags are replaced; data, schedule and others are kept.
 
-    Args:
-        config: composed config, with sections `model` and `megatron`.
+    The config is composed, with sections `model` and `megatron`.
     """
     old, new = to_config(from_config(config)), to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in old["megatron"]}

@@ -384,8 +384,7 @@ def _bytes_item(name: str) -> Any:
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the keys of the modules' extra states in a Megatron checkpoint, one per module or one per expert.
 
-    Args:
-        wholes: mapping from these keys to the shapes of the whole tensors.
+    `wholes` maps these keys to the shapes of the whole tensors.
     """
     names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:

@@ -257,10 +257,8 @@ def segments(
     """Build the configs of a run's segments, in order.
 
     A segment's config has its flags and last step, and a `segment` section with `phases` (the names of its phases),
-    `whole` (the run's values of the flags that segments change) and `train_data_path` (one value per phase).
-
-    Args:
-        config: config of the run, including data arguments (`nemo_ext.data.training.with_data`).
+    `whole` (the run's values of the flags that segments change) and `train_data_path` (one value per phase). The
+    `config` is the run's, including data arguments (`nemo_ext.data.training.with_data`).
     """
     whole = config["megatron"]
     changed = {*SCHEDULE, *(key for phase in plan.phases for key in phase.megatron)}
@@ -370,8 +368,7 @@ def most_drawn(share: float, count: int) -> int:
 def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
     """Return a phase's training data as Megatron's argument, and its `mixed_lengths`; by default, the run's.
 
-    Args:
-        config: config of a segment (see `segments`).
+    The `config` is a segment's (see `segments`).
     """
     path = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get("train_data_path")
     data = config.get("data") if phase.data is None else phase.data

@@ -203,10 +203,8 @@ def grand_pair(
 ) -> Pair | None:
     """Compare two runs by their grand mean over shared benchmarks; return None for fewer than two benchmarks.
 
-    The permutation test flips the sign of each problem's difference, weighted as in the grand mean.
-
-    Args:
-        entries: mapping from benchmark to its entry in results.json.
+    The permutation test flips the sign of each problem's difference, weighted as in the grand mean. `entries` maps
+    benchmarks to their entries in results.json.
     """
     used = [pair for pair in pairs if pair.apart is not None and counts(entries[pair.benchmark])]
     if len(used) < 2:

@@ -179,11 +179,7 @@ def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[st
 
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
-    """Plan an average; all averages are planned before the first is computed, so that errors show up early.
-
-    Args:
-        shares: weight of each checkpoint.
-    """
+    """Plan an average with these weights; all are planned before the first is computed, so that errors show early."""
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))
 

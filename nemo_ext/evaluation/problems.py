@@ -280,8 +280,7 @@ def _shots(
 ) -> dict[str, list[Mapping[str, Any]]]:
     """Map domains to rows for few-shot examples: those of `shots_data` in file order, or of the data in hash order.
 
-    Args:
-        named: mapping from the id of each row of the data to its hash, the row and its location in the files.
+    `named` maps the id of each row of the data to its hash, the row and its location in the files.
     """
     if benchmark.shots_data:
         rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]

@@ -156,8 +156,7 @@ def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSetting
 def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:
     """Yield the answers from which a run's results are computed, each with its score.
 
-    Args:
-        verifiers: mapping from benchmark to its verifier's digest, from results.json.
+    `verifiers` maps each benchmark to its verifier's digest, from results.json.
     """
     store = Store(run_dir / STORE)
     wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}

@@ -191,8 +191,7 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
     """Compose the section `data` of a file in the config group `data` that a phase names.
 
-    Args:
-        search: overrides that set Hydra's search path.
+    The overrides `search` set Hydra's search path.
     """
     words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
     try:
@@ -455,8 +454,7 @@ def mistake(error: Exception, job: str) -> str:
 def _near(error: Exception, grammar: Grammar) -> str:
     """Return a suggestion for an unknown key, such as `: did you mean 'lr'?`; "" if no key of its section is similar.
 
-    Args:
-        error: Hydra's error, whose cause has the key and its section.
+    The cause of Hydra's error has the key and its section.
     """
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]

@@ -151,11 +151,7 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """Yield the draws in batches: how often each kind is drawn, [batch, K].
-
-    Args:
-        shares: probability of each kind, [K].
-    """
+    """Yield the draws in batches: how often each kind, of probability `shares` [K], is drawn, [batch, K]."""
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -206,10 +202,7 @@ def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -
 
     Fisher's sign-flip test (Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses", 2005, section 3.7.2).
     All signs are enumerated for up to `EXACT` nonzero differences; for more, p = (1 + hits) / (1 + draws) (Phipson and
-    Smyth, "Permutation P-values Should Never Be Zero", 2010).
-
-    Args:
-        differences: one value per problem, [P].
+    Smyth, "Permutation P-values Should Never Be Zero", 2010). There is one difference per problem, [P].
     """
     nonzero = np.asarray(differences, dtype=np.float64)
     nonzero = nonzero[nonzero != 0]

@@ -181,8 +181,7 @@ def read(words: Sequence[str]) -> Pipeline:
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
     """Replace `pipeline=PIPELINE` and `scale=NAME` with `pipeline=NAME/PIPELINE`, the pipeline's variant of that scale.
 
-    Args:
-        words: arguments of the pipeline; `scale=null` is only removed.
+    The words are arguments of the pipeline; `scale=null` is only removed.
     """
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")

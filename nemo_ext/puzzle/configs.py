@@ -33,8 +33,7 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
     """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
-    Args:
-        ranks: number of ranks, each of which holds the whole model.
+    Each of the `ranks` holds the whole model.
     """
     stage = {**with_main_model(config, description, "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}

@@ -178,10 +178,9 @@ class Job:
         write_versions(folder, sys.argv)
 
     def _run_stages(self, stages: Sequence[str]) -> None:
-        """Run those of the given stages that are not finished.
+        """Run the unfinished ones among consecutive stages.
 
-        Args:
-            stages: consecutive stages: several if they run on ranks, which are then started once for all; else one.
+        Stages that run on ranks come together, as the ranks are started once for all; others come alone.
         """
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:

@@ -182,11 +182,7 @@ class Workspace:
         self._write_shard(stage, done=False)
 
     def finish(self, stage: str, *, empty: bool = False) -> None:
-        """Record that a stage is finished.
-
-        Args:
-            empty: True if it had nothing to do, so that it may run with other settings later.
-        """
+        """Record that a stage is finished; if it had nothing to do (`empty`), it may run with other settings later."""
         if self.shard is not None:
             self._write_shard(stage, done=True)
             return

@@ -192,8 +192,7 @@ class Sweep:
 def _reversed_choice(best: Proposal, by_loss: Sequence[Unit]) -> list[Unit]:
     """Return the FP8 units of a plan that keeps the least sensitive units in BF16, within the BF16 bytes of `best`.
 
-    Args:
-        by_loss: all units, the least sensitive first.
+    `by_loss` are all units, the least sensitive first.
     """
     budget = sum(unit.bytes for unit in by_loss if unit not in best.low)
     low = []

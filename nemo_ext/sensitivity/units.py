@@ -103,11 +103,7 @@ def average_bits(plan: Plan, every: Sequence[Unit], architecture: Architecture) 
 
 
 def in_precisions(plan: Plan, choice: Mapping[Unit, str], architecture: Architecture) -> Plan:
-    """Return the plan with units in other precisions, and all other weights as before.
-
-    Args:
-        choice: the units, and the precision of each.
-    """
+    """Return the plan with units in the precisions of `choice`, and all other weights as before."""
 
     def of(made: Plan) -> dict[tuple[int | None, str], str]:
         return {(each.weight.block, each.weight.part): each.precision for each in assigned(made, architecture)}

@@ -180,11 +180,7 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
-    """Yield a finding on the peak memory of the rank that needs the most.
-
-    Args:
-        node: hardware of each node; None if unknown.
-    """
+    """Yield a finding on the peak memory of the rank that needs the most; `node` is None if its hardware is unknown."""
     if not result["ranks"]:
         yield Finding("note", "nothing to rehearse: no stage runs a model")
         return

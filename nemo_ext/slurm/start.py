@@ -322,8 +322,7 @@ class Batch(ABC):
 def gpu_line(*, container: bool) -> str:
     """Line that names this node's GPUs and driver, and warns if torch's CUDA requires a newer one; "" without GPUs.
 
-    Args:
-        container: whether ranks use a container's torch instead of this Python's.
+    With `container`, it is the container's torch, otherwise this Python's.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""

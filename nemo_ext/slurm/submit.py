@@ -245,10 +245,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
     """Collect all findings on a job before it is submitted.
 
     They come from our own checks, Megatron (if installed), bash (syntax of the batch script), `sbatch --test-only`, and
-    a rehearsal.
-
-    Args:
-        kept: folder for rehearsal results; None for the default one in the record folder.
+    a rehearsal. Results of the rehearsal are in the folder `kept`; by default, in the record folder.
     """
     settings, coming = submission.settings, submission.coming
     collected = list(submission.notes)
@@ -372,9 +369,8 @@ def variable(stage: str) -> str:
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
     """Yield shell lines that submit the job, one for each round.
 
-    Args:
-        stage: name of the job's pipeline stage, if later lines need its job id; the last line stores the id in the
-            shell variable `variable(stage)`. None if no later line needs it.
+    If later lines need the job id of the pipeline stage `stage`, the last line stores it in the shell variable
+    `variable(stage)`.
     """
     rounds, before = submission.every_round, ""
     for number, round_ in enumerate(rounds, start=1):

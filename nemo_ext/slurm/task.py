@@ -109,8 +109,7 @@ class Task(Batch):
     ) -> int:
         """Run ranks on all nodes until they or the job that requested them ends, and return srun's exit code.
 
-        Args:
-            log: path of the file to append the ranks' output to; None for the job's output.
+        Their output is appended to the file `log`; None for the job's output.
         """
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]

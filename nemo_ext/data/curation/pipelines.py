@@ -173,11 +173,7 @@ def by_datatrove(barrier: object) -> TypeGuard[NearDuplicates]:
 
 
 def executors(plan: Plan, config: str, units: Sequence[Unit]) -> list[PipelineExecutor]:
-    """Build datatrove's executors, in the order in which they must run.
-
-    Args:
-        units: units of the input; each is a task of every pass.
-    """
+    """Build datatrove's executors, in the order in which they must run; each of the `units` is a task of every pass."""
     settings = plan.settings
     kind, workers = _EXECUTORS[settings.datatrove.executor], settings.workers
     if workers is None:

@@ -276,8 +276,7 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
 def _fused_work(reader: TorchDistReader, description: Description, group: Group, pieces: Sequence[Piece]) -> Work:
     """Return one work item that computes all tensors of a fused block, so that each source block is read only once.
 
-    Args:
-        pieces: places of the fused block's tensors in the new checkpoint.
+    The `pieces` are the places of the fused block's tensors in the new checkpoint.
     """
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype

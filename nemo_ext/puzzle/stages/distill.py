@@ -195,8 +195,7 @@ class _InTraining:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore a checkpoint. Collective.
 
-        Args:
-            states: this rank's saved `state` only or, if the number of ranks has changed, those of all ranks in order.
+        The states are this rank's only or, if the number of ranks has changed, those of all ranks in order.
         """
 
         def own(parts: Sequence[Tensor], at: int) -> Tensor:

@@ -159,11 +159,7 @@ def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) 
 
 
 def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
-    """Build a variant's layer from the parent's weights, without a library; return None for a no-op.
-
-    Args:
-        variant: variant of one of its blocks.
-    """
+    """Build a variant's layer from the parent's weights, without a library; return None for a no-op."""
     if variant.block is None:
         return None
     if parent.shared:  # one rank measures and cannot gather a sharded parent; the values of weights do not matter

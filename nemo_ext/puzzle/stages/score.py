@@ -117,8 +117,7 @@ def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor,
 def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool = False) -> Tensor:
     """Return each label's log-probability `[batch, seq]` in FP64, from logits `[batch, seq, vocabulary]`.
 
-    Args:
-        normalised: True if the logits are log-probabilities already.
+    The logits may be `normalised`, that is, log-probabilities already.
     """
     if normalised:
         return logits.gather(-1, labels[..., None])[..., 0].double()
