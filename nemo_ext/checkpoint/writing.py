@@ -249,12 +249,7 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read every tensor back, and compare its checksum with the one recorded when it was written.
-
-    Args:
-        output: output folder, whose records hold the checksums.
-        interruptible: function called between tensors, which raises an exception if the user interrupted the job.
-    """
+    """Read every tensor back, and compare its checksum with the record in `output`."""
     slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
 
     def is_right(number: int, slot: Slot) -> bool:

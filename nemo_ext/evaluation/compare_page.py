@@ -123,9 +123,7 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
     """Format a score or a difference: in bits per byte if that is the entry's metric, otherwise in percent.
 
-    Args:
-        entry: the benchmark's entry in results.json.
-        sign: sign option of the format specification; "+" writes a plus sign before positive numbers.
+    `entry` is the benchmark's entry in results.json, and `sign` the sign option of the format specification.
     """
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
 
@@ -225,9 +223,7 @@ def _part_cell(run: Run, name: str) -> str:
 def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> str:
     """Format a published value, with its unit and the number of its footnote; "-" if there is no value.
 
-    Args:
-        value: entry of the table of published values.
-        places: locations in the paper, in the order of the footnotes.
+    `places` are locations in the paper, in the order of the footnotes.
     """
     if value is None:
         return "-"

@@ -250,9 +250,7 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
 def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran: Ran, **settings: Any) -> None:
     """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`.
 
-    Args:
-        tasks: mapping from name to task of lm-evaluation-harness.
-        settings: further arguments of lm-evaluation-harness's `evaluate`.
+    `settings` are further arguments of lm-evaluation-harness's `evaluate`.
     """
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())

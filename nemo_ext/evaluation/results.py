@@ -332,9 +332,7 @@ def _metric_mean(values: Sequence[Metric], problems: np.ndarray) -> float:
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
     """Return a mean's confidence interval over problems: Wilson's if all values are 0 or all are 1, else bootstrap.
 
-    Args:
-        values: value of each problem.
-        sizes: weight of each problem, such as its bytes; None for equal weights.
+    `sizes` are the problems' weights, such as their bytes; None for equal weights.
     """
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")

@@ -184,12 +184,7 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records.
-
-    Args:
-        submissions: mapping from stage to its submission.
-        jobs: mapping from stage to its Slurm job id.
-    """
+    """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records."""
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
     asking = [record for name in _users(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:

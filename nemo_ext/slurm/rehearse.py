@@ -117,9 +117,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
     """Return the sections `model` and `megatron` of the model in a folder; None if there is none.
 
-    Args:
-        folder: folder of the model, whose content may change between rehearsals.
-        key: config key that names the folder.
+    The content of the folder, which the config names under `key`, may change between rehearsals.
     """
     with contextlib.suppress(ValueError):
         config = model_of(str(folder), key)

@@ -380,9 +380,7 @@ def _gather(
 ) -> tuple[npt.NDArray[Any], Mask]:
     """Read samples, opening each file once and reading it forwards; return their tokens and loss mask, concatenated.
 
-    Args:
-        samples: numbers of the samples to read, counted over all files.
-        lengths: number of tokens to read of each of these samples.
+    Samples are counted over all files; of each, the first tokens are read, as many as `lengths` says.
     """
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())

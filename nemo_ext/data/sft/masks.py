@@ -213,9 +213,7 @@ def _bytes(rendered: Rendered) -> Encoded:
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
     """Return a copy of a tokenizer in which some tokens have new names but the same ids.
 
-    Args:
-        described: contents of its tokenizer.json, which are changed.
-        names: mapping from old to new names.
+    Changes `described`, the contents of its tokenizer.json. The keys of `names` are old names.
     """
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]

@@ -335,12 +335,7 @@ def _part(file: Path, step: int, number: int, ranks: int) -> Path:
 
 
 def _index(file: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint's main file, which makes it valid, and remove the ranks' files of earlier steps.
-
-    Args:
-        file: path of the main file; the ranks' files are in `_parts(file)`.
-        state: its content, including the `step`.
-    """
+    """Write a checkpoint's main file, which makes it valid, and remove the ranks' files of earlier steps."""
     _write(file, state)
     for part in _parts(file).iterdir():
         if not part.name.startswith(f"step_{state['step']:06d}_"):
