@@ -67,6 +67,11 @@ class Prompts:
         return len(self.key)
 
 
+def key_of(identity: str) -> np.uint64:
+    """Return the key of one id: its eight-byte digest as an integer."""
+    return np.frombuffer(digest(identity.encode()), dtype=np.uint64)[0]
+
+
 def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: float = 0.01, workers: int = 1) -> Prompts:
     """Read plain JSONL files; if several records have the same id, the first is kept.
 
