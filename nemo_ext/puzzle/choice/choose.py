@@ -109,8 +109,8 @@ def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Lim
 def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """Run the search, and write problem.json and choices.json to a folder.
 
-    choices.json holds the solutions, in ascending order of score, and what the baselines need: a resource, its limit,
-    and the solution of a search that is limited by it alone.
+    choices.json holds the solutions, in ascending order of score, and the inputs of the baselines: a resource, its
+    limit, and the solution of a search with this limit alone.
 
     Raises:
         Infeasible: no choice satisfies the limits.

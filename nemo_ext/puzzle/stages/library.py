@@ -53,9 +53,9 @@ class Library:
         return own if own.is_file() and not shared.is_file() else shared
 
     def _weights_of(self, block: Block | None) -> tuple[str, dict[str, int]] | None:
-        """Return a block's kind and those of its values that the weights in the library depend on.
+        """Return a block's kind and the values on which its weights in the library depend.
 
-        Values of none are left out, as notes of earlier versions lack those that these versions did not know.
+        Values of none are left out, as notes of earlier versions lack values unknown to them.
         """
         if block is None:
             return None

@@ -252,7 +252,7 @@ class Stages:
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
-        """Replace the latencies in `costs` by ones that this rank measures on this machine."""
+        """Replace the latencies in `costs` by measurements of this rank on this machine."""
         with data_parallel.progress("cost", len(distinct_blocks(self.variants)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,
