@@ -35,19 +35,7 @@ OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinki
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class CompareSettings:
-    """Settings of `nemo-ext compare`.
-
-    Attributes:
-        runs: run directories of `evaluate`, or a mapping from names to run directories.
-        baseline: name or path of the run with which the others are compared; None takes the first.
-        paper: names of tables in `hydra_conf/published`, or paths to such files.
-        checkpoints: evaluations of a training run's last checkpoints, to estimate the noise between checkpoints.
-        benchmarks: benchmarks to compare; empty for all.
-        output: folder for the comparison.
-        level: coverage of intervals; a difference is reported if its p-value is below 1 - level.
-        draws: number of bootstrap resamples, and of permutations.
-        seed: seed for the resamples and the permutations.
-    """
+    """Settings of `nemo-ext compare`, described in hydra_conf/compare.yaml."""
 
     runs: Places | Mapping[str, Place]
     baseline: Place | None = None

@@ -38,15 +38,7 @@ _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepSettings:
-    """Settings in the `sweep` section.
-
-    Attributes:
-        points: values of t in (1 - t) a + t b, for two checkpoints a and b.
-        mixtures: further averages, each a list with one weight per checkpoint.
-        iterations, shard_gigabytes, check_finite, verify: as in `nemo-ext merge`.
-        objectives: mapping from objective to the benchmarks it averages; if empty, each benchmark is an objective.
-        at_least: mapping from objective to its minimum value, from 0 to 1, that the chosen average must reach.
-    """
+    """Settings in the `sweep` section, described in hydra_conf/merge_sweep.yaml."""
 
     points: Sequence[float] = ()
     mixtures: Sequence[Sequence[float]] = ()

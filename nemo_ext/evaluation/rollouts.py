@@ -28,16 +28,7 @@ ROLLOUTS = "rollouts.jsonl"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutSettings:
-    """Settings in the `rollouts` section.
-
-    Attributes:
-        tasks: task files (docs/rl/tasks.md).
-        samples: number of rollouts per task.
-        temperature, top_p, extra: sampling parameters, as in `Sampling`.
-        max_tokens: maximum tokens per response.
-        environments: mapping from environment to its settings.
-        group: judge of a task's answers, as GRPO's `rl.group`; if None, the environments' scores are the rewards.
-    """
+    """Settings in the `rollouts` section, described in hydra_conf/rollouts.yaml."""
 
     tasks: Places
     samples: Count = 8

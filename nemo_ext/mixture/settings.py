@@ -81,15 +81,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext mixture`.
-
-    Attributes:
-        train: arguments of `nemo-ext train` for a small model, with the streams to mix as its data.
-        evaluate: arguments of `nemo-ext evaluate`, with benchmarks scored in bits per byte.
-        output: output folder.
-        shard: shard of the runs that this process does, such as 0/40; null for all runs.
-        mixture: settings of the samples, the fit, and the limits on the optimum.
-    """
+    """Settings of `nemo-ext mixture`, described in hydra_conf/mixture.yaml."""
 
     train: Annotated[Strings, Field(min_length=1), WORDS]
     evaluate: Annotated[Strings, Field(min_length=1), WORDS]

@@ -61,12 +61,7 @@ class Curate:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Datatrove:
-    """The config's `datatrove` section, for `engine=datatrove`.
-
-    Attributes:
-        executor: datatrove's executor.
-        options: the executor's arguments, such as time and partition for Slurm.
-    """
+    """The `datatrove` section, for `engine=datatrove`, described in hydra_conf/curate.yaml."""
 
     executor: Literal["local", "slurm", "ray"]
     options: dict[str, Any]
@@ -74,17 +69,7 @@ class Datatrove:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext curate`, except its text and the `curate` section.
-
-    Attributes:
-        preset: name of the preset, for the report.
-        output: folder to write.
-        workers: number of processes; null for one per core.
-        shard: shard that this process works on, such as 0/64; null for all of the work.
-        engine: `datatrove` to run the stages as datatrove's pipelines; null for worker processes and shards.
-        datatrove: executor of datatrove's pipelines.
-        dry_run: whether to list the work only.
-    """
+    """Settings of `nemo-ext curate`, except its text and the `curate` section, described in hydra_conf/curate.yaml."""
 
     preset: str | None
     output: Annotated[Place, Field(min_length=1)]
