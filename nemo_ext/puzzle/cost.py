@@ -42,17 +42,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Serving:
-    """Serving scenario for which costs are computed.
-
-    Attributes:
-        batch: number of concurrent sequences.
-        prompt: tokens per prompt.
-        context: maximum sequence length in tokens; caches are sized for it.
-        precision: precision of the weights, such as `bf16` or `fp8`.
-        cache_precision: precision of the KV cache.
-        flops: achieved FLOP/s in matrix products.
-        bandwidth: achieved memory read bandwidth in bytes/s.
-    """
+    """Serving scenario for which costs are computed, `puzzle.serving`, described in hydra_conf/compression.yaml."""
 
     batch: PositiveInt = 32
     prompt: PositiveInt = 2048
