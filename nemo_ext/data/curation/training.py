@@ -33,20 +33,11 @@ _LEAST_STEPS = 500_000
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext curate_classifier`.
+    """Settings of `nemo-ext curate_classifier`; hydra_conf/curate_classifier.yaml describes the other keys.
 
     Attributes:
-        positives: files with documents of the desired quality.
-        negatives: files with other documents, such as a sample of the web.
         kind: file kind; null to infer it from the file names.
         text_key: key of a record's text; null for `text`.
-        output: folder to write.
-        engine: `fasttext`, or `hashed` words and word pairs; null for fastText if it is installed.
-        share: share of the negatives that the recommended threshold keeps.
-        most: maximum number of documents read from each set.
-        held_out: share of the documents held out from training.
-        bits: base-2 logarithm of the number of weights of `hashed`.
-        seed: seed of the held-out split.
     """
 
     positives: Places
