@@ -65,27 +65,7 @@ ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_sca
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """User settings of a conversion.
-
-    Attributes:
-        architecture: Hugging Face class to write; if None, the first that can express the model.
-        dtype: type to cast to, such as `bfloat16`; None keeps every tensor's type.
-        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        files_from: folder whose tokenizer and other files are copied to the target; None for the source's own files.
-        change_rope: accept RoPE settings in the model config that differ from the checkpoint's; no weight depends on
-            them.
-        check_finite: reject NaN and infinity.
-        verify: read every tensor back at the end and compare checksums.
-        iteration: iteration of a Megatron run's checkpoint to read; None for the newest.
-        to_format: format to write, `huggingface` or `megatron`; None for the opposite of the source's.
-        tokenizer: folder of another tokenizer. The embedding and output layer are converted to its vocabulary, and its
-            files are copied to the target.
-        old_tokenizer: folder of the checkpoint's tokenizer; None for the tokenizer found next to it.
-        new_rows: initialisation of tokens missing from the old tokenizer: `pieces`, `mean` or `zero`
-            (`retokenize.vocabulary`).
-        mtp: `drop` converts a model with multi-token prediction without it; `keep` converts all of it.
-        template: chat template to write in place of the tokenizer's own, as a name or path for `Template.load`.
-    """
+    """User settings of a conversion, described in hydra_conf/convert.yaml."""
 
     architecture: str | None = None
     dtype: str | None = None

@@ -47,15 +47,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """User settings of an average, apart from the checkpoints.
-
-    Attributes:
-        weights: one weight per checkpoint; None for equal weights.
-        points: values of t in (1 - t) a + t b, each written as a separate checkpoint; None for a single average.
-        iterations: iteration to read from each Megatron run; None, or None in the list, for the newest.
-        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        check_finite: reject NaN and infinity.
-        verify: read every tensor back at the end and compare checksums.
+    """User settings of an average, apart from the checkpoints, described in hydra_conf/merge.yaml.
 
     Raises:
         ValueError: a setting is invalid; names it.

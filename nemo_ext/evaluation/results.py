@@ -237,9 +237,7 @@ class _Table:
     def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
         """Compute a figure for each problem and prompt, and return its means over prompts, `[problems]`.
 
-        Args:
-            rows: mask that selects samples.
-            figure: function that returns one value per group of samples, NaN if it cannot be computed.
+        The figure of a group of samples is NaN if it cannot be computed; the mask `rows` selects samples.
         """
         _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
         _, problems = np.unique(self._problems[rows], return_inverse=True)

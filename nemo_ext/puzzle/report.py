@@ -120,9 +120,7 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
     """Add a plot of the losses above the parent's against the number of parameters, with confidence intervals.
 
-    Args:
-        states: rows of evaluation.json, which include the child's states.
-        tried: rows of comparison.json and baselines.json, of which the baselines are shown.
+    The rows of evaluation.json (`states`) include the child's states; of the others, only baselines are shown.
     """
     from matplotlib import colormaps
 

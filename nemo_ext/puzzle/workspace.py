@@ -150,9 +150,7 @@ class Workspace:
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
         """Return True if a record has the current settings and inputs; False if not, but the stage may be run again.
 
-        Args:
-            file: record of the stage or of one of its shards.
-            finished: whether the stage is finished or was only begun, for the error message.
+        The record is the stage's or a shard's; the error message says whether it is `finished` or was only begun.
         """
         record, now = json.loads(file.read_text()), self._now(stage)
         before, after = (_without_defaults(each["settings"]) for each in (record, now))

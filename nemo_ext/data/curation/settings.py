@@ -36,17 +36,10 @@ KINDS: dict[str, type[Stage]] = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curate:
-    """The config's `curate` section.
+    """The config's `curate` section; hydra_conf/curate.yaml describes its other keys.
 
     Attributes:
-        stages: names of the blocks to run, in order.
         blocks: mapping from name to a stage's `kind` and settings; blocks that `stages` does not name are not run.
-        keep_dropped: which dropped documents to write to `dropped`: none, one in a hundred, or all.
-        optional: names of stages that do not run while the models or lists they need are not set.
-        divide: document keys whose values divide the output into folders.
-        tokenizer: tokenizer with which the funnel also counts tokens; null to count none.
-        unit: number of input bytes per unit of work and per output file, where input files can be cut.
-        memory: approximate memory in bytes for deciding on duplicates.
     """
 
     stages: Annotated[StringsOrNone, Field(min_length=1)]

@@ -71,9 +71,7 @@ def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
     """Return lines of a module from a random one on; None if it has too little text or cannot be parsed.
 
-    Args:
-        module: name of the module, on which the random choice depends together with the seed.
-        seed: seed for the choice of the first line.
+    The choice of the first line depends on the module's name and the seed.
     """
     try:
         text = path.read_text(encoding="utf-8")

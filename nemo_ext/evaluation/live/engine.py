@@ -274,9 +274,7 @@ class LiveEngine(Engine):
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
     """Send a prompt's tokens to the client, with log-probabilities if requested.
 
-    Args:
-        measured: measurements of the sequence's tokens, as returned by `LiveModel`.
-        top: number of most likely tokens in each measurement.
+    The measurements are those of `LiveModel`, with `top` most likely tokens each.
     """
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]
