@@ -24,13 +24,7 @@ KEEP = "keep"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Retention:
-    """The section `retention` of a training config.
-
-    Attributes:
-        last: number of newest complete checkpoints to keep; None keeps all.
-        every: interval in steps; the first checkpoint at or after each multiple is kept permanently. If None, no
-            checkpoint is.
-    """
+    """The section `retention` of a training config, described in hydra_conf/training.yaml."""
 
     last: Count | None = None
     every: Count | None = None
