@@ -181,7 +181,7 @@ class Heal:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings under `puzzle:` (hydra_conf/puzzle.yaml describes the keys)."""
+    """Settings under `puzzle:` (hydra_conf/compression.yaml describes the keys)."""
 
     parent: Place | None = None
     child: Name = "child"

@@ -284,9 +284,7 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
 def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
     """Return the norm's tensors for a linear block; an identity norm if the parent's norm is on the block's output.
 
-    Args:
-        prefix: prefix of the norm's tensors in `tensors`.
-        norm: prefix that replaces it in the result.
+    Names of the norm's tensors begin with `prefix` in `tensors`, and with `norm` in the result.
     """
     import torch
 
