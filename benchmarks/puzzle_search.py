@@ -20,7 +20,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ import scipy
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, read_problem, write_problem
+from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem
 from nemo_ext.puzzle.choice.search import solve
 
 HIDDEN, HEADS, HEAD_DIM, FFN = 16384, 128, 128, 53248
@@ -197,26 +196,25 @@ def main() -> None:
     variants = len(ATTENTION) * len(FFN_WIDTHS)
     print(f"SciPy {scipy.__version__}, {arguments.blocks} blocks x {variants}, gap {gap:g}, time limit {limit:g} s")
     print("seed   load   ours s  HiGHS s      CBC s   HiGHS/ours    CBC/ours   score ours        CBC's over ours")
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-            problem = read_problem(write_problem(ultra_problem(seed, arguments.blocks), Path(folder) / f"{seed}.json"))
-            sides = {
-                "ours": by_us(problem, gap=gap, limit=limit),
-                "HiGHS": by_plain_highs(problem, gap=gap, limit=limit),
-                "CBC": by_cbc(problem, gap=gap, limit=limit, raw=arguments.raw),
-            }
-            check(sides, gap)
-            ours, highs, cbc = sides.values()
-            load = os.getloadavg()[0]
-            rows.append({"seed": seed, "load": load, **{name: vars(side) for name, side in sides.items()}})
-            more = [" " if side.finished else ">" for side in (highs, cbc)]
-            print(
-                f"{seed:4d}  {load:5.2f}  {ours.seconds:7.2f} {more[0]}{highs.seconds:7.2f}  "
-                f"{more[1]}{cbc.seconds:8.2f}  "
-                f"{more[0]}{highs.seconds / ours.seconds:10.1f}x {more[1]}{cbc.seconds / ours.seconds:9.1f}x  "
-                f"{ours.score:.7f}{'' if ours.finished else ' (not finished)'}  {cbc.score / ours.score - 1:+14.2e}",
-                flush=True,
-            )
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        problem = ultra_problem(seed, arguments.blocks)
+        sides = {
+            "ours": by_us(problem, gap=gap, limit=limit),
+            "HiGHS": by_plain_highs(problem, gap=gap, limit=limit),
+            "CBC": by_cbc(problem, gap=gap, limit=limit, raw=arguments.raw),
+        }
+        check(sides, gap)
+        ours, highs, cbc = sides.values()
+        load = os.getloadavg()[0]
+        rows.append({"seed": seed, "load": load, **{name: vars(side) for name, side in sides.items()}})
+        more = [" " if side.finished else ">" for side in (highs, cbc)]
+        print(
+            f"{seed:4d}  {load:5.2f}  {ours.seconds:7.2f} {more[0]}{highs.seconds:7.2f}  "
+            f"{more[1]}{cbc.seconds:8.2f}  "
+            f"{more[0]}{highs.seconds / ours.seconds:10.1f}x {more[1]}{cbc.seconds / ours.seconds:9.1f}x  "
+            f"{ours.score:.7f}{'' if ours.finished else ' (not finished)'}  {cbc.score / ours.score - 1:+14.2e}",
+            flush=True,
+        )
     for name in ("HiGHS", "CBC"):
         ratio = statistics.median(row[name]["seconds"] / row["ours"]["seconds"] for row in rows)
         unfinished = sum(not row[name]["finished"] for row in rows)

@@ -11,7 +11,6 @@ class CachedInputs:
     """Inputs of the current block, and the hidden states before the output layer, for every batch.
 
     Args:
-        parent: the model.
         batches: this rank's batches of tokens, each `[batch, seq]`.
     """
 
@@ -24,12 +23,8 @@ class CachedInputs:
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield, for each batch, its tokens `[batch, seq]`, the input of the block, and that of the output layer.
 
-        Both inputs are `[seq, batch, hidden]`.
-
-        Moving to a later block runs the blocks in between; moving to an earlier block runs the whole model.
-
-        Args:
-            number: 0-based number of the block.
+        Both inputs are `[seq, batch, hidden]`, and the block's number counts from 0. Moving to a later block runs the
+        blocks in between; moving to an earlier block runs the whole model.
         """
         if not self.inputs or number < self.number:
             self.inputs, self.last = [], []

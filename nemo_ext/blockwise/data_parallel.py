@@ -116,9 +116,6 @@ def say(text: str) -> None:
 def progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
     """Return a context with a progress bar on rank 0, which yields the function that advances the bar.
 
-    Args:
-        label: name of the work.
-        total: number of items.
-        unit: name of the items, such as `variants`.
+    The `unit` is the name of the items, such as `variants`.
     """
     return progress_of(label, total, unit=unit, enabled=number() == 0)

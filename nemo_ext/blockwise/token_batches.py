@@ -16,7 +16,6 @@ class TokenBatches:
         config: training config with data arguments (`nemo_ext.data.training.with_data`).
         split: name of the split, `train` or `valid`.
         sequences: number of sequences; a smaller data set is repeated.
-        device: device on which tokens are returned.
     """
 
     def __init__(

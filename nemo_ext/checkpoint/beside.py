@@ -31,10 +31,6 @@ def is_hugging_face(path: Path) -> bool:
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
     """Find the config next to a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
 
-    Args:
-        source: path that the user named.
-        folder: the checkpoint's own folder.
-
     Returns:
         The config, with sections `model` and `megatron`; None if there is none.
     """
@@ -66,8 +62,6 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
     """Write `model/NAME.yaml`, so that `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
 
     Args:
-        folder: folder of the checkpoint.
-        sections: sections `model` and `megatron` of the config.
         name: final name of the checkpoint's folder, from which the file name is derived.
         comment: origin of the weights, written as a comment on the second line.
     """
@@ -88,10 +82,6 @@ def model_name(name: str) -> str:
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
     """Find the folder with the tokenizer and other files of a Megatron checkpoint, or of one it was trained from.
-
-    Args:
-        source: path that the user named.
-        folder: the checkpoint's own folder.
 
     Returns:
         The folder; None if there is none.
@@ -146,7 +136,6 @@ def kept_keys(extras: Path | None, hf_format: Format) -> dict[str, Any]:
 
     Args:
         extras: folder with the original config.json, if any.
-        hf_format: format of the export.
 
     Returns:
         All keys except those that describe RoPE, layer types, quantisation and dtype; only the token ids if the

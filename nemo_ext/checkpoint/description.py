@@ -137,17 +137,7 @@ class Description:
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Check the Hugging Face layer numbers of blocks.
-
-    Args:
-        layers: 0-based layer number of each block.
-        count: number of layers.
-        blocks: blocks of the model.
-
-    Raises:
-        ValueError: the numbers do not increase (only an attention block and the MLP right after it may share one),
-            one is not smaller than `count`, or there is not exactly one per block.
-    """
+    """Check the 0-based Hugging Face layer numbers of blocks."""
     if len(layers) != len(blocks):
         raise ValueError(
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"

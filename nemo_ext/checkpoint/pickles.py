@@ -72,7 +72,6 @@ def loads(data: bytes, file: Path) -> Any:
 
     Args:
         data: bytes of the pickle.
-        file: file that holds the pickle, for messages.
 
     Raises:
         Unsafe: the pickle names anything other than these records; none of its code has run.
@@ -92,11 +91,7 @@ def loads(data: bytes, file: Path) -> Any:
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Context manager that undoes changes to allowed classes and enum members, and rejects the pickle that made them.
-
-    Raises:
-        pickle.UnpicklingError: an attribute of a class or an enum member was changed.
-    """
+    """Context manager that undoes changes to allowed classes and enum members, and rejects a pickle that made any."""
     records = [
         getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
     ]
@@ -130,9 +125,6 @@ def _attributes(target: object) -> dict[str, Any]:
 def read_metadata(folder: Path) -> Metadata:
     """Read a checkpoint's metadata.
 
-    Args:
-        folder: folder with `.metadata`.
-
     Raises:
         CheckpointError: the metadata cannot be read, or is unsafe to read (`Unsafe`).
     """
@@ -155,10 +147,6 @@ def check_objects(folder: Path, metadata: Metadata) -> None:
 
     Megatron registers its own data classes with torch when it is imported; without it, many of them are rejected.
     Nothing is checked if the user allows arbitrary objects (see `only_data`).
-
-    Args:
-        folder: folder with `.metadata`.
-        metadata: the checkpoint's metadata.
 
     Raises:
         Unsafe: an object is not plain data; names the file and the class or function.

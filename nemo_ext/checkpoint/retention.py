@@ -24,13 +24,7 @@ KEEP = "keep"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Retention:
-    """The section `retention` of a training config.
-
-    Attributes:
-        last: number of newest complete checkpoints to keep; None keeps all.
-        every: interval in steps; the first checkpoint at or after each multiple is kept permanently. If None, no
-            checkpoint is.
-    """
+    """The section `retention` of a training config, described in hydra_conf/training.yaml."""
 
     last: Count | None = None
     every: Count | None = None
@@ -66,8 +60,6 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     - links, and folders that contain a file `keep`
 
     Args:
-        run_dir: run directory.
-        retention: settings of the retention.
         before: number of steps that the guard rolls back, `guard.before` in the config.
         ends: further steps to keep, such as the ends of phases.
     """

@@ -113,9 +113,6 @@ class Vocabulary:
         Ids of tokens that the new vocabulary lacks are dropped. If none remains, the key gets the id that the new
         tokenizer has for this role, or None if it has none. `eos_token_id` always includes the new tokenizer's own.
 
-        Args:
-            config: content of the file.
-
         Returns:
             The keys that end in `_token_id`, with their new values.
         """
@@ -138,9 +135,6 @@ def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces")
     """Determine the rows of another tokenizer's tokens.
 
     Args:
-        old: folder of the checkpoint's tokenizer.
-        new: folder of the new tokenizer.
-        rows: number of rows in the checkpoint.
         new_rows: initialisation of tokens missing from the old tokenizer: mean of the rows of their old pieces
             (`pieces`), mean of all rows (`mean`), or `zero`.
 
@@ -183,7 +177,6 @@ def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) ->
     """Split a new token's text into old tokens, and return their rows.
 
     Args:
-        tokenizer: the old tokenizer.
         data: the new token's text as bytes. Invalid UTF-8 is split greedily into the longest old tokens.
         row_of: mapping from the bytes of each old token to its row.
     """
@@ -282,13 +275,7 @@ def token_ids(folder: Path) -> dict[str, int]:
 
 
 def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
-    """Replace the tokenizer files in a folder, and update the token ids in its config files.
-
-    Args:
-        folder: folder with the old tokenizer's files, which are removed.
-        tokenizer: folder of the new tokenizer.
-        rows: rows of the new vocabulary.
-    """
+    """Replace the old tokenizer's files in a folder, and update the token ids in its config files."""
     for pattern in FILES:
         for file in folder.glob(pattern):
             file.unlink()
@@ -307,7 +294,6 @@ class Retokenized:
     Attributes:
         reader: reader of the unchanged checkpoint.
         tensors: mapping from tensor name to shape and type.
-        path: folder of the checkpoint.
         rows: rows of the new vocabulary.
         left_out: number of tensors that do not belong to the model.
     """

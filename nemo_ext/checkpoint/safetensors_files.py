@@ -25,7 +25,6 @@ class SafetensorsReader:
     """Memory-mapped reader of a folder's tensors, one at a time.
 
     Attributes:
-        path: the folder.
         tensors: mapping from tensor name to shape and type, for all of the model's files.
         unread: names of other tensor files in the folder, such as adapters or weights in a publisher's own format.
 
@@ -44,7 +43,10 @@ class SafetensorsReader:
         for file in files:
             self._read_header(file)
         if index is not None:
-            self._check_index(index)
+            where = {name: file.name for name, file in self._file_of.items()}
+            wrong = sorted(name for name in index.keys() | where.keys() if index.get(name) != where.get(name))
+            if wrong:
+                raise CheckpointError(f"{path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def _shards(self, index: Mapping[str, str] | None) -> list[Path]:
         if index is not None:
@@ -84,12 +86,6 @@ class SafetensorsReader:
                     self._file_of[name] = file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read and may be truncated ({error}): copy it again") from error
-
-    def _check_index(self, index: Mapping[str, str]) -> None:
-        where = {name: file.name for name, file in self._file_of.items()}
-        wrong = sorted(name for name in index.keys() | where.keys() if index.get(name) != where.get(name))
-        if wrong:
-            raise CheckpointError(f"{self.path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor, which is backed by the memory-mapped file."""
@@ -155,9 +151,7 @@ def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tupl
     The safetensors library requires all tensors of a file in memory; the file written here is byte-identical.
 
     Args:
-        file: path of the file.
         header: mapping from tensor name to shape and type, for all of the file's tensors.
-        tensors: names and tensors, in any order.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.

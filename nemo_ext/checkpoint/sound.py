@@ -17,9 +17,6 @@ def fall_back(checkpoints: Path) -> str | None:
     A checkpoint is complete if its metadata can be read, every file that the metadata names has its full length, and
     the common state, if stored in a separate file (Megatron before 0.19), is not truncated. Bit flips are not detected.
 
-    Args:
-        checkpoints: folder with Megatron's tracker file.
-
     Returns:
         Message that describes the problem and the fallback; None if the newest is complete or there is none.
 
@@ -51,7 +48,6 @@ def back_to(checkpoints: Path, step: int) -> int:
     """Roll back to the newest complete checkpoint before a step, and add `.broken` to the names of later checkpoints.
 
     Args:
-        checkpoints: folder with Megatron's tracker file.
         step: step before which the checkpoint must have been saved.
 
     Returns:

@@ -31,10 +31,7 @@ def checkpoints_of(path: Path) -> Path:
 def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
     """Return a training config with another model: architecture flags are replaced; data, schedule and others are kept.
 
-    Args:
-        config: composed config, with sections `model` and `megatron`.
-        description: description of the other model.
-        name: name of the other model.
+    The config is composed, with sections `model` and `megatron`.
     """
     old, new = to_config(from_config(config)), to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in old["megatron"]}
@@ -148,11 +145,7 @@ def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[st
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:
-    """Model config next to a checkpoint.
-
-    Raises:
-        ValueError: there is no checkpoint, or no config next to it.
-    """
+    """Model config next to a checkpoint; raises ValueError if there is no checkpoint, or no config next to it."""
     beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
     if beside is None:
         raise ValueError(

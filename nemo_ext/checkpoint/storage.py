@@ -102,8 +102,6 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
     """Check that a checkpoint has exactly a model's tensors, with the right shapes and supported types.
 
     Args:
-        reader: reader of the checkpoint.
-        expected: mapping from tensor name to shape.
         ignored: names of tensors that may be present but are not read.
 
     Raises:

@@ -81,9 +81,6 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
 def whole_files(path: Path) -> Metadata:
     """Read a checkpoint's metadata, and check that every file it names has its full length.
 
-    Args:
-        path: folder with `.metadata`.
-
     Raises:
         CheckpointError: the metadata is unreadable, or a file is missing or truncated.
     """
@@ -284,7 +281,6 @@ class TorchDistWriter:
         """Write a part of the checkpoint to its file.
 
         Args:
-            part: number of the part, from 0.
             pieces: pieces and their values, in the order given to the constructor.
 
         Returns:
@@ -388,9 +384,7 @@ def _bytes_item(name: str) -> Any:
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the keys of the modules' extra states in a Megatron checkpoint, one per module or one per expert.
 
-    Args:
-        keys: keys of the model's tensors.
-        wholes: mapping from these keys to the shapes of the whole tensors.
+    `wholes` maps these keys to the shapes of the whole tensors.
     """
     names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:

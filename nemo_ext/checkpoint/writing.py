@@ -75,13 +75,7 @@ class Work:
 
 
 def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Work]]:
-    """Divide work items into consecutive parts of at most one shard; an item larger than a shard gets its own part.
-
-    Raises:
-        ValueError: the shard size is not positive.
-    """
-    if not shard_gigabytes > 0:
-        raise ValueError(f"shard_gigabytes={shard_gigabytes}: expected a positive number")
+    """Divide work items into consecutive parts of at most one shard; an item larger than a shard gets its own part."""
     labels = [slot.label for item in work for slot in item.slots]
     twice = sorted({label for label, count in Counter(labels).items() if count > 1})
     assert not twice, f"duplicate tensors: {listed(twice)}"
@@ -118,9 +112,7 @@ def write_checkpoint(
         identity: everything that determines the folder's content, as JSON values.
         finish: function that adds all files except tensors to the folder.
         arguments: arguments for Megatron's loader (see `megatron_arguments`).
-        finite: reject NaN and infinity.
         verify: read every tensor back at the end and compare checksums.
-        progress: show progress on stderr.
         remarks: notes for the user, stored in the folder's record.
 
     Raises:
@@ -207,10 +199,8 @@ def _tensors(
     """Compute the tensors of all work items in order; a thread computes the next one while a tensor is written.
 
     Args:
-        parts: work items of each part.
         sums: mapping to fill with the checksum of each tensor, keyed by its slot's label.
         interruptible: function called between tensors, which raises an exception if the user interrupted the job.
-        finite: reject NaN and infinity.
     """
 
     def make() -> Iterator[tuple[Piece, Tensor]]:
@@ -239,11 +229,7 @@ def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], N
 
 
 def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
-    """Cast a tensor to the type of its slot.
-
-    Raises:
-        CheckpointError: a finite value overflows.
-    """
+    """Cast a tensor to the type of its slot; raises CheckpointError if a finite value overflows."""
     dtype = torch_dtype(slot.dtype)
     if tensor.dtype == dtype:
         return tensor
@@ -263,18 +249,7 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read every tensor back, and compare its checksum with the one recorded when it was written.
-
-    Args:
-        reader: reader of the written checkpoint.
-        parts: work items of each part.
-        output: output folder, whose records hold the checksums.
-        advance: function that advances the progress bar by a number of bytes.
-        interruptible: function called between tensors, which raises an exception if the user interrupted the job.
-
-    Raises:
-        CheckpointError: a checksum differs.
-    """
+    """Read every tensor back, and compare its checksum with the record in `output`."""
     slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
 
     def is_right(number: int, slot: Slot) -> bool:

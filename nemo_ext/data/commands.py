@@ -80,12 +80,6 @@ BYTE_TOKENIZER = Job(
 )
 
 
-def _check_curate(config: Config, coming: Sequence[Path]) -> None:
-    from nemo_ext.data.curation.job import check
-
-    check(config, files=not coming)
-
-
 def _passes(config: Config) -> int:
     """Return the number of curation passes; each pass requires all units of the previous one."""
     from nemo_ext.data.curation.passes import passes_of
@@ -101,7 +95,7 @@ CURATE = Job(
     help="filter and deduplicate raw documents in configurable stages, and count every dropped document",
     run="nemo_ext.data.curation.job:run",
     resumable=True,
-    check=_check_curate,
+    check=reads("nemo_ext.data.curation.job:check", files="files"),
     inputs=_files("input"),
     script="task",
     array=Array(key="shard", words=("shard={number}/{count}",), rounds=_passes),
@@ -156,18 +150,11 @@ TRAIN_TOKENIZER = Job(
 )
 
 
-def _sft_data(config: Config) -> None:
-    from nemo_ext.data.sft.job import run
-    from nemo_ext.job.progress import notice
-
-    notice(f"report: {run(config)}")
-
-
 SFT_DATA = Job(
     name="sft_data",
     group="data",
     help="turn conversations into packed sequences with loss masks: filters, chat templates, reasoning",
-    run=_sft_data,
+    run="nemo_ext.data.sft.job:run",
     resumable=True,
     check=reads("nemo_ext.data.sft.settings:read_settings"),
     script="task",

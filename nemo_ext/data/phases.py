@@ -257,12 +257,8 @@ def segments(
     """Build the configs of a run's segments, in order.
 
     A segment's config has its flags and last step, and a `segment` section with `phases` (the names of its phases),
-    `whole` (the run's values of the flags that segments change) and `train_data_path` (one value per phase).
-
-    Args:
-        config: config of the run, including data arguments (`nemo_ext.data.training.with_data`).
-        plan: phases of the run.
-        paths: result of `data_paths`.
+    `whole` (the run's values of the flags that segments change) and `train_data_path` (one value per phase). The
+    `config` is the run's, including data arguments (`nemo_ext.data.training.with_data`).
     """
     whole = config["megatron"]
     changed = {*SCHEDULE, *(key for phase in plan.phases for key in phase.megatron)}
@@ -341,7 +337,6 @@ def drawn_before(
     """Return an upper bound on the sequences read before each phase, keyed by phase, reading and prefix of the stream.
 
     Args:
-        plan: phases of the run.
         shares: for each phase, its streams' shares keyed by prefix.
         mixed: for each phase, its `mixed_lengths` section; None if it has none.
     """
@@ -373,9 +368,7 @@ def most_drawn(share: float, count: int) -> int:
 def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
     """Return a phase's training data as Megatron's argument, and its `mixed_lengths`; by default, the run's.
 
-    Args:
-        config: config of a segment (see `segments`).
-        phase: a phase of the run.
+    The `config` is a segment's (see `segments`).
     """
     path = config["segment"]["train_data_path"].get(phase.name) or config["megatron"].get("train_data_path")
     data = config.get("data") if phase.data is None else phase.data
@@ -387,7 +380,6 @@ def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs
 
     Args:
         config: config of a segment (see `segments`).
-        plan: phases of the run.
         max_epochs: number of epochs above which a stream is reported.
     """
     data = {phase.name: data_of(config, phase) for phase in plan.phases}

@@ -33,16 +33,9 @@ ValidationShare = Annotated[float, Field(ge=0, lt=1)]
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextSettings:
-    """Keys of `nemo-ext tokenize` except `data`: the user's files, and settings that take precedence over a blend's.
+    """Keys of `nemo-ext tokenize` except `data`, described in hydra_conf/tokenize.yaml and text.yaml.
 
-    Attributes:
-        input: a file, a glob, a directory of source files, or a list of files and globs; null for a blend.
-        kind: kind of the files; null infers it from their names.
-        text_key: JSON key or Parquet column of the text.
-        output: prefix of the tokenised files.
-        tokenizer: byte, a folder, a tokenizer.json, or a mapping with kind and path.
-        validation_share: share of the documents that is held out for validation.
-        workers: number of processes; null for one per core.
+    They are the user's files, and settings that take precedence over a blend's.
     """
 
     input: Annotated[Places, Field(min_length=1)] | None
@@ -170,7 +163,6 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     """Return (source, weight) of each of a config's streams, keyed by name; at least one weight is positive.
 
     Args:
-        config: composed config.
         directory: folder to use if the blend sets no `directory`.
         own: prefix of the tokenised files of `input`; its last component names the stream.
 

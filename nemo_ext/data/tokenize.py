@@ -42,7 +42,6 @@ def tokenize_blend(
         config: A blend; see `read_blend`.
         workers: Number of processes; overrides the config's.
         progress: True to show progress on stderr: a bar on a terminal, occasional lines elsewhere.
-        tokenizer_key: Key with which the user set the tokenizer, for messages.
 
     Returns:
         Manifests of the streams that have a source, in the blend's order.

@@ -31,11 +31,7 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
 
 
 def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the .idx files of all data that a run reads, keyed by prefix; see `index_digest`.
-
-    Args:
-        config: config of a training run or of one of its segments, including data arguments.
-    """
+    """Return the digests of the .idx files of all data that a run reads, keyed by prefix; see `index_digest`."""
     keys = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     lists = [config["megatron"].get(key) for key in keys]
     lists += (config.get("segment") or {}).get("train_data_path", {}).values()

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import random
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 if TYPE_CHECKING:
     import aiohttp
+    from tenacity import RetryCallState
 
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
@@ -163,6 +163,7 @@ class Client:
     Args:
         endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again if the endpoint
             does not answer, as an endpoint on a cluster may have moved.
+        settings: settings for the requests; None for the defaults.
         model: name of the model; None for the one in the file.
         key_variable: environment variable that holds the key; None for the key in the file.
     """
@@ -302,50 +303,64 @@ class Client:
         """Send one request, with retries.
 
         Args:
+            request: the request.
             unreadable: function that returns why an answer is unusable, so that the attempt counts as failed, or "".
             within: seconds for all attempts, including the wait for a slot; None if there is no limit.
 
         Raises:
             EndpointGone: the endpoint has not answered for longer than `ClientSettings.patience`.
         """
+        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
+
         if self.settings.omit:
             body = {name: value for name, value in request.body.items() if name not in self.settings.omit}
             request = replace(request, body=body)
-        problem, status, began, failures = "the request was never sent", None, time.monotonic(), 0
+        attempts = AsyncRetrying(
+            sleep=self._rest,
+            stop=stop_after_attempt(self.settings.attempts),
+            wait=_wait,
+            retry=retry_if_exception(_again),
+            reraise=True,
+        )
+        problem, status, began = "the request was never sent", None, time.monotonic()
+
+        async def attempt() -> Answer:
+            nonlocal problem, status
+            while True:
+                address = self.address
+                try:
+                    async with self.pace.turn(self._estimate(request)):
+                        problem = "the endpoint does not respond"
+                        answer = await self._answer(request)
+                    break
+                except Failed as failed:
+                    problem, status = self._why(failed), failed.status
+                    if failed.unreached and self.settings.patience:  # not the request's fault
+                        await self._rest(_FIRST_WAIT)
+                        await self._until_reached()
+                        continue
+                    if failed.status in REFUSED:
+                        self._find()
+                        if self.address != address:  # a new server has a new key
+                            continue
+                    raise
+            if unreadable is not None and (problem := unreadable(answer)):
+                raise Failed(problem)
+            return answer
+
         try:
             async with asyncio.timeout(within):
-                while True:
-                    address = self.address
-                    try:
-                        async with self.pace.turn(self._estimate(request)):
-                            problem = "the endpoint does not respond"
-                            answer = await self._answer(request)
-                        if unreadable is None or not (why := unreadable(answer)):
-                            return answer
-                        raise Failed(why)
-                    except Failed as failed:
-                        problem, status = self._why(failed), failed.status
-                        if failed.unreached and self.settings.patience:  # not the request's fault
-                            await self._rest(_FIRST_WAIT)
-                            await self._until_reached()
-                            continue
-                        if failed.status in REFUSED:
-                            self._find()
-                            if self.address != address:  # a new server has a new key
-                                continue
-                        failures += 1
-                        if not failed.again or failures == self.settings.attempts:
-                            break
-                        # Full jitter spreads requests over time.
-                        longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(failures - 1, 10))
-                        await self._rest(max(random.uniform(0, longest), failed.after))
+                return await attempts(attempt)
+        except Failed:
+            pass
         except TimeoutError:
             problem = f"no answer within {within:g} s: {problem}"
+        elapsed = time.monotonic() - began
         return Answer(
             key=request.key,
             sample=request.sample,
             seed=request.body.get("seed"),
-            seconds=time.monotonic() - began,
+            seconds=elapsed,
             status=status,
             problem=problem,
         )
@@ -480,6 +495,19 @@ async def _each(requests: Iterable[Request]) -> AsyncIterator[Request]:
         yield request
 
 
+def _again(error: BaseException) -> bool:
+    return isinstance(error, Failed) and error.again
+
+
+def _wait(state: "RetryCallState") -> float:
+    """Seconds to wait before a retry: exponential backoff with full jitter, which spreads requests over time."""
+    from tenacity import wait_random_exponential
+
+    failed = state.outcome.exception() if state.outcome else None
+    after = failed.after if isinstance(failed, Failed) else 0.0
+    return max(wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)(state), after)
+
+
 async def _read(response: "aiohttp.ClientResponse") -> bytes:
     content = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
@@ -490,7 +518,17 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """Read the first choice of a completion, or a vector from `/embeddings`; `Failed` if there is none, or an error."""
+    """Read the first choice in a response from `/chat/completions` or `/completions`, or a vector from `/embeddings`.
+
+    Args:
+        content: body of the response.
+        request: the request.
+        seconds: duration of the attempt in seconds.
+        key: API key, which is removed from messages.
+
+    Raises:
+        Failed: the response is an error, is not a completion, or has an answer that the endpoint aborted.
+    """
     try:
         body = body_of(content, "chat completion", key)
         if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file

@@ -27,8 +27,6 @@ class Question:
     """Request for one problem with one prompt and in one mode; its samples differ only in their seeds.
 
     Attributes:
-        benchmark: the benchmark.
-        problem: the problem.
         prompt, mode: names of the prompt and of the mode.
         shown: the model's input, as the store keeps it for display.
         body: fields of the request, except the seed.
@@ -54,14 +52,7 @@ class Question:
 def questions(
     benchmark: Benchmark, problems: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """Yield a benchmark's questions: every problem with every prompt and in every mode.
-
-    Args:
-        benchmark: the benchmark.
-        problems: its problems.
-        modes: modes to run; empty for all.
-        omit: request fields to leave out.
-    """
+    """Yield a benchmark's questions: every problem with every prompt and in each of the `modes` (empty for all)."""
     for problem in problems:
         for prompt, content in problem.prompts.items():
             if benchmark.kind in ("choice", "bits"):

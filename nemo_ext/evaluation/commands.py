@@ -1,7 +1,7 @@
 """The commands `nemo-ext evaluate`, `compare`, `rollouts` and `merge_sweep`: evaluate models and compare results."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.figures import Figures
@@ -78,12 +78,6 @@ COMPARE = Job(
 )
 
 
-def _check_merge_sweep(config: Config, coming: Sequence[Path]) -> None:
-    from nemo_ext.evaluation.merges import check
-
-    check(config, megatron=not coming)
-
-
 MERGE_SWEEP = Job(
     name="merge_sweep",
     group="compress",
@@ -91,7 +85,7 @@ MERGE_SWEEP = Job(
     run="nemo_ext.evaluation.merges:run",
     engines=("torch",),
     resumable=True,
-    check=_check_merge_sweep,
+    check=reads("nemo_ext.evaluation.merges:check", files="megatron"),
     findings=on_one_node,
     inputs=lambda config: inputs(
         *(("from", place, "train or convert it first") for place in strings(config["from"])), model=("from",)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.evaluation.benchmark import read_yaml
@@ -26,34 +26,18 @@ from nemo_ext.evaluation.runs import (
     values_of,
 )
 from nemo_ext.job import statistics
-from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, StringsOrNone, Whole, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Places, PlacesOrNone, StringsOrNone, Whole, nearest
 from nemo_ext.job.statistics import Difference, Floats
 
 OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinking", "no_reasoning")
 """Names of modes without reasoning, which come first in a pair of modes."""
 
 
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class CompareSettings:
-    """Settings of `nemo-ext compare`.
+    """Settings of `nemo-ext compare`, described in hydra_conf/compare.yaml."""
 
-    Attributes:
-        runs: run directories of `evaluate`, or a mapping from names to run directories.
-        baseline: name or path of the run with which the others are compared; None takes the first.
-        paper: names of tables in `hydra_conf/published`, or paths to such files.
-        checkpoints: evaluations of a training run's last checkpoints, to estimate the noise between checkpoints.
-        benchmarks: benchmarks to compare; empty for all.
-        output: folder for the comparison.
-        level: coverage of intervals; a difference is reported if its p-value is below 1 - level.
-        draws: number of bootstrap resamples, and of permutations.
-        seed: seed for the resamples and the permutations.
-    """
-
-    runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_as_tuple)]
+    runs: Places | Mapping[str, Place]
     baseline: Place | None = None
     paper: StringsOrNone = ()
     checkpoints: PlacesOrNone = ()
@@ -69,7 +53,6 @@ class Pair:
     """Paired comparison of two runs, or of two modes of one run, on a benchmark.
 
     Attributes:
-        benchmark: name of the benchmark.
         a, b: names of the two runs or modes; `difference` is b - a.
         before, after: headline metric of a and of b on the shared problems.
         difference: paired difference; None if there are no shared problems.
@@ -208,12 +191,8 @@ def grand_pair(
 ) -> Pair | None:
     """Compare two runs by their grand mean over shared benchmarks; return None for fewer than two benchmarks.
 
-    The permutation test flips the sign of each problem's difference, weighted as in the grand mean.
-
-    Args:
-        pairs: comparisons of the two runs on each benchmark.
-        entries: mapping from benchmark to its entry in results.json.
-        settings: settings of the comparison.
+    The permutation test flips the sign of each problem's difference, weighted as in the grand mean. `entries` maps
+    benchmarks to their entries in results.json.
     """
     used = [pair for pair in pairs if pair.apart is not None and counts(entries[pair.benchmark])]
     if len(used) < 2:

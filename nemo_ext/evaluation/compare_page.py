@@ -96,7 +96,9 @@ def _side_by_side(comparison: Comparison) -> Table[str]:
     ]
     means = [run.results.get("mean") for run in comparison.runs]
     if any(means):
-        rows.append(["grand mean", "", *(_mean_cell(mean) for mean in means)])
+        shown = [mean and _with_interval({}, mean["accuracy"], mean.get("interval")) for mean in means]
+        counts = [f"{text} of {mean['benchmarks']}" if mean else "-" for text, mean in zip(shown, means, strict=True)]
+        rows.append(["grand mean", "", *counts])
     text = "In percent, with the interval over problems; bits per byte are unscaled, and lower is better."
     return Table("Side by side", ("benchmark", "measure", *names), rows, text)
 
@@ -113,10 +115,6 @@ def _cell(entry: Mapping[str, Any] | None) -> str:
     return _with_interval(entry, entry["accuracy"], entry.get("interval")) + cut
 
 
-def _mean_cell(mean: Mapping[str, Any] | None) -> str:
-    return "-" if not mean else f"{_with_interval({}, mean['accuracy'], mean.get('interval'))} of {mean['benchmarks']}"
-
-
 def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[float] | None, sign: str = "") -> str:
     ends = "" if interval is None else f" [{_value(entry, interval[0], sign)}, {_value(entry, interval[1], sign)}]"
     return _value(entry, value, sign) + ends
@@ -125,10 +123,7 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
     """Format a score or a difference: in bits per byte if that is the entry's metric, otherwise in percent.
 
-    Args:
-        entry: the benchmark's entry in results.json.
-        value: the score or difference.
-        sign: sign option of the format specification; "+" writes a plus sign before positive numbers.
+    `entry` is the benchmark's entry in results.json, and `sign` the sign option of the format specification.
     """
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
 
@@ -228,9 +223,7 @@ def _part_cell(run: Run, name: str) -> str:
 def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> str:
     """Format a published value, with its unit and the number of its footnote; "-" if there is no value.
 
-    Args:
-        value: entry of the table of published values.
-        places: locations in the paper, in the order of the footnotes.
+    `places` are locations in the paper, in the order of the footnotes.
     """
     if value is None:
         return "-"

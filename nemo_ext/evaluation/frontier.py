@@ -115,12 +115,8 @@ def plot_frontiers(
 ) -> None:
     """Plot accuracy versus tokens if there are any points, with a panel for the grand mean and for each benchmark.
 
-    Published values that have tokens are shown as letters and are not part of the front.
-
-    Args:
-        report: report to which the plot is added.
-        points: mapping from benchmark to its points, as from `frontiers`.
-        papers: contents of files with published values.
+    Published values that have tokens are shown as letters and are not part of the front. `points` maps benchmarks to
+    their points, as from `frontiers`.
     """
     shown = dict(list(points.items())[:PANELS])
     if not shown:

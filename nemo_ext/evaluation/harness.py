@@ -140,7 +140,6 @@ class EndpointModel(LM):
     """Model of lm-evaluation-harness that sends requests to an endpoint.
 
     Args:
-        benchmark: the benchmark being evaluated.
         ask: function that sends questions, each with a sample number, and returns once all answers are in `stored`.
         stored: mapping from (key, request hash) to answer.
         several: whether the benchmark has several tasks.
@@ -179,9 +178,6 @@ class EndpointModel(LM):
         Args:
             requests: requests of lm-evaluation-harness; one with repeats occurs once per repeat.
             value: function that extracts a request's value from a sample, given the request's index in that sample.
-
-        Raises:
-            Failed: requests failed.
         """
         numbers: Counter[int] = Counter()
         groups: dict[tuple[str, int, int, int], list[Any]] = defaultdict(list)
@@ -254,15 +250,7 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
 def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran: Ran, **settings: Any) -> None:
     """Request and score the answers to all tasks of a benchmark; add the outcome to `ran`.
 
-    Args:
-        model: model that requests the answers.
-        tasks: mapping from name to task of lm-evaluation-harness.
-        store: store of the answers and scores.
-        ran: outcome of all benchmarks so far.
-        settings: further arguments of lm-evaluation-harness's `evaluate`.
-
-    Raises:
-        Failed: the headline metric is unknown, or requests failed.
+    `settings` are further arguments of lm-evaluation-harness's `evaluate`.
     """
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())
@@ -362,11 +350,7 @@ def _reasons(content: Any) -> Iterator[str]:
 
 
 def _data(path: Path, **settings: Any) -> dict[str, Any]:
-    """Load a task file with its includes; `settings` are further arguments of lm-evaluation-harness's `load_yaml`.
-
-    Raises:
-        Failed: the file could run code, load unsafe files or download data.
-    """
+    """Load a task file with its includes; `settings` are further arguments of lm-evaluation-harness's `load_yaml`."""
     content = load_yaml(path, **settings)
     if why := next(_reasons(content), ""):
         raise Failed(f"task file {path} is rejected, as {why}; set trust_remote_code=true to allow this")

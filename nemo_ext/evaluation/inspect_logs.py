@@ -30,8 +30,6 @@ def write(
 
     Args:
         results: content of results.json.
-        store: store of the answers and scores.
-        folder: folder for the logs.
         asked: mapping from (benchmark, problem, prompt, mode) to the current request's hash; other samples are ignored.
 
     Raises:

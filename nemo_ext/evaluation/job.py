@@ -127,9 +127,6 @@ def evaluate(
     """Evaluate the model behind an endpoint and return the content of results.json.
 
     Args:
-        settings: benchmarks and request settings.
-        address: the endpoint.
-        run_dir: folder for the store and the results.
         tokenizer: folder of the model's tokenizer; None if unknown.
         pages: whether to write report.md and report.html too.
 
@@ -361,9 +358,6 @@ def _work(
     """Find the samples that this worker has yet to request or to score.
 
     Args:
-        plans: questions and scoring of each benchmark.
-        store: store of the answers and scores.
-        settings: request settings.
         share: this worker's index and the number of workers; None if it takes all samples.
 
     Returns:

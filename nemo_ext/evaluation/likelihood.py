@@ -187,9 +187,6 @@ class Likelihoods:
 class Tokens:
     """Tokenisation that matches lm-evaluation-harness's `hf` back end.
 
-    Args:
-        folder: Hugging Face folder with the tokenizer.
-
     Raises:
         ValueError: the tokenizer cannot be read, or has neither a BOS nor an EOS token.
     """

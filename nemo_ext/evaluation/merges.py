@@ -38,15 +38,7 @@ _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepSettings:
-    """Settings in the `sweep` section.
-
-    Attributes:
-        points: values of t in (1 - t) a + t b, for two checkpoints a and b.
-        mixtures: further averages, each a list with one weight per checkpoint.
-        iterations, shard_gigabytes, check_finite, verify: as in `nemo-ext merge`.
-        objectives: mapping from objective to the benchmarks it averages; if empty, each benchmark is an objective.
-        at_least: mapping from objective to its minimum value, from 0 to 1, that the chosen average must reach.
-    """
+    """Settings in the `sweep` section, described in hydra_conf/merge_sweep.yaml."""
 
     points: Sequence[float] = ()
     mixtures: Sequence[Sequence[float]] = ()
@@ -90,7 +82,6 @@ class Candidate:
 
     Attributes:
         name: name of the average.
-        weights: weights of the checkpoints.
         model: folder of the averaged checkpoint.
         objectives: mapping from objective to value; larger is better.
         intervals: mapping from objective to its confidence interval; None unless the objective is a single benchmark.
@@ -149,7 +140,6 @@ def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
     Checkpoints that do not exist yet are not checked.
 
     Args:
-        config: the composed config.
         megatron: whether to open Megatron checkpoints, which requires torch; False if an earlier job has yet to write
             them.
 
@@ -181,14 +171,7 @@ def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[st
 
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
-    """Plan an average; all averages are planned before the first is computed, so that errors show up early.
-
-    Args:
-        sources: checkpoints to average.
-        shares: weight of each checkpoint.
-        to: folder for the average.
-        sweep: settings of the job.
-    """
+    """Plan an average with these weights; all are planned before the first is computed, so that errors show early."""
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))
 

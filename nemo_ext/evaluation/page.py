@@ -37,8 +37,6 @@ def write(
 
     Args:
         results: content of results.json.
-        store: store of the answers and scores.
-        run_dir: the run directory.
         asked: mapping from (benchmark, problem, prompt, mode) to the current request's hash; other samples are left
             out. If None, all stored samples of the benchmarks in `results` are shown.
 

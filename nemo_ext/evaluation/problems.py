@@ -280,10 +280,7 @@ def _shots(
 ) -> dict[str, list[Mapping[str, Any]]]:
     """Map domains to rows for few-shot examples: those of `shots_data` in file order, or of the data in hash order.
 
-    Args:
-        benchmark: the benchmark.
-        data_root: folder with the benchmarks' data.
-        named: mapping from the id of each row of the data to its hash, the row and its location in the files.
+    `named` maps the id of each row of the data to its hash, the row and its location in the files.
     """
     if benchmark.shots_data:
         rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]
@@ -331,11 +328,7 @@ def _selected(benchmark: Benchmark, located: Iterable[tuple[str, Row]]) -> Itera
 
 
 def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of the files that match the first pattern with matches, each with its location for messages.
-
-    Raises:
-        Missing: no pattern matches.
-    """
+    """Yield the rows of the files that match the first pattern with matches, each with its location for messages."""
     for pattern in patterns:
         paths = sorted(path for path in data_root.glob(pattern) if not path.name.startswith("."))
         if not paths:
@@ -355,9 +348,6 @@ def _joined(benchmark: Benchmark, data_root: Path) -> Iterator[tuple[str, Row]]:
     """Yield the rows of the data, with their locations; each gets the columns of the row of `join` with the same id.
 
     Columns of the data are not replaced, and rows without a counterpart are unchanged.
-
-    Raises:
-        ValueError: two different rows of `join` have the same id.
     """
     more: dict[str, Row] = {}
     for where, row in _rows(benchmark, benchmark.join, data_root) if benchmark.join else ():

@@ -27,7 +27,6 @@ class Plan:
 
     Attributes:
         benchmark: the benchmark, with the requested number of samples.
-        questions: its questions.
         verifier: digest of the verifier whose scores are used.
     """
 
@@ -42,14 +41,7 @@ class Plan:
 
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
-    """Compute the sections `benchmarks` and `mean` of results.json.
-
-    Args:
-        store: store of the answers and scores.
-        plans: questions and scoring of each benchmark.
-        draws: number of bootstrap resamples.
-        seed: seed of the bootstrap.
-    """
+    """Compute the sections `benchmarks` and `mean` of results.json."""
     gc.disable()  # a million samples live until the end: collections would be slow and free nothing
     try:
         return _results(store, plans, draws, seed)
@@ -245,9 +237,7 @@ class _Table:
     def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
         """Compute a figure for each problem and prompt, and return its means over prompts, `[problems]`.
 
-        Args:
-            rows: mask that selects samples.
-            figure: function that returns one value per group of samples, NaN if it cannot be computed.
+        The figure of a group of samples is NaN if it cannot be computed; the mask `rows` selects samples.
         """
         _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
         _, problems = np.unique(self._problems[rows], return_inverse=True)
@@ -302,8 +292,6 @@ class _Table:
 
         Args:
             prompts: for each prompt, the mask that selects its samples.
-            draws: number of bootstrap resamples.
-            seed: seed of the bootstrap.
 
         Returns:
             Mapping with `std` and its `interval`; None for the kind `bits`, or if the prompts share no scored problem.
@@ -342,11 +330,7 @@ def _metric_mean(values: Sequence[Metric], problems: np.ndarray) -> float:
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
     """Return a mean's confidence interval over problems: Wilson's if all values are 0 or all are 1, else bootstrap.
 
-    Args:
-        values: value of each problem.
-        sizes: weight of each problem, such as its bytes; None for equal weights.
-        draws: number of bootstrap resamples.
-        seed: seed of the bootstrap.
+    `sizes` are the problems' weights, such as their bytes; None for equal weights.
     """
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")

@@ -28,16 +28,7 @@ ROLLOUTS = "rollouts.jsonl"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutSettings:
-    """Settings in the `rollouts` section.
-
-    Attributes:
-        tasks: task files (docs/rl/tasks.md).
-        samples: number of rollouts per task.
-        temperature, top_p, extra: sampling parameters, as in `Sampling`.
-        max_tokens: maximum tokens per response.
-        environments: mapping from environment to its settings.
-        group: judge of a task's answers, as GRPO's `rl.group`; if None, the environments' scores are the rewards.
-    """
+    """Settings in the `rollouts` section, described in hydra_conf/rollouts.yaml."""
 
     tasks: Places
     samples: Count = 8
@@ -156,9 +147,7 @@ def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSetting
 def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:
     """Yield the answers from which a run's results are computed, each with its score.
 
-    Args:
-        run_dir: the run directory.
-        verifiers: mapping from benchmark to its verifier's digest, from results.json.
+    `verifiers` maps each benchmark to its verifier's digest, from results.json.
     """
     store = Store(run_dir / STORE)
     wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}

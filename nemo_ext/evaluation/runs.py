@@ -106,8 +106,6 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
     """Read a run of `evaluate` with its scored samples.
 
     Args:
-        folder: the run directory.
-        name: the run's name in tables.
         only: benchmarks to read; empty for all.
 
     Raises:

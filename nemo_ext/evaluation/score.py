@@ -29,7 +29,6 @@ def said(
     """Parse an answer of an endpoint into reasoning, text and tool calls.
 
     Args:
-        answer: text of the answer.
         reasoning: reasoning trace; if None, it is split off from the text.
         tool_calls: tool calls in OpenAI's format.
         tokens: number of generated tokens; None if not counted.
@@ -62,7 +61,6 @@ class Scorer:
     """Scorer of one benchmark's samples.
 
     Args:
-        benchmark: the benchmark.
         environment: name of the verifier; None if log-likelihoods are measured.
         judge: settings of the judge, for a verifier that uses one; None if there is no judge.
 

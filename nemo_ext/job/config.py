@@ -160,9 +160,6 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
 
     The streams' files are in `data_root`, unless a stream has a prefix. The recipe's tokenizer, validation share, seed,
     workers and epoch limits are kept.
-
-    Raises:
-        ValueError: the config also has mock data, or no tokenizer.
     """
     if (config.get("megatron") or {}).get("mock_data"):
         raise ValueError("streams and data=mock cannot be combined: remove one of them")
@@ -194,14 +191,7 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
     """Compose the section `data` of a file in the config group `data` that a phase names.
 
-    Args:
-        key: dotted key that names the file, for messages.
-        name: name of the file.
-        config: config of the run, for its `data_root`.
-        search: overrides that set Hydra's search path.
-
-    Raises:
-        ValueError: there is no such file, or it cannot be composed.
+    The overrides `search` set Hydra's search path.
     """
     words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
     try:
@@ -321,11 +311,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
 
 
 def _split(key: str, text: str) -> list[str]:
-    """Split a string into words as a shell would.
-
-    Raises:
-        ValueError: a quotation mark is not closed.
-    """
+    """Split a string into words as a shell would; raises ValueError if a quotation mark is not closed."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -387,7 +373,6 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
     """Reject the choice of a missing config file, and suggest the nearest (Hydra lists only one folder level).
 
     Args:
-        group: name of the config group.
         words: command line arguments.
         job: name of the job, which may have its own recipes; "" if there is none.
 
@@ -407,7 +392,6 @@ def group_folders(group: str, folders: Sequence[Path], job: str = "") -> list[Pa
     """Return the folders that may contain the files of a config group, whether or not they exist.
 
     Args:
-        group: name of the config group.
         folders: folders of --config-dir.
         job: name of a job, whose package is searched in addition to those with config groups; "" for none.
     """
@@ -470,9 +454,7 @@ def mistake(error: Exception, job: str) -> str:
 def _near(error: Exception, grammar: Grammar) -> str:
     """Return a suggestion for an unknown key, such as `: did you mean 'lr'?`; "" if no key of its section is similar.
 
-    Args:
-        error: Hydra's error, whose cause has the key and its section.
-        grammar: the command's grammar, for keys that are in no config file.
+    The cause of Hydra's error has the key and its section.
     """
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]

@@ -37,7 +37,6 @@ def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> 
     """Create a directory and lock it against other runs, waiting for a run that holds the lock.
 
     Args:
-        directory: directory of the run.
         key: config key that sets the directory, for messages.
         wait: maximum time to wait for the lock, in seconds.
 

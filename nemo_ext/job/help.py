@@ -23,7 +23,6 @@ def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequen
     """Text that `--help` prints for a command that composes a config.
 
     Args:
-        command: the command.
         config: the command's composed config, including section `hydra`.
         options: mapping from the key that selects a config file to the names of the files it can select.
     """

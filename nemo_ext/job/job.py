@@ -147,10 +147,6 @@ class Model:
     same_sizes: bool = False
 
 
-def _run_dir_or_output(config: Config) -> Sequence[Any]:
-    return [config["run_dir"] if "run_dir" in config else config["output"]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job(Command):
     """Command that runs a composed config, which can also be a pipeline stage or be submitted to Slurm.
@@ -194,7 +190,7 @@ class Job(Command):
     check: Reference | None = None
     findings: Reference | None = None
     inputs: Callable[[Config], Iterable[Input]] = lambda config: ()
-    outputs: Callable[[Config], Sequence[Any]] = _run_dir_or_output
+    outputs: Callable[[Config], Sequence[Any]] = lambda config: [config["run_dir" if "run_dir" in config else "output"]]
     started: Reference = lambda config: []
     model: Model = Model()
     script: str = ""
@@ -213,9 +209,12 @@ class Job(Command):
     figures: Reference | None = None
 
 
-def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:
-    """Turn a function that only checks a config's settings into a `Job.check`, which is also called with paths."""
-    return lambda config, coming: invoke(function, config)
+def reads(function: Reference, files: str = "") -> Callable[[Config, Sequence[Path]], Any]:
+    """Turn a function that checks a config into a `Job.check`, which is also called with the paths of earlier jobs.
+
+    `files` names the function's argument that is True if files are to be checked too: if earlier jobs write none.
+    """
+    return lambda config, coming: invoke(function, config, **({files: not coming} if files else {}))
 
 
 def inputs(*read: tuple[str, Any, str], model: Sequence[str] = ()) -> list[Input]:

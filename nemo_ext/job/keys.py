@@ -29,7 +29,6 @@ def is_marked(settings: Any, key: str, mark: str) -> bool:
 
     Args:
         settings: tree of the config's types (see the module).
-        key: dotted key.
         mark: the mark, such as `PLACE` for files and folders.
     """
     return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
@@ -106,7 +105,6 @@ def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[A
 
     Args:
         kind: tree of the config's types (see the module).
-        parts: the key, split at its dots.
         known: whether a settings class or an open mapping led to `kind`.
     """
     if kind is None:

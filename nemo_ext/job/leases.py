@@ -23,7 +23,6 @@ class Leases:
     """Leases in a folder, as seen by one worker.
 
     Args:
-        folder: folder of the leases.
         seconds: time in seconds after which a lease that has not been touched is free.
     """
 

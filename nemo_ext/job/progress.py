@@ -34,7 +34,6 @@ def progress_of(
     """Show progress until the block ends; yields a function that advances it by an amount.
 
     Args:
-        label: name of the work.
         total: total amount, in bytes or in `unit`.
         enabled: whether to show anything.
         unit: name of the counted items, such as `variants`; None for bytes.

@@ -192,7 +192,6 @@ def training_command(config: Path, ranks: int, log: Path) -> list[str]:
     """Command that runs a training run's ranks, here or on all nodes; on SIGTERM, the ranks save and end.
 
     Args:
-        config: path of the config that the ranks read.
         ranks: number of ranks on this machine.
         log: file for the ranks' output, used on all nodes.
     """

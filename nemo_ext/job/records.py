@@ -24,7 +24,6 @@ def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: st
     A last line that was truncated, as when a job is killed, is skipped.
 
     Args:
-        file: path of the file.
         make: function of a record, which raises TypeError, KeyError or ValueError if the record is invalid.
         what: what a record is, for the message.
         first: 1-based number of the first line with a record.
@@ -80,7 +79,6 @@ def read_json(text: bytes | str, *, strict: bool = True) -> Any:
     """Parse JSON in UTF-8. Integers are exact, whereas orjson would turn those beyond 64 bits into floats.
 
     Args:
-        text: the JSON.
         strict: False to also accept what Python's parser does: NaN, infinities, lone surrogates, a byte order mark.
 
     Raises:

@@ -92,11 +92,7 @@ def config_files(group: str) -> dict[str, Traversable]:
 
 @cache
 def _load(point: EntryPoint) -> Command:
-    """Load the command that an entry point refers to.
-
-    Raises:
-        ValueError: it cannot be imported, or is not a command with the entry point's name.
-    """
+    """Load the command that an entry point refers to."""
     try:
         command = point.load()
     except Exception as error:  # third-party packages may raise anything on import
@@ -128,11 +124,7 @@ def commands() -> tuple[Command, ...]:
 
 
 def command(name: str) -> Command:
-    """Look up the command `nemo-ext NAME`.
-
-    Raises:
-        ValueError: there is no such command.
-    """
+    """Look up the command `nemo-ext NAME`; raises ValueError if there is no such command."""
     point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None or not _load(point).group:
         known = [item.name for item in commands() if item.group]
@@ -147,11 +139,7 @@ def jobs() -> list[Job]:
 
 
 def job(name: str) -> Job:
-    """Look up a job.
-
-    Raises:
-        ValueError: there is no such job.
-    """
+    """Look up a job; raises ValueError if there is no such job."""
     found = command(name) if name in entry_points(GROUP) else None
     if not isinstance(found, Job):
         raise ValueError(f"job={name}: no such job: {nearest(name, [item.name for item in jobs()])}")

@@ -110,7 +110,6 @@ class Report:
         """Write the report and its pictures to one folder.
 
         Args:
-            path: path of the Markdown file.
             page: whether to also write an HTML file next to it.
             after: Markdown of an earlier report, after which this one is written.
 
@@ -193,9 +192,7 @@ def tidy(
     """Label axes, hide their upper and right spines and draw a faint grid.
 
     Args:
-        axes: axes to format.
         grid: axis whose grid lines are drawn; None for no grid.
-        title: title, aligned left.
         legend: whether to draw a legend, or options of matplotlib's `legend`.
         labels: options of matplotlib's `Axes.set`: xlabel, ylabel, xlim and others.
     """
@@ -215,7 +212,6 @@ def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns
     """Draw one legend outside the axes of a picture, with every label once, unless there is only one label.
 
     Args:
-        axes: axes whose labels are collected.
         place: side of the picture, as for matplotlib's `loc`.
         columns: maximum number of columns.
     """

@@ -154,7 +154,6 @@ def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False
     """Return the keys and indices that lead to a pydantic error in a section.
 
     Args:
-        section: section that was validated.
         loc: location that pydantic reports, which also contains names of union members.
         with_last: whether to keep the last part of `loc` even if the section does not have it, as for a missing key.
     """

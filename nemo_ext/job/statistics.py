@@ -1,14 +1,14 @@
 """Statistics of scores: means, confidence intervals and tests of differences. numpy and scipy only.
 
 Problems are resampled, never samples, as the samples of one problem are not independent (Miller, "Adding Error Bars to
-Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Results do
-not depend on the order of problems, except with a custom statistic.
+Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Results do not depend on the order of
+problems.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,6 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
     Args:
         n: number of samples of each problem, [P].
         c: number of correct samples of each problem, [P].
-        k: number of samples drawn.
     """
     total, right = np.asarray(n, dtype=np.float64), np.asarray(c, dtype=np.float64)
     wrong = np.ones(np.broadcast(total, right).shape)
@@ -74,7 +73,6 @@ def maj_at(found: Sequence[Sequence[str | None]], scores: Sequence[Sequence[floa
     Args:
         found: for each problem, the normalised answers of its samples; None for a sample without an answer.
         scores: scores of the same samples; an answer's score is the mean over the samples that give it.
-        k: number of samples that vote.
     """
     return np.array([_majority(a[:k], s[:k]) if len(a) >= k else np.nan for a, s in zip(found, scores, strict=True)])
 
@@ -94,7 +92,6 @@ def bootstrap(
     *,
     draws: int = 10_000,
     seed: int,
-    statistic: Literal["mean"] | Callable[[Floats], Floats] = "mean",
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Any:
@@ -107,11 +104,6 @@ def bootstrap(
 
     Args:
         values: one row per problem, [P] or [P, M].
-        draws: number of bootstrap draws.
-        seed: random seed.
-        statistic: `mean`, or a function that maps each problem's count in each draw, [draws, P], to [draws] or
-            [draws, M].
-        level: confidence level.
         weights: weight of each problem in the mean, [P]; None for equal weights.
 
     Returns:
@@ -120,12 +112,7 @@ def bootstrap(
     rows = np.asarray(values, dtype=np.float64)
     if len(rows) < 2:
         return None
-    if callable(statistic):
-        counts = _counts(np.full(len(rows), 1 / len(rows)), len(rows), draws, np.random.default_rng(seed))
-        drawn = np.concatenate([np.asarray(statistic(batch)) for batch in counts])
-    else:
-        drawn = _drawn_means(rows, draws, np.random.default_rng(seed), weights)
-    return _percentiles(drawn, level)
+    return _percentiles(_drawn_means(rows, draws, np.random.default_rng(seed), weights), level)
 
 
 def _percentiles(drawn: Floats, level: float = 0.95) -> Any:
@@ -164,14 +151,7 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """Yield the draws in batches: how often each kind is drawn, [batch, K].
-
-    Args:
-        shares: probability of each kind, [K].
-        total: number of problems in each draw.
-        draws: number of draws in all batches together.
-        rng: random generator.
-    """
+    """Yield the draws in batches: how often each kind, of probability `shares` [K], is drawn, [batch, K]."""
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -222,10 +202,7 @@ def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -
 
     Fisher's sign-flip test (Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses", 2005, section 3.7.2).
     All signs are enumerated for up to `EXACT` nonzero differences; for more, p = (1 + hits) / (1 + draws) (Phipson and
-    Smyth, "Permutation P-values Should Never Be Zero", 2010).
-
-    Args:
-        differences: one value per problem, [P].
+    Smyth, "Permutation P-values Should Never Be Zero", 2010). There is one difference per problem, [P].
     """
     nonzero = np.asarray(differences, dtype=np.float64)
     nonzero = nonzero[nonzero != 0]
@@ -360,18 +337,6 @@ def sensitivity(
     drawn = _drawn_means(means.T, draws, np.random.default_rng(seed)).var(axis=1, ddof=1)
     low, high = np.sqrt(np.maximum(2 * spread**2 - np.array(_percentiles(drawn, level)), 0))[::-1]
     return spread, (float(low), float(high))
-
-
-def bits_per_byte(logprobs_nats: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
-    """Bits per UTF-8 byte of texts: their total negative log-likelihood divided by their total bytes.
-
-    Gao et al., "The Pile", arXiv:2101.00027, section 3.1.
-
-    Args:
-        logprobs_nats: natural log-likelihood of each text, [N].
-        sizes: number of bytes of each text, [N].
-    """
-    return -float(np.asarray(logprobs_nats).sum()) / float(np.log(2)) / float(np.asarray(sizes).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,7 @@ _LONGEST = 300
 
 
 class Templates:
-    """Environment for templates and expressions, with functions and filters in addition to Jinja's own.
-
-    Args:
-        functions: mapping from name to function.
-        filters: mapping from name to filter.
-    """
+    """Environment for templates and expressions, with functions and filters in addition to Jinja's own."""
 
     def __init__(self, functions: Mapping[str, Any] | None = None, filters: Mapping[str, Any] | None = None) -> None:
         jinja = ImmutableSandboxedEnvironment(
@@ -41,7 +36,6 @@ class Templates:
         """Render a template.
 
         Args:
-            source: source of the template.
             names: mapping from variable to value.
             key: config key of the template, for messages.
             where: location of the row, for messages.

@@ -65,9 +65,6 @@ class Units:
 
         Args:
             do: function that writes a unit's files.
-            units: the units, consumed lazily.
-            workers: number of processes.
-            label: name of the work in the progress display.
             total: total size of the units in bytes; if None, no progress is shown.
             enough: function that is called with every unit once it is done, and returns True to end the work.
         """

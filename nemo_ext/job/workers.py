@@ -31,8 +31,6 @@ def in_workers[Item, Result](
 
     Args:
         do: function to apply, in spawned processes or, with one worker, in this process.
-        items: items, consumed lazily.
-        workers: number of processes.
         skip: predicate that is True if an item is done already.
         ordered: whether to yield results in the order of the items rather than as they become ready.
 

@@ -1,28 +1,15 @@
 """The `nemo-ext mixture` command: finds optimal shares of streams from the losses of small runs on sampled mixtures."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.config import compose
-from nemo_ext.job.job import Array, Config, Grammar, Job, invoke
+from nemo_ext.job.job import Array, Config, Grammar, Job, invoke, reads
 from nemo_ext.job.registry import job
 from nemo_ext.job.settings import strings
 
 
-def _check(config: Config, coming: Sequence[Path]) -> None:
-    from nemo_ext.mixture.job import check
-
-    check(config, files=not coming)
-
-
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the number of nodes, which is 1, and of GPUs: as many as a run's training or its evaluation needs.
-
-    Args:
-        config: composed config of the job.
-        settings: settings of the Slurm site and queue.
-    """
+    """Return the number of nodes, which is 1, and of GPUs: as many as a run's training or its evaluation needs."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 
@@ -33,7 +20,7 @@ MIXTURE = Job(
     help="optimal shares of streams, from the losses of small runs on sampled mixtures",
     run="nemo_ext.mixture.job:run",
     resumable=True,
-    check=_check,
+    check=reads("nemo_ext.mixture.job:check", files="files"),
     started="nemo_ext.mixture.settings:runs_of",
     script="task",
     size=_size,

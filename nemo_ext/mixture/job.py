@@ -89,7 +89,6 @@ class Plan:
     """Plan of the runs, made before the first one.
 
     Attributes:
-        settings: settings of the job.
         streams: streams to mix.
         mixtures: mapping from the name of each run to its shares, [streams]; the prior first.
         benchmarks: names of the benchmarks scored in bits per byte.
@@ -129,7 +128,6 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
     """Make the checks that the job makes before its first run.
 
     Args:
-        config: composed config.
         files: True if the streams' tokenised files must exist.
 
     Raises:
@@ -195,11 +193,7 @@ def _evaluation(config: Mapping[str, Any]) -> EvaluateSettings:
 
 
 def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Check that the data of all benchmarks exists, unless all runs are already evaluated.
-
-    Raises:
-        ValueError: a benchmark's data is missing.
-    """
+    """Check that the data of all benchmarks exists, unless all runs are already evaluated."""
     if all(plan.is_done(name) for name in plan.mixtures):
         return
     evaluate = _evaluation(config)
@@ -215,15 +209,7 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
-    """Return the names of the benchmarks that are scored in bits per byte.
-
-    Args:
-        benchmarks: benchmarks of the evaluation.
-        settings: settings of the job, for the error message.
-
-    Raises:
-        ValueError: no benchmark is scored in bits per byte.
-    """
+    """Return the names of the benchmarks that are scored in bits per byte."""
     names = [task.name for task in benchmarks if task.kind == "bits" or task.settings.get("headline") == BITS]
     if not names:
         raise ValueError(
@@ -234,16 +220,7 @@ def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
 
 
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
-    """Read the streams of a training config, with sizes from their files.
-
-    Args:
-        training: composed config of the training run.
-        mixture: settings of the mixture: prior, limits and repeats.
-
-    Raises:
-        ValueError: files are missing, there is only one stream, a limit names an unknown stream, the number of training
-            tokens is unknown, or a run on the prior would repeat a stream too often.
-    """
+    """Read the streams of a training config, with sizes from their files."""
     tokens = tokens_of_run(training)
     if tokens is None:
         raise ValueError("train: the length of the small runs is unknown; add train.tokens=NUMBER")
@@ -300,9 +277,6 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
     """Return each stream's minimum and maximum share in the optimum, [streams] each.
 
     They follow from the user's limits and from the maximum number of passes over a stream, in small and target runs.
-
-    Raises:
-        ValueError: a stream's minimum is above its maximum, or no shares within the limits sum to 1.
     """
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
@@ -326,8 +300,6 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
     """Train and evaluate a small model on a mixture, as a pipeline of two stages.
 
     Args:
-        plan: plan of the runs.
-        name: name of the run.
         shares: shares of the streams, [streams].
 
     Raises:
@@ -361,11 +333,7 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
 
 
 def _losses(plan: Plan, name: str) -> list[float]:
-    """Return the bits per byte of a run, one value per benchmark.
-
-    Raises:
-        ValueError: a benchmark has problems without an answer or a score.
-    """
+    """Return the bits per byte of a run, one value per benchmark."""
     path = plan.results(name)
     entries, losses = json.loads(path.read_text())["benchmarks"], list[float]()
     for benchmark in plan.benchmarks:

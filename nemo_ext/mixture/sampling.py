@@ -35,7 +35,6 @@ def sample(
         strengths: range of the concentration, (lowest, highest).
         least: streams with a share below this are excluded.
         most: maximum share of each stream, [streams].
-        seed: seed of all draws.
         before: existing mixtures, including the prior, which are kept.
 
     Raises:

@@ -24,19 +24,9 @@ _Positive = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mixture:
-    """The config's `mixture` section.
+    """The config's `mixture` section; hydra_conf/mixture.yaml describes its other keys.
 
     Attributes:
-        runs: number of sampled mixtures, in addition to the prior; null for five per stream.
-        prior: centre of the samples: shares by the streams' tokens (`sizes`) or the blend's shares (`weights`).
-        strengths: range of the Dirichlet distribution's concentration, which is drawn log-uniformly for each sample:
-            low values give few streams, high values mixtures near the prior.
-        least: streams with a share below this are excluded.
-        repeats: maximum number of passes over a stream, in the small runs and in the target run.
-        tokens: number of tokens in the target run; null if it sets no limits.
-        kl: weight of the mixture's KL divergence from the prior, in bits per byte per nat.
-        at_least, at_most: limits on shares, keyed by stream.
-        weights: weights of benchmarks in the mean to minimise, keyed by name; 1 for other benchmarks.
         seed: seed of the samples.
     """
 
@@ -81,15 +71,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext mixture`.
-
-    Attributes:
-        train: arguments of `nemo-ext train` for a small model, with the streams to mix as its data.
-        evaluate: arguments of `nemo-ext evaluate`, with benchmarks scored in bits per byte.
-        output: output folder.
-        shard: shard of the runs that this process does, such as 0/40; null for all runs.
-        mixture: settings of the samples, the fit, and the limits on the optimum.
-    """
+    """Settings of `nemo-ext mixture`, described in hydra_conf/mixture.yaml."""
 
     train: Annotated[Strings, Field(min_length=1), WORDS]
     evaluate: Annotated[Strings, Field(min_length=1), WORDS]

@@ -66,7 +66,6 @@ class Work:
     """State of a pipeline stage that runs on this machine.
 
     Attributes:
-        stage: the stage.
         config: composed config of its job.
         record: folder of the stage, with the record of its starts.
         log: file for its output.
@@ -256,11 +255,7 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
 
 
 def _refuse_queued(works: Sequence[Work]) -> None:
-    """Reject a stage that is queued or running on Slurm, as both jobs would write the same files.
-
-    Raises:
-        ValueError: a stage has such a job, or squeue fails.
-    """
+    """Reject a stage that is queued or running on Slurm, as both jobs would write the same files."""
     waiting = [work for work in works if work.state == "waiting" and job_of(work.record)]
     queue = queued() if waiting and shutil.which("squeue") else {}
     for work in waiting:
@@ -302,9 +297,6 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
     Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
     ended. On a file system without locks, a lease that ends with the command takes its place.
-
-    Raises:
-        ValueError: another command runs in the folder, or it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -443,10 +435,7 @@ def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received
     """Run a stage while its servers run.
 
     Args:
-        work: the stage.
-        servers: servers that the stage uses.
         lock: file descriptor of the pipeline's lock, which the job inherits.
-        shown: progress display.
         received: signals received so far, to which later ones are appended.
 
     Returns:
@@ -470,8 +459,6 @@ def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]
     """Run a server until the block ends; the block begins once the server answers requests or a signal has arrived.
 
     Args:
-        server: the server's stage.
-        shown: progress display.
         received: signals received so far, to which later ones are appended.
 
     Raises:

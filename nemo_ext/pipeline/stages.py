@@ -43,7 +43,6 @@ class Stage:
 
     Attributes:
         name: name of the stage and of its folder.
-        job: name of the job.
         words: arguments for `nemo-ext submit`, including those about site and queue.
         after: names of the stages on which it depends directly.
         parent: name of the stage whose model it starts from; None if there is none.
@@ -150,7 +149,8 @@ def read(words: Sequence[str]) -> Pipeline:
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
         all_words = [*config_dirs, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
-        words_of_stage = _last_of_each_key(all_words)
+        # The last value of a repeated key, at the first one's position; all config folders.
+        words_of_stage = list({w if w.startswith("-") else w.partition("=")[0]: w for w in all_words}.values())
         if any(word in words_of_stage for word in (f"to={run_dir / name}", f"to={hydra_value(str(run_dir / name))}")):
             raise ValueError(
                 f"stages.{name}: to={run_dir / name} is where the stage's starts are recorded; choose another folder, "
@@ -181,12 +181,7 @@ def read(words: Sequence[str]) -> Pipeline:
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
     """Replace `pipeline=PIPELINE` and `scale=NAME` with `pipeline=NAME/PIPELINE`, the pipeline's variant of that scale.
 
-    Args:
-        words: arguments of the pipeline; `scale=null` is only removed.
-        folders: config folders with pipelines.
-
-    Raises:
-        ValueError: the pipeline has no variant of that scale.
+    The words are arguments of the pipeline; `scale=null` is only removed.
     """
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
@@ -204,10 +199,6 @@ def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
     """Parse a file's stages and fill in `after`, by default the nearest stage above that is not a server.
 
     A stage also comes after its parent and after the stages that make its servers' models.
-
-    Raises:
-        ValueError: a name is invalid or unknown, a stage depends on a server, or `beside` names a stage that is not a
-            server.
     """
     for name in config["stages"]:
         if not _NAME.fullmatch(str(name)) or name in _RESERVED:
@@ -258,11 +249,7 @@ def _with_evaluations(stages: Mapping[str, StageConfig], words: Sequence[str]) -
 
 
 def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
-    """Sort the stages topologically, as close to the given order as possible.
-
-    Raises:
-        ValueError: the dependencies have a cycle.
-    """
+    """Sort the stages topologically, as close to the given order as possible."""
     ordered, remaining = dict[str, StageConfig](), dict(stages)
     while remaining:
         ready = next(
@@ -281,9 +268,6 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
     """Select the stages between the config's `from` and `to` that are not in `skip`, and return their names in order.
 
     The evaluation of the last stage and the servers that the stages use are included, unless skipped.
-
-    Raises:
-        ValueError: a name is unknown, or no stage remains.
     """
     names = list(stages)
     skip, first, last = strings(config["skip"]), config["from"], config["to"]
@@ -305,11 +289,7 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
 
 
 def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
-    """Return the argument that makes a stage's job start from its parent's model.
-
-    Raises:
-        ValueError: the parent makes no model, the job starts from none, or the formats differ.
-    """
+    """Return the argument that makes a stage's job start from its parent's model."""
     where = f"stages.{name}.parent={parent.name}"
     model, source = find(job).model, find(parent.job).model
     if not model.key:
@@ -325,18 +305,12 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
     return f"{model.key}={hydra_value(str(folder))}"
 
 
-def _last_of_each_key(words: Sequence[str]) -> list[str]:
-    """Remove repeated keys, keeping the last value at the first one's position; all config folders are kept."""
-    return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
-
-
 def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> bool:
     """Return whether a stage, including all tasks of an array, has finished with these arguments.
 
     Args:
         base: the stage's folder, for messages.
         records: folders whose `slurm` folder holds the record of starts.
-        arguments: the job's arguments.
 
     Raises:
         ValueError: it finished with other arguments.

@@ -48,7 +48,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             raise
         queue, wrong = {}, True
         stages_by_finding[Finding("error", str(error))] = ["the queue"]
-    for stage in _servers_last(pipeline):
+    for stage in sorted(pipeline.stages, key=lambda stage: stage.server):  # a server is queued only for its clients
         earlier = [
             (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs
         ]
@@ -140,10 +140,6 @@ def _other_tokenizers(
 def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mapping[str, Any] | None:
     """Derive the config.json of an RL policy that does not exist yet from the training that will make it.
 
-    Args:
-        submission: the job.
-        before: the jobs that it depends on.
-
     Returns:
         The config; None for other jobs, for a policy that exists, and for one whose sizes are not known yet.
 
@@ -155,7 +151,12 @@ def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mappi
         return None
     for _ in before:
         places = [read.path.resolve() for read in find(job).inputs(config) if read.model]
-        makers = [each for each in before if any(_makes(each, place) for place in places)]
+        makers = [
+            maker
+            for maker in before
+            for made in makes(maker.settings.job, maker.config)
+            if any(place.is_relative_to(made.resolve()) for place in places)
+        ]
         if not makers:
             return None
         job, config = makers[0].settings.job, makers[0].config
@@ -164,17 +165,6 @@ def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mappi
         if not find(job).model.same_sizes:
             return None
     return None
-
-
-def _makes(submission: Submission, place: Path) -> bool:
-    """Return whether a path is a job's output or lies inside it."""
-    made = makes(submission.settings.job, submission.config)
-    return any(place.is_relative_to(each.resolve()) for each in made)
-
-
-def _servers_last(pipeline: Pipeline) -> list[Stage]:
-    """Return the stages with servers last, as a server is queued only for the stages that use it."""
-    return sorted(pipeline.stages, key=lambda stage: stage.server)
 
 
 def _users(server: Stage, pipeline: Pipeline) -> list[str]:
@@ -194,14 +184,7 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records.
-
-    Args:
-        stage: the stage.
-        submissions: mapping from stage to its submission.
-        pipeline: the pipeline.
-        jobs: mapping from stage to its Slurm job id.
-    """
+    """Record a stage's servers and, if the stage is itself a server, the stages that use it, in its launch records."""
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
     asking = [record for name in _users(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:

@@ -30,19 +30,10 @@ def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
-def _with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """Return the config with another model, as `with_model`, and with MTP flags only if it has such depths."""
-    run = restore_depths(with_model(config, description, name), config)
-    return run if description.prediction else with_main_model(run, description, name)
-
-
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
     """Return the config from which a stage builds a model, without a precision plan and multi-token prediction.
 
-    Args:
-        config: composed config.
-        description: the model's description.
-        ranks: number of ranks, each of which holds the whole model.
+    Each of the `ranks` holds the whole model.
     """
     stage = {**with_main_model(config, description, "stage"), "precision_plan": None}
     stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
@@ -62,15 +53,13 @@ def healing_run(
     """Return the config of a child's training run.
 
     Args:
-        config: composed config.
-        description: the child's description.
-        heal: healing settings.
-        run_dir: directory of the run.
         start: run or checkpoint whose weights the run starts from.
-        tokens: length of the run in tokens.
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """
-    run = _with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
+    name = f"{config['model']['name']}_{run_dir.parent.name}"
+    run = restore_depths(with_model(config, description, name), config)
+    if not description.prediction:
+        run = with_main_model(run, description, name)
     megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
     run["run_dir"] = str(run_dir)
@@ -98,7 +87,6 @@ def logits_saving_run(run: Mapping[str, Any], folder: Path, top_k: int) -> dict[
 
     Args:
         run: config from `healing_run`, with the parent's model.
-        folder: folder the tokens are written to.
         top_k: number of tokens saved per position.
     """
     flags = {

@@ -42,17 +42,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Serving:
-    """Serving scenario for which costs are computed.
-
-    Attributes:
-        batch: number of concurrent sequences.
-        prompt: tokens per prompt.
-        context: maximum sequence length in tokens; caches are sized for it.
-        precision: precision of the weights, such as `bf16` or `fp8`.
-        cache_precision: precision of the KV cache.
-        flops: achieved FLOP/s in matrix products.
-        bandwidth: achieved memory read bandwidth in bytes/s.
-    """
+    """Serving scenario for which costs are computed, `puzzle.serving`, described in hydra_conf/compression.yaml."""
 
     batch: PositiveInt = 32
     prompt: PositiveInt = 2048
@@ -73,9 +63,7 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
     """Compute all resources of one block; a no-op costs nothing.
 
     Args:
-        parent: the parent's architecture, for everything that the block does not specify.
         block: the block with all values filled in; None for a no-op.
-        serving: serving scenario.
 
     Returns:
         Mapping from each of `RESOURCES` to its amount: a count, bytes, or seconds for the whole batch's prompts

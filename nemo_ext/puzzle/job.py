@@ -104,11 +104,7 @@ def _read_table(chosen: Settings, parent: Description) -> None:
 
 
 class Job:
-    """A compression job, which runs its stages in order.
-
-    Args:
-        config: composed config.
-    """
+    """A compression job, which runs its stages in order."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         check_machine(config)
@@ -182,13 +178,9 @@ class Job:
         write_versions(folder, sys.argv)
 
     def _run_stages(self, stages: Sequence[str]) -> None:
-        """Run those of the given stages that are not finished.
+        """Run the unfinished ones among consecutive stages.
 
-        Args:
-            stages: consecutive stages: several if they run on ranks, which are then started once for all; else one.
-
-        Raises:
-            ValueError: a stage needs the output of an unfinished one that is not in the list.
+        Stages that run on ranks come together, as the ranks are started once for all; others come alone.
         """
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
@@ -274,14 +266,7 @@ class Job:
         return bool(tokens)
 
     def _train(self, config: dict[str, Any]) -> None:
-        """Train until the last step.
-
-        Args:
-            config: composed config of the training run.
-
-        Raises:
-            ValueError: the run stopped early.
-        """
+        """Train until the last step; raises ValueError if the run stopped early."""
         launch.train(config)
         run_dir, steps = Path(config["run_dir"]), int(config["megatron"]["train_iters"])
         done = last_checkpoint(run_dir) or 0

@@ -70,8 +70,6 @@ def read_table(
     """Read the latencies as a mapping from full block notation, or `outside`, to latency.
 
     Args:
-        file: the JSON file.
-        architecture: the parent's architecture.
         required: blocks that the file must contain (`blocks_to_measure`).
         serving: serving scenario in which the latencies must have been measured.
 
@@ -115,11 +113,7 @@ def read_table(
 
 
 def _full(notation: str, architecture: Architecture, file: Path) -> str:
-    """Return a block's notation with the parent's values filled in.
-
-    Raises:
-        ValueError: the notation is invalid; the message names `file`, which contains it.
-    """
+    """Return a block's notation with the parent's values filled in."""
     try:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))

@@ -23,7 +23,6 @@ class StageWork:
     """Total work of one stage.
 
     Attributes:
-        stage: name of the stage.
         flops: FLOPs of all ranks together.
         gathered_bytes: bytes that each rank receives from other ranks: blocks of a sharded parent, gradients and
             weights of variants.
@@ -64,11 +63,8 @@ def stage_work(
     """Estimate the work of library, distill and score; other stages only run a few passes over the evaluation set.
 
     Args:
-        architecture: the parent's architecture with all values filled in.
         by_block: variants of each block, from `variants`.
-        chosen: settings of the compression.
         seq_length: tokens per sequence.
-        ranks: number of ranks.
         precision: precision of the parent and of written weights.
     """
     blocks = [_forward(architecture, each[0].block, seq_length) for each in by_block]
@@ -83,7 +79,6 @@ def stage_work(
         """Return the work of a stage for this parent, number of ranks and sharding.
 
         Args:
-            stage: name of the stage.
             flops: FLOPs of all ranks together.
             passed: bytes of the parent's weights that a rank's passes use, counted once per pass.
             written: bytes of weights written to disk.

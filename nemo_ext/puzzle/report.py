@@ -84,7 +84,7 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
                 STATES[row["name"]],
                 f"{row['loss']:.4f}",
                 "" if row is parent else _with_interval(row.get("from_parent")),
-                f"{bits:.3f}" if (bits := _bits_per_byte(row)) else "-",
+                f"{row['loss'] * row['predicted'] / row['bytes'] / log(2):.3f}" if row.get("bytes") else "-",
                 str(row["blocks"]),
                 f"{costs['parameters']:,.0f} ({costs['parameters'] / whole['parameters']:.0%})",
                 f"{costs['active_parameters'] / whole['active_parameters']:.0%}",
@@ -107,11 +107,6 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
-    """Return the loss of an evaluated model in bits per byte of text; None if the config has no tokenizer."""
-    return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
-
-
 def _with_interval(difference: Mapping[str, Any] | None) -> str:
     """Format a difference between two models' losses, with its confidence interval if known; "" for None."""
     if difference is None:
@@ -125,10 +120,7 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
     """Add a plot of the losses above the parent's against the number of parameters, with confidence intervals.
 
-    Args:
-        report: the report.
-        states: rows of evaluation.json, which include the child's states.
-        tried: rows of comparison.json and baselines.json, of which the baselines are shown.
+    The rows of evaluation.json (`states`) include the child's states; of the others, only baselines are shown.
     """
     from matplotlib import colormaps
 

@@ -15,7 +15,6 @@ class Score:
 
     Attributes:
         block: 1-based number of the block.
-        variant: name of the variant.
         kl: KL divergence from the parent, in nats per token.
         loss: language model loss, in nats per token.
         cosine: 1 - cosine similarity to the parent's last hidden states.

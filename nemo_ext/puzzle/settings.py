@@ -67,18 +67,7 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Training:
-    """Settings of block-wise distillation (`puzzle.distill`).
-
-    Attributes:
-        steps: training steps per variant; 0 keeps the weights initialised from the parent.
-        batch: global batch size in sequences, over all ranks.
-        lr: peak learning rate of AdamW, with cosine decay to zero after a short warm-up.
-        together: maximum number of variants that are trained in one forward pass of the parent, or scored at a time;
-            bounds memory use.
-        clip: maximum gradient norm of a variant.
-        save_interval: steps between checkpoints of the variants in training.
-        inputs: folder for block inputs passed between groups of variants; null to rerun the parent for each group.
-    """
+    """Settings of block-wise distillation, `puzzle.distill`, described in hydra_conf/compression.yaml."""
 
     steps: NonNegativeInt = 1000
     batch: PositiveInt = 16
@@ -91,13 +80,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Measure:
-    """Source of latencies other than the roofline.
-
-    Attributes:
-        enabled: True to measure latencies on this machine.
-        min_seconds: minimum total duration of a measurement's repetitions, in seconds.
-        table: JSON file with latencies in a serving engine (format: `nemo_ext.puzzle.latencies`).
-    """
+    """Source of latencies other than the roofline, `puzzle.measure`, described in hydra_conf/compression.yaml."""
 
     enabled: bool = False
     min_seconds: PositiveFloat = 0.2
@@ -129,18 +112,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Search:
-    """Objective and limits of the search.
-
-    Attributes:
-        metric: score to minimise.
-        shares: for each resource, its upper bound or `{lower: ..., upper: ...}`, as fractions of the parent's total.
-        limits: the same in the resource's own unit; for `throughput`, in tokens/s, a number is a lower bound.
-        pool: number of choices evaluated on real data; the best one becomes the child.
-        min_distance: minimum number of blocks in which any two choices differ.
-        gap: relative optimality gap of the score.
-        time_limit: time limit of the search in seconds.
-        sweep: Pareto front to draw.
-    """
+    """Objective and limits of the search, `puzzle.search`, described in hydra_conf/compression.yaml."""
 
     metric: Literal["kl", "loss", "cosine"] = "kl"
     shares: Annotated[dict[str, Any], REPLACED] = field(default_factory=dict)
@@ -165,17 +137,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fuse:
-    """Settings of FFN fusion; `nemo_ext.puzzle.fusion.fusion.plan` describes the limits.
-
-    Attributes:
-        enabled: True to fuse runs of FFN blocks.
-        keep_last: True to keep the last FFN of every run unfused.
-        max_width: maximum width of a fused block.
-        max_bytes: maximum size of a fused block's weights, in bytes at `puzzle.serving.precision`.
-        max_blocks: maximum number of blocks merged into one.
-        max_groups: maximum number of fused blocks.
-        largest_dependency: maximum mean dependency between blocks that are fused.
-    """
+    """Settings of FFN fusion, `puzzle.fuse`, described in hydra_conf/compression.yaml."""
 
     enabled: bool = True
     keep_last: bool = True
@@ -188,19 +150,9 @@ class Fuse:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Heal:
-    """Settings of the child's knowledge distillation and further training.
+    """Settings of the child's distillation and further training, `puzzle.heal`; see hydra_conf/compression.yaml.
 
-    Attributes:
-        tokens: length of the distillation in tokens; 0 skips it.
-        lr: peak learning rate, with cosine decay to a tenth of it.
-        warmup_tokens: length of the linear warm-up in tokens.
-        teacher: `online` to run it alongside the child; `cached` to write its most probable tokens to disk first.
-        kl_weight: weight of the KL divergence from the teacher.
-        lm_weight: weight of the language model loss.
-        temperature: softmax temperature of both the teacher's and the child's distribution.
-        top_k: number of the teacher's most probable tokens to distil from; null for all.
-        continue_tokens: tokens of ordinary training afterwards; 0 skips it.
-        megatron: additional Megatron flags for these runs.
+    The learning rate decays to a tenth of its peak, by a cosine.
     """
 
     tokens: NonNegativeFloat = 0
@@ -229,7 +181,7 @@ class Heal:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings under `puzzle:` (hydra_conf/puzzle.yaml describes the keys)."""
+    """Settings under `puzzle:` (hydra_conf/compression.yaml describes the keys)."""
 
     parent: Place | None = None
     child: Name = "child"

@@ -61,7 +61,6 @@ class Workspace:
 
     Attributes:
         run_dir: root folder.
-        child: name of the child.
         shard: shard of the stage that this command runs; None for the whole stage.
         parent: run directory or checkpoint of the parent.
         blocks: folder of variants and scores, shared by all children.
@@ -151,13 +150,7 @@ class Workspace:
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
         """Return True if a record has the current settings and inputs; False if not, but the stage may be run again.
 
-        Args:
-            stage: name of the stage.
-            file: record of the stage or of one of its shards.
-            finished: whether the stage is finished or was only begun, for the error message.
-
-        Raises:
-            ValueError: the settings or inputs differ, and the stage may not be run again.
+        The record is the stage's or a shard's; the error message says whether it is `finished` or was only begun.
         """
         record, now = json.loads(file.read_text()), self._now(stage)
         before, after = (_without_defaults(each["settings"]) for each in (record, now))
@@ -187,12 +180,7 @@ class Workspace:
         self._write_shard(stage, done=False)
 
     def finish(self, stage: str, *, empty: bool = False) -> None:
-        """Record that a stage is finished.
-
-        Args:
-            stage: name of the stage.
-            empty: True if it had nothing to do, so that it may run with other settings later.
-        """
+        """Record that a stage is finished; if it had nothing to do (`empty`), it may run with other settings later."""
         if self.shard is not None:
             self._write_shard(stage, done=True)
             return
@@ -271,12 +259,7 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a mapping from each stage to the settings that determine its results.
-
-    Args:
-        config: composed config.
-        section: its `puzzle` section.
-    """
+    """Return a mapping from each stage to the settings that determine its results."""
 
     def part(*names: str) -> dict[str, Any]:
         return {name: section[name] for name in names}

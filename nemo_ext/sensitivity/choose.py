@@ -36,19 +36,25 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
     """Choose units to put in FP8 so that their losses add up to at most a budget and the fewest bytes remain in BF16.
 
     Args:
-        units: units to choose from.
         losses: loss of each unit alone in FP8, at least 0.
         budget: maximum sum of the chosen units' losses.
     """
+    sizes = [(0.0, float(unit.bytes)) for unit in units]  # FP8, BF16
+    chosen = _lowest(sizes, [(loss, 0.0) for loss in losses], budget)
+    return tuple(unit for unit, option in zip(units, chosen, strict=True) if option == 0)
+
+
+def _lowest(costs: Sequence[Sequence[float]], amounts: Sequence[Sequence[float]], budget: float) -> tuple[int, ...]:
+    """Choose an option for each unit, so that the costs add up to the least, and the amounts to at most `budget`."""
     program = Program(
-        objective=[np.array([0.0, float(unit.bytes)]) for unit in units],  # FP8, BF16
-        rows=[np.array([[loss], [0.0]]) for loss in losses],
+        objective=[np.array(each) for each in costs],
+        rows=[np.array(each)[:, None] for each in amounts],
         lower=np.array([-np.inf]),
         upper=np.array([budget]),
     )
     answer = minimise(program, gap=GAP, time_limit=SECONDS)
-    assert answer.choice is not None, "everything in BF16 meets any budget"
-    return tuple(unit for unit, chosen in zip(units, answer.choice, strict=True) if chosen == 0)
+    assert answer.choice is not None, "the smallest options are within the budget"
+    return answer.choice
 
 
 def propose(
@@ -65,12 +71,10 @@ def propose(
     Every unit is assigned at least a small loss, as units that lose nothing alone may lose something together.
 
     Args:
-        units: units to choose from.
         losses: loss of each unit alone in FP8, in nats per token.
         budget: maximum loss of a plan, in nats per token.
         measure: function that returns the loss with several units in FP8.
         everything: loss with all units in FP8.
-        attempts: maximum number of plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:
@@ -119,15 +123,8 @@ def within_bits(options: Sequence[Sequence[Option]], budget: float) -> list[Opti
         options: the options of each unit.
         budget: maximum sum of bits; at least that of the smallest options.
     """
-    program = Program(
-        objective=[np.array([option.loss for option in each]) for each in options],
-        rows=[np.array([[option.bits] for option in each]) for each in options],
-        lower=np.array([-np.inf]),
-        upper=np.array([budget]),
-    )
-    answer = minimise(program, gap=GAP, time_limit=SECONDS)
-    assert answer.choice is not None, "the smallest options are within the budget"
-    return [each[chosen] for each, chosen in zip(options, answer.choice, strict=True)]
+    losses, bits = ([[getattr(option, name) for option in each] for each in options] for name in ("loss", "bits"))
+    return [each[number] for each, number in zip(options, _lowest(losses, bits, budget), strict=True)]
 
 
 def random_within_bits(options: Sequence[Sequence[Option]], budget: float, seed: int) -> list[Option]:

@@ -72,11 +72,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> None:
-    """Reject a plan without units, and a budget that does not suit the plan's precisions.
-
-    Raises:
-        ValueError: the message names the key.
-    """
+    """Reject a plan without units, and a budget that does not suit the plan's precisions."""
     every = units(plan, architecture, chosen.per)
     if chosen.bits is None:
         if plan.uses_nvfp4:

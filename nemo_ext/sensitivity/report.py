@@ -37,14 +37,7 @@ _KEPT, _HEAD = "#22262b", "#5b6470"
 
 
 def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, Any], architecture: Architecture) -> Path:
-    """Write report.md, its picture and the proposed plan, and return the report's path.
-
-    Args:
-        workspace: workspace with all measurements.
-        chosen: settings of the sweep.
-        config: the job's config.
-        architecture: the model's architecture.
-    """
+    """Write report.md, its picture and the proposed plan, and return the report's path."""
     plan = Plan.from_config(config["precision_plan"])
     every = units(plan, architecture, chosen.per)
     scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity, what="a score")}

@@ -13,19 +13,9 @@ from nemo_ext.puzzle.settings import Batches
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of a sensitivity sweep.
+    """Settings of a sensitivity sweep, described in hydra_conf/sensitivity.yaml.
 
-    Attributes:
-        model: path of a run directory or Megatron checkpoint.
-        per: granularity at which precision is chosen: `block`, or `part` of a block (`in_proj`, `fc1`, ...).
-        metric: metric that the budget limits: `kl`, KL(unchanged model || model in FP8), or `loss`, its increase.
-        share: budget as a fraction of the given plan's loss.
-        nats: budget in nats per token, instead of `share`.
-        bits: budget in average bits per weight, including scales, instead of `share`: each unit is in NVFP4, FP8 or
-            BF16. The average is over the weights that the given plan puts in FP8 or NVFP4.
-        attempts: maximum number of plans measured to find the best one within the budget; not used with `bits`.
-        calibration: training data for measuring sensitivities.
-        evaluation: validation data for comparing plans.
+    Average bits per weight include scales; the average is over the weights that the given plan puts in FP8 or NVFP4.
     """
 
     model: Place

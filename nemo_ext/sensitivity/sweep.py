@@ -61,11 +61,7 @@ def run(config_path: str) -> None:
 
 
 class Sweep:
-    """A sensitivity sweep on one rank.
-
-    Args:
-        config: composed config, including the `sensitivity` section.
-    """
+    """A sensitivity sweep on one rank."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.chosen, self.workspace = read_settings(config), Workspace(Path(config["run_dir"]))
@@ -96,7 +92,6 @@ class Sweep:
         """Measure every unit in every precision, choose the plan with the least loss, and compare it with others.
 
         Args:
-            measurements: measurements on the calibration data.
             bits: budget in average bits per weight of the units.
 
         Returns:
@@ -165,7 +160,6 @@ class Sweep:
         """Compare the proposal with other plans on validation data.
 
         Args:
-            best: the proposal.
             by_loss: all units, the least sensitive first.
 
         Returns:
@@ -198,9 +192,7 @@ class Sweep:
 def _reversed_choice(best: Proposal, by_loss: Sequence[Unit]) -> list[Unit]:
     """Return the FP8 units of a plan that keeps the least sensitive units in BF16, within the BF16 bytes of `best`.
 
-    Args:
-        best: the best proposal.
-        by_loss: all units, the least sensitive first.
+    `by_loss` are all units, the least sensitive first.
     """
     budget = sum(unit.bytes for unit in by_loss if unit not in best.low)
     low = []
@@ -224,7 +216,6 @@ class Measurements:
     """Losses of plans on one set of batches.
 
     Args:
-        parent: the model.
         batches: this rank's tokens `[batch, seq]`.
         file: file that earlier measurements are read from and new ones written to; None to save none.
     """
@@ -281,7 +272,6 @@ def _score(
     """Score the unchanged model, and the model with all units, each single unit and each group of units in FP8.
 
     Args:
-        measurements: measurements on the calibration data.
         every: all units.
         in_fp8: function that returns the plan with only these units in FP8.
 

@@ -43,8 +43,6 @@ def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
     """Group all weights that a plan puts in FP8 or NVFP4 into units, by block or part, in model order.
 
     Args:
-        plan: plan to improve.
-        architecture: the model's architecture.
         per: granularity, `block` or `part`.
 
     Raises:
@@ -105,13 +103,7 @@ def average_bits(plan: Plan, every: Sequence[Unit], architecture: Architecture) 
 
 
 def in_precisions(plan: Plan, choice: Mapping[Unit, str], architecture: Architecture) -> Plan:
-    """Return the plan with units in other precisions, and all other weights as before.
-
-    Args:
-        plan: plan to change.
-        choice: the units, and the precision of each.
-        architecture: the model's architecture.
-    """
+    """Return the plan with units in the precisions of `choice`, and all other weights as before."""
 
     def of(made: Plan) -> dict[tuple[int | None, str], str]:
         return {(each.weight.block, each.weight.part): each.precision for each in assigned(made, architecture)}

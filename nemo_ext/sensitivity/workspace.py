@@ -65,10 +65,6 @@ class Workspace:
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
         """Record the inputs from which the scores are computed.
 
-        Args:
-            config: the job's config, before data arguments are filled in.
-            checkpoint: path of the measured checkpoint.
-
         Raises:
             ValueError: existing scores were computed from other inputs.
         """

@@ -123,13 +123,7 @@ def stepped(run_dir: Path, start: Attempt) -> bool:
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
-    """Reason not to start a job again after its starts so far; None if it may be started again.
-
-    Args:
-        attempts: starts of the job, oldest first.
-        max_restarts: maximum number of restarts.
-        max_idle: maximum number of consecutive starts without a new checkpoint.
-    """
+    """Reason not to start a job again after these starts, oldest first; None if it may be started again."""
     attempts = [attempt for attempt in attempts if not attempt.reason.startswith(PASSED_OVER)]  # see guard.most
     idle = 0
     for attempt in reversed(attempts):

@@ -25,7 +25,6 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
     """Return the arguments of this array task, which does one run of a sweep or one shard of a job.
 
     Args:
-        job: name of the job.
         words: arguments of the whole job, which are returned unchanged outside an array.
         slurm: environment variables, including those that Slurm sets.
 

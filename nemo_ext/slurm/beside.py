@@ -26,11 +26,9 @@ def note_servers(record: Path, servers: Mapping[str, str]) -> None:
 
 
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
-    """Store in a server's record folder which runs use it.
+    """Store in a server's record folder the record folders of the runs that use it.
 
-    Args:
-        record: record folder of the server.
-        asking: record folders of the runs; empty for a server that runs independently of a pipeline.
+    There are none for a server that runs independently of a pipeline.
     """
     clients = [str(client.resolve()) for client in asking]
     write_text(record / attempts.FOLDER / _ASKING, json.dumps(clients, indent=1) + "\n")
@@ -51,10 +49,7 @@ def is_asked(records: Sequence[Path]) -> bool:
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
     """Wait until each server that a run uses is up or has left the queue, or until a signal arrives.
 
-    Args:
-        record: record folder of the run.
-        say: function that prints a message.
-        stopped: list to which the caller's signal handler adds signals; waiting ends once it is not empty.
+    The caller's signal handler adds signals to the list `stopped`; waiting ends once it is not empty.
     """
     file = record / attempts.FOLDER / _SERVERS
     servers: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}

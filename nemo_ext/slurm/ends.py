@@ -60,11 +60,8 @@ def first_error(log: Path, position: int = 0) -> str:
     """Return the first error of the last start in a log, as one line; "" if there is none.
 
     An error is the exception in a rank's traceback, or a line "error: ...". Running out of memory takes precedence, as
-    it makes other ranks fail. If there is neither, Slurm's message about the job's end is returned.
-
-    Args:
-        log: path of the log.
-        position: byte offset from which the log is read.
+    it makes other ranks fail. If there is neither, Slurm's message about the job's end is returned. The log is read
+    from the byte offset `position`.
     """
     if not log.is_file():
         return ""

@@ -20,11 +20,7 @@ RECORDS = Path("runs/slurm")
 
 
 def submitted(name: str) -> Job:
-    """Look up a job that can be submitted to Slurm.
-
-    Raises:
-        ValueError: no such job can be submitted.
-    """
+    """Look up a job that can be submitted to Slurm; raises ValueError if no such job can be submitted."""
     known = [job.name for job in jobs() if job.script]
     if name not in known:
         raise ValueError(f"job={name} cannot be submitted: {nearest(name, known)}")

@@ -23,7 +23,7 @@ from nemo_ext.job.findings import Finding, errors
 from nemo_ext.job.job import Job, at, invoke, is_coming, will_exist
 from nemo_ext.job.registry import job as find
 from nemo_ext.job.settings import nearest
-from nemo_ext.slurm.cluster import Cluster, Limit, call, duration
+from nemo_ext.slurm.cluster import Cluster, call, duration
 from nemo_ext.slurm.jobs import checkpoints_of, makes, nodes_and_gpus, record_of
 from nemo_ext.slurm.settings import Settings
 
@@ -42,8 +42,6 @@ def findings(
     """Check a job and return all findings; those of kind error would make it fail.
 
     Args:
-        config: the job's composed config.
-        settings: site and queue settings.
         paths: whether to check files; False for a table of recipes and sites.
         coming: paths that earlier jobs will write, so that they need not exist yet.
         model_to_come: config.json of the policy that earlier jobs will write; None if unknown.
@@ -70,7 +68,7 @@ def findings(
     if paths and job.training:
         tokenised = job.ranks == "slurm" and not here
         collected += [*_data(config, coming, tokenised=tokenised), *_offline(config, cluster)]
-    if paths and job.training and not _tokenizer_missing(collected):
+    if paths and job.training and not any(finding.text.startswith("data.tokenizer: ") for finding in collected):
         collected += _tokenizers(config, coming)
     if not errors(collected):
         for name, part in started(settings.job, config):
@@ -108,11 +106,6 @@ def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> It
     yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
     if error is not None:
         yield error
-
-
-def _tokenizer_missing(found: Sequence[Finding]) -> bool:
-    """True if a finding says that the tokenizer is missing."""
-    return any(one.text.startswith("data.tokenizer: ") for one in found)
 
 
 def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -183,7 +176,11 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
         yield Finding("error", f"{nodes_key}={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}")
     if settings.time is not None and duration(settings.time) > duration(limit.time):
-        longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
+        longer = [
+            name
+            for name, other in cluster.limits.items()
+            if duration(settings.time) <= duration(other.time) and (other.nodes is None or nodes <= other.nodes)
+        ]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
 
 
@@ -319,10 +316,6 @@ def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
             f"data.tokenizer: {name} is neither a folder nor in {hub}, and compute nodes have no internet; "
             f"download it here first (hf download {name})",
         )
-
-
-def _allows(limit: Limit, time: str, nodes: int) -> bool:
-    return duration(time) <= duration(limit.time) and (limit.nodes is None or nodes <= limit.nodes)
 
 
 def _qos(cluster: Cluster) -> str:

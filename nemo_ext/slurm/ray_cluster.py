@@ -186,11 +186,7 @@ class RayCluster:
             )
 
     def _wait_until_joined(self, deadline: float) -> None:
-        """Wait until all started nodes have joined.
-
-        Raises:
-            ClusterError: a node's step has ended, or has not joined in time.
-        """
+        """Wait until all started nodes have joined."""
         while len(self._joined) < len(self._steps):
             lost = self.lost()
             missing = [node for node in self._steps if node not in self._joined]
@@ -254,12 +250,7 @@ def _raise_open_files() -> None:
 
 
 def _hold(folder: Path, options: Sequence[str]) -> int:
-    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code.
-
-    Args:
-        folder: folder for Ray's temporary files.
-        options: further options of `ray start`.
-    """
+    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of Ray become children of this process
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)

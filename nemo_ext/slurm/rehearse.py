@@ -66,9 +66,7 @@ def with_rehearsals(
     """Add the findings of rehearsals, which replace the cost model's findings on memory.
 
     Args:
-        findings: findings so far.
         configs: composed configs of training runs; configs with equal shapes are rehearsed once.
-        settings: site and queue settings.
         kept: folder for results, which may hold earlier ones.
         coming: paths that earlier jobs will write.
     """
@@ -119,9 +117,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
     """Return the sections `model` and `megatron` of the model in a folder; None if there is none.
 
-    Args:
-        folder: folder of the model, whose content may change between rehearsals.
-        key: config key that names the folder.
+    The content of the folder, which the config names under `key`, may change between rehearsals.
     """
     with contextlib.suppress(ValueError):
         config = model_of(str(folder), key)
@@ -141,8 +137,6 @@ def _result(
     """Return the result of the rehearsal in a folder, which is run if there is none yet.
 
     Args:
-        config: composed config of the training run.
-        folder: folder of the rehearsal.
         limit: time limit in seconds; None for no limit.
 
     Returns:
@@ -184,12 +178,7 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
-    """Yield a finding on the peak memory of the rank that needs the most.
-
-    Args:
-        result: result of a rehearsal.
-        node: hardware of each node; None if unknown.
-    """
+    """Yield a finding on the peak memory of the rank that needs the most; `node` is None if its hardware is unknown."""
     if not result["ranks"]:
         yield Finding("note", "nothing to rehearse: no stage runs a model")
         return

@@ -153,7 +153,8 @@ class Batch(ABC):
             if ready.step is not None and ready.target is not None and ready.step >= ready.target:
                 return self._finish(record, f"step {ready.step}{of} is saved in {record}")
             self._refuse_second(record)
-            output = _output()
+            stdout = Path("/proc/self/fd/1")
+            output = stdout if stdout.is_file() else None
             began = attempts.begin(
                 record,
                 job=self.name,
@@ -291,9 +292,7 @@ class Batch(ABC):
         Args:
             ready: state before the work.
             step: step of the newest checkpoint.
-            reason: why the work ended.
             lasting: why a new start would fail as well; "" if it may succeed.
-            code: exit code of the work.
         """
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
@@ -323,8 +322,7 @@ class Batch(ABC):
 def gpu_line(*, container: bool) -> str:
     """Line that names this node's GPUs and driver, and warns if torch's CUDA requires a newer one; "" without GPUs.
 
-    Args:
-        container: whether ranks use a container's torch instead of this Python's.
+    With `container`, it is the container's torch, otherwise this Python's.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""
@@ -351,12 +349,6 @@ def _cuda_of_torch() -> str | None:
         return None
     found = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.M)
     return found and found[1]
-
-
-def _output() -> Path | None:
-    """The job's output file; None if the output is not a file."""
-    place = Path("/proc/self/fd/1")
-    return place if place.is_file() else None
 
 
 def _saved_in(record: Path, step: int | None) -> str:

@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -84,7 +84,9 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     is_queued = bool(queued_job(run_dir, queue))
     step, _ = newest(run_dir / METRICS)
     target = target_of(run_dir)
-    at = _step_of(step) if step else last_checkpoint(run_dir) or 0
+    at = last_checkpoint(run_dir) or 0
+    if step:  # for `nemo-ext online`, the number of completed rounds
+        at = int(step["step"]) if "step" in step else int(step["rounds"]) + 1
     left = None
     if step and target and step.get("seconds_per_step"):
         left = max(0, int(target) - at) * float(step["seconds_per_step"])
@@ -189,11 +191,6 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 
-def _step_of(line: Mapping[str, Any]) -> int:
-    """Step in a line of metrics; for `nemo-ext online`, the number of completed rounds."""
-    return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
-
-
 def _unfinished_parent(run_dir: Path) -> Path | None:
     listed = run_dir / attempts.FOLDER / PARENTS
     parents = [Path(line) for line in listed.read_text().splitlines()] if listed.is_file() else []
@@ -251,11 +248,7 @@ def queued(patience: float = 0.0) -> dict[str, str]:
 
 
 def runs_below(places: Sequence[Path]) -> list[Path]:
-    """Run directories with Slurm jobs at or below the given paths, sorted.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Run directories with Slurm jobs at or below the given paths, sorted; raises ValueError if there are none."""
     runs = {
         folder.parent
         for place in places
@@ -316,10 +309,6 @@ def log_of(run_dir: Path) -> Path:
 
 def follow(run_dir: Path, lines: int) -> NoReturn:
     """Follow a run's log: wait for its job, show the job's output, and switch to the ranks' log once it exists.
-
-    Args:
-        run_dir: run directory.
-        lines: number of lines to show first.
 
     Raises:
         ValueError: there is no log, and the run has no job in the queue.

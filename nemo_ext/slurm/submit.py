@@ -142,7 +142,6 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
     """CPU cores per task, in proportion to its GPUs; None if the site's hardware is unknown.
 
     Args:
-        settings: site and queue settings.
         gpus: number of GPUs that the job uses on each node; with 0, it gets all cores.
         ranks: number of tasks per node.
     """
@@ -157,11 +156,7 @@ OPERATION = "operation=cluster"
 
 
 def script_of(job: str) -> Path:
-    """Path of a job's batch script.
-
-    Raises:
-        ValueError: the job has none.
-    """
+    """Path of a job's batch script; raises ValueError if the job has none."""
     return SCRIPTS / f"{submitted(job).script}.sbatch"
 
 
@@ -250,11 +245,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
     """Collect all findings on a job before it is submitted.
 
     They come from our own checks, Megatron (if installed), bash (syntax of the batch script), `sbatch --test-only`, and
-    a rehearsal.
-
-    Args:
-        submission: the job.
-        kept: folder for rehearsal results; None for the default one in the record folder.
+    a rehearsal. Results of the rehearsal are in the folder `kept`; by default, in the record folder.
     """
     settings, coming = submission.settings, submission.coming
     collected = list(submission.notes)
@@ -378,10 +369,8 @@ def variable(stage: str) -> str:
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
     """Yield shell lines that submit the job, one for each round.
 
-    Args:
-        submission: the job.
-        stage: name of the job's pipeline stage, if later lines need its job id; the last line stores the id in the
-            shell variable `variable(stage)`. None if no later line needs it.
+    If later lines need the job id of the pipeline stage `stage`, the last line stores it in the shell variable
+    `variable(stage)`.
     """
     rounds, before = submission.every_round, ""
     for number, round_ in enumerate(rounds, start=1):

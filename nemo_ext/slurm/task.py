@@ -109,11 +109,7 @@ class Task(Batch):
     ) -> int:
         """Run ranks on all nodes until they or the job that requested them ends, and return srun's exit code.
 
-        Args:
-            job: process of the job.
-            environment: environment variables of the ranks.
-            words: Python's arguments on each rank.
-            log: path of the file to append the ranks' output to; None for the job's output.
+        Their output is appended to the file `log`; None for the job's output.
         """
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
@@ -143,7 +139,6 @@ class Task(Batch):
         """Run a server until it ends, or until all stages that use it have ended, and return its exit code.
 
         Args:
-            words: command that runs the server.
             also: command that runs its replicas on other nodes; if either ends, so does the other. None if there are
                 none.
             asking: record folders of the stages that use it; empty for a server that runs until it is stopped.

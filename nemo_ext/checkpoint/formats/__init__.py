@@ -38,7 +38,6 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
     """Choose the format for a model; return it with the content of config.json.
 
     Args:
-        description: the model.
         architecture: class name of the format; if None, the first that can express the model is chosen.
 
     Raises:

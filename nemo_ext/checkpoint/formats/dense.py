@@ -62,11 +62,7 @@ def dense_description(
 ) -> Description:
     """Build a description from the keys shared by all dense families.
 
-    Args:
-        keys: the config.json.
-        blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
-        settings: fields of `Architecture`.
-        own: fields of `Description`.
+    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes.
     """
     if blocks is None:
         layer = [*equal_attention(keys), Block.from_values("-", ffn=keys.integer("intermediate_size"))]
@@ -78,7 +74,6 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
     """Read the sizes that all attention blocks of a model share.
 
     Args:
-        keys: the config.json.
         window: sliding window to give the block, in tokens; None for full attention.
 
     Returns:
@@ -195,10 +190,7 @@ def _write_llama(description: Description) -> dict[str, Any]:
 def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any) -> Description:
     """Build a description from a config.json with Llama's keys.
 
-    Args:
-        keys: the config.json.
-        blocks: the model's blocks; if None, alternating attention and MLP blocks of equal sizes.
-        own: further fields of `Description`.
+    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes.
     """
     keys.only("hidden_act", "silu")
     return dense_description(
@@ -327,12 +319,7 @@ def _read_olmo3(keys: Keys) -> Description:
 def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     """Read the RoPE settings of OLMo 3's full-attention blocks or, if there are none, of its windowed blocks.
 
-    Args:
-        keys: the config.json.
-        types: each layer's type, `full_attention` or `sliding_attention`.
-
-    Raises:
-        ValueError: Megatron or transformers does not support the settings.
+    Each layer's type is `full_attention` or `sliding_attention`.
     """
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():

@@ -217,13 +217,9 @@ def described(
     """Build a description from the keys shared by all config.json files.
 
     Args:
-        keys: the config.json.
-        blocks: blocks of the model.
-        settings: further fields of `Architecture`.
         vocabulary: default of `vocab_size`; if None, the key is required.
         hidden: default of `hidden_size`; if None, the key is required.
         prediction: blocks of a depth of multi-token prediction, and the number of depths.
-        own: further fields of `Description`.
     """
     size = keys.integer("vocab_size", vocabulary)
     architecture = Architecture(

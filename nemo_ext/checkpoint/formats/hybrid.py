@@ -102,7 +102,6 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     """Reject router normalisation that differs from Megatron's: division by the sum if k is at least 2, none if k is 1.
 
     Args:
-        keys: the config.json.
         top_k: numbers of experts per token that the model's blocks use.
 
     Raises:
@@ -126,9 +125,6 @@ def write_hybrid(
     """Return the config.json of a hybrid model.
 
     Args:
-        description: the model.
-        model_type: `model_type` of config.json.
-        name: class name in `architectures`.
         by_block: keys that are omitted because each block has its own value; the others hold for all blocks.
 
     Raises:
@@ -205,7 +201,9 @@ def write_hybrid(
 
 
 def _read(keys: Keys) -> Description:
-    blocks, prediction = _pattern(keys).blocks, _prediction(keys)
+    types = keys.get("layers_block_type") or keys.get("layer_types")
+    blocks, prediction = _blocks(keys, "hybrid_override_pattern", types).blocks, _prediction(keys)
+    check_layers(keys, len(blocks), "the pattern")
     kinds = {block.kind for block in (*blocks, *prediction[0])}
     return read_hybrid(
         keys,
@@ -228,11 +226,7 @@ def read_hybrid(
     """Read the settings of a hybrid model that hold for all its blocks.
 
     Args:
-        keys: the config.json.
-        blocks: blocks of the model.
         prediction: blocks of a depth of multi-token prediction, and the number of depths.
-        router: expert routing.
-        settings: further fields of `Architecture`.
 
     Raises:
         ValueError: Megatron does not support a setting.
@@ -260,12 +254,6 @@ def read_hybrid(
         norm_epsilon=epsilon,
         router=router,
     )
-
-
-def _pattern(keys: Keys) -> Pattern:
-    pattern = _blocks(keys, "hybrid_override_pattern", keys.get("layers_block_type") or keys.get("layer_types"))
-    check_layers(keys, len(pattern.blocks), "the pattern")
-    return pattern
 
 
 def _prediction(keys: Keys) -> tuple[tuple[Block, ...], int]:
@@ -299,7 +287,6 @@ def _blocks(keys: Keys, key: str, types: Any) -> Pattern:
     """Read the model's blocks from config.json.
 
     Args:
-        keys: the config.json.
         key: name of the key that holds one letter per block, such as `M*E`.
         types: list of block types; None if the config.json has that key only.
 
@@ -357,11 +344,7 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
 
 
 def read_router(keys: Keys) -> Router:
-    """Read the expert routing.
-
-    Raises:
-        ValueError: Megatron does not support a setting.
-    """
+    """Read the expert routing; raises ValueError if Megatron does not support a setting."""
     for name in ("n_group", "topk_group", "n_shared_experts"):
         keys.only(name, 1)
     check_normalised(keys, {keys.integer("num_experts_per_tok", 2)})

@@ -88,16 +88,11 @@ def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple
     """Read a list of blocks, and check the keys that repeat their kinds.
 
     Args:
-        keys: the config.json.
-        name: key of the list.
         letters: key with one letter per block, if it is set.
         types: key with the list of block types, if it is set.
 
     Returns:
         The blocks with all their sizes, and the expert routing of MoE blocks by their place in config.json.
-
-    Raises:
-        ValueError: the list or a block is invalid; names the block and the key.
     """
     entries = keys.get(name)
     if not isinstance(entries, list) or not entries:

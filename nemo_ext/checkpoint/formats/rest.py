@@ -45,11 +45,8 @@ def ignored_keys(
     """Return the unread keys whose value disables them, in config.json order.
 
     Args:
-        config: config.json.
-        read: keys that the format read.
         known: keys of the format's class that have no effect in Megatron, or only affect blocks that this model does
             not have.
-        architecture: name of the class, for the message.
 
     Raises:
         ValueError: a key is neither read, nor known, nor disabled.

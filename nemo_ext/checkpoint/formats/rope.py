@@ -56,7 +56,6 @@ def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = D
     precedence over those at the top level of config.json, but its `original_max_position_embeddings` does not.
 
     Args:
-        keys: the config.json.
         percent: default of `partial_rotary_factor`; None for a class that always rotates whole heads.
         default_base: default of `rope_theta`.
 

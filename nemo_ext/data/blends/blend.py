@@ -63,7 +63,6 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
     warning.
 
     Args:
-        config: resolved config of a training run.
         tokens: number of tokens read from this blend; None for the whole run's tokens.
 
     Raises:

@@ -23,7 +23,6 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
     the excess goes to the group's siblings.
 
     Args:
-        root: The tree.
         sizes: Sizes of streams, keyed by name; required for streams under rules and caps that depend on sizes.
         tokens: Number of the run's tokens; required only for caps.
 

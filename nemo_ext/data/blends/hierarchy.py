@@ -321,7 +321,6 @@ def positive(
 
     Args:
         where: key of the setting, for the message.
-        value: value of the setting.
         zero: True to allow 0.
         most: maximum; None for no limit.
         excludes: True if 0 would exclude a part of the blend, so that the message says how to do that.

@@ -21,15 +21,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of `nemo-ext blend`, except the recipe and its data.
-
-    Attributes:
-        tokens: length of the run in tokens; null for the recipe's.
-        output: folder for the report and for the blend as files; null for none.
-        max_epochs: number of epochs of a stream above which there is a warning; null for the blend's.
-        refuse_epochs: number of epochs of a stream above which the blend is rejected; null for the blend's.
-        require_files: true to reject streams that are not tokenised yet.
-    """
+    """Settings of `nemo-ext blend`, except the recipe and its data, described in hydra_conf/blend.yaml."""
 
     tokens: Positive | None
     output: Place | None

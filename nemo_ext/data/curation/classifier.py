@@ -31,7 +31,6 @@ class Scorer:
     Attributes:
         score: function from a text to the probability that it belongs to the positive class.
         recommended: recommended threshold, determined in training.
-        files: files of the classifier.
     """
 
     score: Callable[[str], float]
@@ -57,7 +56,6 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
     """Load a classifier from its folder or from a fastText model file.
 
     Args:
-        path: the folder or file.
         label: label of the positive class in a fastText model file.
 
     Raises:

@@ -67,11 +67,7 @@ def line_of(document: Document, **more: Any) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[Document]:
-    """Yield the documents in a file written by `Writer`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Yield the documents in a file written by `Writer`; raises ValueError if the file is damaged."""
     try:
         with open_lines(str(path)) as file:
             for line in file:

@@ -1,9 +1,7 @@
 """Curation funnel: documents, bytes and tokens into and out of each stage, and dropped documents by reason."""
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
@@ -50,14 +48,7 @@ class Through:
     dropped: dict[str, Reason] = field(default_factory=dict)
 
     def drop(self, reason: str, amount: Amount, document: str, detail: str) -> None:
-        """Count a dropped document, and keep it as an example if its hash is among the smallest.
-
-        Args:
-            reason: reason for which it was dropped.
-            amount: size of the document.
-            document: id of the document.
-            detail: text to show with the example.
-        """
+        """Count a dropped document, and keep it as an example if its hash is among the smallest."""
         counts = self.dropped.setdefault(reason, Reason())
         counts.amount.add(amount)
         document, detail = (text.encode(errors="replace").decode() for text in (document, detail))
@@ -105,20 +96,3 @@ class Counts:
             self.stage(name).add(through)
         for place, amount in other.written.items():
             self.written.setdefault(place, Amount()).add(amount)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts in a form that can be stored as JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Counts":
-        """Restore counts from the result of `as_json`."""
-        stages = {}
-        for name, stage in values["stages"].items():
-            dropped = {
-                reason: Reason(Amount(**counts["amount"]), [(a, b, c) for a, b, c in counts["examples"]])
-                for reason, counts in stage["dropped"].items()
-            }
-            stages[name] = Through(Amount(**stage["came"]), Amount(**stage["kept"]), stage["changed"], dropped)
-        written = {folder: Amount(**amount) for folder, amount in values["written"].items()}
-        return Counts(ReadReport(**values["read"]), stages, written)

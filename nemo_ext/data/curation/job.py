@@ -22,7 +22,6 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
     """Validate a composed config and return its settings, stages and sources.
 
     Args:
-        config: composed config.
         files: whether to check files too (input, models and lists); False if an earlier job has yet to write them.
 
     Raises:

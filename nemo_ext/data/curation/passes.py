@@ -28,6 +28,7 @@ from nemo_ext.job.files import complete_file, publish, unfinished, write_text
 from nemo_ext.job.made_of import noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import uniform
+from nemo_ext.job.settings import checked
 from nemo_ext.job.units import Units
 
 READ = "read"
@@ -81,7 +82,6 @@ def units_of(plan: Plan, *, store: bool = True) -> list[Unit]:
     """Return the units of the input; the first process cuts them and writes the list that the others read.
 
     Args:
-        plan: settings and sources.
         store: whether to write the list.
 
     Raises:
@@ -123,7 +123,7 @@ class Work:
 
     def counts(self, unit: int) -> Counts:
         """Return the counts of a finished unit."""
-        return Counts.from_json(json.loads(self.units.file(unit).read_text()))
+        return checked(Counts, json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
         """Return the features that the barrier recorded for a finished unit."""
@@ -230,7 +230,7 @@ def run_unit(work: Work, unit: Unit) -> None:
             documents = flow.judged(name, judge_of(work.config, name), documents)
         for _ in flow.stored(end.features, documents) if isinstance(end, Barrier) else flow.written(documents):
             pass
-    write_text(work.units.file(unit.number), json.dumps(flow.counts.as_json()))
+    write_text(work.units.file(unit.number), json.dumps(asdict(flow.counts)))
 
 
 class Flow:

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +41,7 @@ from nemo_ext.data.curation.passes import (
 )
 from nemo_ext.data.curation.results import RESULTS, finish, remove
 from nemo_ext.data.curation.settings import Plan
-from nemo_ext.data.curation.stage import Barrier, Values
+from nemo_ext.data.curation.stage import Barrier
 from nemo_ext.data.curation.stages.duplicates import NearDuplicates
 from nemo_ext.data.curation.stages.rules import Characters
 from nemo_ext.data.text.documents import Unit
@@ -63,12 +64,7 @@ _UNITS_PER_TASK = 1000
 
 
 class Block(PipelineStep):
-    """Base class of blocks that belong to a pass; `name` is the stage's name.
-
-    Args:
-        work: the pass.
-        name: name of the stage.
-    """
+    """Base class of blocks that belong to a pass; `name` is the stage's name."""
 
     type = "nemo_ext"
 
@@ -115,7 +111,8 @@ class Store(Block):
         barrier = self.work.plan.stages[self.name]
         assert isinstance(barrier, Barrier)
         with self.flow(rank) as flow:
-            yield from flow.stored(_no_values if by_datatrove(barrier) else barrier.features, data)
+            none = np.empty(0, dtype=np.uint64)
+            yield from flow.stored((lambda document: none) if by_datatrove(barrier) else barrier.features, data)
 
 
 class Write(Block):
@@ -130,7 +127,6 @@ class Decide(Block):
     """Single task after a pass: decides on duplicates, or takes the decision from datatrove's clusters.
 
     Args:
-        work: the pass.
         name: name of the barrier at its end.
         removed: datatrove's folder with the numbers of the documents to remove; None to decide here.
     """
@@ -177,13 +173,7 @@ def by_datatrove(barrier: object) -> TypeGuard[NearDuplicates]:
 
 
 def executors(plan: Plan, config: str, units: Sequence[Unit]) -> list[PipelineExecutor]:
-    """Build datatrove's executors, in the order in which they must run.
-
-    Args:
-        plan: contents of the config.
-        config: the composed config as JSON.
-        units: units of the input; each is a task of every pass.
-    """
+    """Build datatrove's executors, in the order in which they must run; each of the `units` is a task of every pass."""
     settings = plan.settings
     kind, workers = _EXECUTORS[settings.datatrove.executor], settings.workers
     if workers is None:
@@ -250,11 +240,6 @@ def check(plan: Plan) -> None:
 def run(plan: Plan, config: str, units: Sequence[Unit]) -> None:
     """Run the jobs, or queue those for Slurm; datatrove skips completed tasks.
 
-    Args:
-        plan: contents of the config.
-        config: the composed config as JSON.
-        units: units of the input.
-
     Raises:
         JobFailed: tasks failed.
     """
@@ -278,10 +263,6 @@ def shown(executor: PipelineExecutor) -> str:
     """Return the name, number of tasks and blocks of a job as text."""
     blocks = [f"  {type(step).__name__} {step.name}" for step in executor.pipeline]
     return "\n".join([f"{Path(executor.logging_dir.path).name}: {executor.world_size} tasks", *blocks])
-
-
-def _no_values(document: Document) -> Values:
-    return np.empty(0, dtype=np.uint64)
 
 
 def _labels(counts: Counts) -> Iterator[tuple[str, int]]:
@@ -339,4 +320,4 @@ def _collect(work: Work, units: Sequence[Unit]) -> None:
     (logs,) = (work.plan.settings.folder / _LOGS).glob(f"[0-9][0-9]_pass_{work.number}")
     for unit in units:
         stats = json.loads((logs / "stats" / f"{unit.number:05d}.json").read_text())
-        write_text(work.units.file(unit.number), json.dumps(_counts(stats).as_json()))
+        write_text(work.units.file(unit.number), json.dumps(asdict(_counts(stats))))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
     if plan.skipped:
         about["not run"] = ", ".join(f"{name} (no {missing})" for name, missing in plan.skipped.items())
     page = report.page(about, counts, list(plan.stages)).write(folder / REPORT, page=True)
-    write_text(folder / RESULTS, json.dumps({name: each.as_json() for name, each in counts.items()}, indent=1) + "\n")
+    write_text(folder / RESULTS, json.dumps({name: asdict(each) for name, each in counts.items()}, indent=1) + "\n")
     first, kept = Amount(), Amount()
     for stream_counts in counts.values():
         first.add(stream_counts.stage(READ).kept)

@@ -36,17 +36,10 @@ KINDS: dict[str, type[Stage]] = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curate:
-    """The config's `curate` section.
+    """The config's `curate` section; hydra_conf/curate.yaml describes its other keys.
 
     Attributes:
-        stages: names of the blocks to run, in order.
         blocks: mapping from name to a stage's `kind` and settings; blocks that `stages` does not name are not run.
-        keep_dropped: which dropped documents to write to `dropped`: none, one in a hundred, or all.
-        optional: names of stages that do not run while the models or lists they need are not set.
-        divide: document keys whose values divide the output into folders.
-        tokenizer: tokenizer with which the funnel also counts tokens; null to count none.
-        unit: number of input bytes per unit of work and per output file, where input files can be cut.
-        memory: approximate memory in bytes for deciding on duplicates.
     """
 
     stages: Annotated[StringsOrNone, Field(min_length=1)]
@@ -61,12 +54,7 @@ class Curate:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Datatrove:
-    """The config's `datatrove` section, for `engine=datatrove`.
-
-    Attributes:
-        executor: datatrove's executor.
-        options: the executor's arguments, such as time and partition for Slurm.
-    """
+    """The `datatrove` section, for `engine=datatrove`, described in hydra_conf/curate.yaml."""
 
     executor: Literal["local", "slurm", "ray"]
     options: dict[str, Any]
@@ -74,17 +62,7 @@ class Datatrove:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext curate`, except its text and the `curate` section.
-
-    Attributes:
-        preset: name of the preset, for the report.
-        output: folder to write.
-        workers: number of processes; null for one per core.
-        shard: shard that this process works on, such as 0/64; null for all of the work.
-        engine: `datatrove` to run the stages as datatrove's pipelines; null for worker processes and shards.
-        datatrove: executor of datatrove's pipelines.
-        dry_run: whether to list the work only.
-    """
+    """Settings of `nemo-ext curate`, except its text and the `curate` section, described in hydra_conf/curate.yaml."""
 
     preset: str | None
     output: Annotated[Place, Field(min_length=1)]
@@ -100,7 +78,6 @@ class Plan:
     """Validated contents of a composed config.
 
     Attributes:
-        settings: settings of the job.
         curate: the `curate` section.
         stages: stages in order, keyed by name.
         streams: sources, keyed by stream name.

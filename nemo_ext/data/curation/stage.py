@@ -91,7 +91,6 @@ class Barrier(Stage):
         Args:
             units: features of every unit, in order.
             mark: function that sets verdicts; see `Mark`.
-            memory: approximate memory in bytes that may be used.
         """
         raise NotImplementedError
 

@@ -33,20 +33,11 @@ _LEAST_STEPS = 500_000
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext curate_classifier`.
+    """Settings of `nemo-ext curate_classifier`; hydra_conf/curate_classifier.yaml describes the other keys.
 
     Attributes:
-        positives: files with documents of the desired quality.
-        negatives: files with other documents, such as a sample of the web.
         kind: file kind; null to infer it from the file names.
         text_key: key of a record's text; null for `text`.
-        output: folder to write.
-        engine: `fasttext`, or `hashed` words and word pairs; null for fastText if it is installed.
-        share: share of the negatives that the recommended threshold keeps.
-        most: maximum number of documents read from each set.
-        held_out: share of the documents held out from training.
-        bits: base-2 logarithm of the number of weights of `hashed`.
-        seed: seed of the held-out split.
     """
 
     positives: Places
@@ -95,7 +86,12 @@ def run(config: Mapping[str, Any]) -> None:
     sources = {name: _source(config, name, settings) for name in _NAMES}
     for source in sources.values():
         source.check()
-    folder, made_of = settings.folder, _made_of(settings, engine, sources)
+    folder = settings.folder
+    made_of: dict[str, Any] = {
+        "engine": engine,
+        **{key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")},
+        **{name: source.identity() for name, source in sources.items()},
+    }
     with only_run_in(folder, "output"):
         settings.check_same(made_of, "already has a classifier")
         if (folder / REPORT).exists():
@@ -180,15 +176,7 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Write the report; return the path of its HTML page.
-
-    Args:
-        settings: settings of the job.
-        engine: engine of the classifier.
-        sets: the two sets of documents, keyed by name.
-        scores: scores of each set's held-out documents, keyed by its name.
-        least: recommended threshold.
-    """
+    """Write the report; return the path of its HTML page."""
     from scipy.stats import mannwhitneyu
 
     positives, negatives = (scores[name] for name in _NAMES)
@@ -253,9 +241,3 @@ def _picture(
     right.plot([mean for _, _, mean, _ in bins], [share for *_, share in bins], marker="o")
     tidy(left, xlabel="score of held-out documents", legend=True)
     tidy(right, xlabel="mean score", ylabel="share of positives")
-
-
-def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """Return the settings and input files that determine the classifier."""
-    values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
-    return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

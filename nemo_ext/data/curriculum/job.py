@@ -127,12 +127,7 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
     of the reward, and so to advantages that are not divided by the standard deviation. A domain's signal is the mean
     over its prompts, but at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new
     profile, gets new weights. OLMo 3's slides mention adaptive weights of datasets without details, so the method is
-    our own (choice).
-
-    Args:
-        shares: shares of the domains, keyed by name.
-        candidates: prompts that may be trained on.
-        power: exponent of the learning signal; 0 returns the shares unchanged.
+    our own (choice). The `power` is the exponent of the learning signal; 0 returns the shares unchanged.
     """
     if not power:
         return dict(shares)

@@ -58,8 +58,6 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
     An earlier curriculum's files are removed, unless an error is raised.
 
     Args:
-        output: directory of the curriculum.
-        domains: names of the domains.
         drawn: [steps, batch] number of each drawn prompt's domain.
 
     Raises:

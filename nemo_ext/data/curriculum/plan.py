@@ -78,7 +78,6 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
     Args:
         candidates: prompts to choose from; `used` counts their uses before the first step.
         shares: [domains] share of each domain in every step.
-        settings: settings of the job.
         levels: pass rates are rounded to multiples of 1/levels.
 
     Raises:
@@ -103,7 +102,8 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
         why = _sizes(candidates, domains)
         raise NoOrder(f"too few prompts are left for a step of batch={batch} ({why}): lower batch or add prompts")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
-    repeated = _repeated(candidates.text)
+    _, text, counts = np.unique(candidates.text, return_inverse=True, return_counts=True)
+    repeated = counts[text] > 1 if (counts > 1).any() else None
     _check_domains(candidates, domains, needed, repeated)
     stopped = ""
     if settings.exhausted == "stop" or requested is None:
@@ -153,12 +153,10 @@ def _draw(
     If a step is impossible, the reason is yielded instead, as the last item.
 
     Args:
-        candidates: prompts to choose from.
         pools: pools of each domain, which record what is drawn.
         needed: [steps, domains] number of prompts.
         targets: target mean pass rate of each step of the schedule, from step 0.
         repeated: mask of the candidates that share their text with another one; None if none do.
-        settings: settings of the job.
     """
     first_step = settings.first_step
     starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
@@ -220,12 +218,6 @@ def _order(
         places = np.argsort(ordering_keys(keys[order[rows]] ^ seeds[rows, None], 0), axis=1)
         shuffled[rows] = np.take_along_axis(order[rows], places, axis=1)
     return shuffled
-
-
-def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Return the mask of the candidates that share their text with another one, [candidates]; None if none do."""
-    _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
-    return counts[text] > 1 if (counts > 1).any() else None
 
 
 def _check_domains(

@@ -33,13 +33,8 @@ class DomainPools:
     The first pass is over the prompts that were not used before or, with `repeat`, over the least used ones.
 
     Args:
-        members: indices of the domain's candidates.
-        level: level of each member.
-        levels: number of levels.
-        key: keys of all candidates.
         used: number of times that each member was used before.
         repeat: True to start a new pass when all members have been drawn.
-        seed: seed of the order within a pool.
     """
 
     def __init__(
@@ -80,8 +75,6 @@ class DomainPools:
         Args:
             want: [levels] number of prompts wanted from each level.
             quota: sum of `want`.
-            step: number of the step, from 0.
-            texts: text keys of all candidates.
             repeated: mask of the candidates that share their text with another candidate; None if no candidates do.
             in_step: texts that are already in the step and must not be drawn again; drawn texts are added. None if no
                 text can be drawn twice.
@@ -143,8 +136,6 @@ class DomainPools:
 
         Args:
             take: [levels] number of prompts to take.
-            step: number of the step.
-            texts: text keys of all candidates.
             check: mask of the candidates whose text may already be in the step; None to check none.
             in_step: texts in the step; see `draw`.
 

@@ -88,11 +88,7 @@ def write_profile(
 
     Args:
         files: JSONL (plain, .gz, .zst) or Parquet, one rollout per record, in any order.
-        path: file to write.
-        keys: keys of a rollout's record.
         success: minimum reward that counts as a success.
-        max_bad_share: maximum share of malformed records.
-        workers: number of reading processes.
 
     Raises:
         ValueError: a file is damaged, there are no records, or too many are malformed.
@@ -190,7 +186,7 @@ def rows_of(known: Keys, keys: Keys) -> Numbers:
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
     """Return an Arrow table with the sums of a part's rollouts, one row per prompt, and counts of the records read."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
-    for offset, line in lines_of(part):
+    for number, _, line in lines_of(part):
         report.records += 1
         try:
             record = parse(line)
@@ -201,7 +197,7 @@ def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, R
             reward = _reward(required(record, keys.reward), keys.reward)
             length = _tokens(required(record, keys.tokens), keys.tokens) if keys.tokens else None
         except Malformed as problem:
-            note_malformed(report, part, offset, str(problem))
+            note_malformed(report, part, number, str(problem))
             continue
         ids.append(identity)
         rewards.append(reward)

@@ -145,7 +145,7 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
     plain = flat and keys.domain is not None and keys.id not in (PROMPT, LINE)
     loads, blake2b = orjson.loads, hashlib.blake2b
-    for number, (offset, line) in enumerate(lines_of(part)):
+    for index, (number, offset, line) in enumerate(lines_of(part)):
         try:
             # Speed matters for ten million records: the common case makes no function calls of ours.
             record: Any = loads(line) if plain else None
@@ -159,13 +159,13 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
             try:
                 identity, text, domain = _entry(parse(line), keys)
             except Malformed as problem:
-                note_malformed(report, part, offset, str(problem))
+                note_malformed(report, part, number, str(problem))
                 continue
             code = _number(domain, names, keys)
         offsets.append(offset)
         lengths.append(len(line.rstrip(b"\r\n")))
         domains.append(code)
-        numbers.append(number)
+        numbers.append(index)
         ids.append(identity)
         texts.append(text)
     report.records = len(ids) + report.skipped.get(MALFORMED, 0)

@@ -1,7 +1,7 @@
 """Reading of JSONL (plain, .gz, .zst) and Parquet files in parts, by one or more processes.
 
-A part of a plain file consists of the lines that start in a range of bytes, and a part of a Parquet file is a row
-group; a compressed file is a single part. Results are in file order and do not depend on the number of processes.
+A part of a plain file is a range of lines, and a part of a Parquet file is a row group; a compressed file is a single
+part. Results are in file order and do not depend on the number of processes.
 """
 
 import hashlib
@@ -12,9 +12,10 @@ from typing import Any
 
 import orjson
 
-from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, UNLIMITED, Part, ReadReport
+from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
 from nemo_ext.data.text.user_files import (
     PACKED,
+    JsonlSource,
     ParquetSource,
     json_object,
     open_lines,
@@ -36,26 +37,16 @@ class Malformed(ValueError):
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
-    """Split the files into parts, in order.
-
-    Raises:
-        ValueError: a Parquet file cannot be read.
-    """
+    """Split the files into parts, in order; raises ValueError if a Parquet file cannot be read."""
     parts = list[Part]()
     for path in files:
-        if path.suffix == ".parquet":
-            parts += ParquetSource(path=(str(path),)).parts(max_documents=UNLIMITED, max_size=UNLIMITED)
-            continue
-        size = path.stat().st_size
-        pieces = [(at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in range(0, size, part_bytes)]
-        if path.suffix in PACKED:
-            pieces = [(0, size, size)]
-        parts += [Part(name=path.name, path=str(path), start=at, stop=stop, size=size) for at, stop, size in pieces]
+        source = (ParquetSource if path.suffix == ".parquet" else JsonlSource)(path=(str(path),))
+        parts += source.parts(max_documents=UNLIMITED, max_size=part_bytes)
     return parts
 
 
-def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, and their numbers).
+def lines_of(part: Part) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number, byte offset, line) of the non-blank lines of a part; for Parquet, rows as JSON, without offsets.
 
     Raises:
         ValueError: the file is damaged.
@@ -63,20 +54,17 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
     if part.path.endswith(".parquet"):
         source = ParquetSource(path=(part.path,))
         for number, row in source.numbered(part):
-            yield number - 1, json_line(well_formed(row, source.place(part, number)))
+            yield number, 0, json_line(well_formed(row, source.place(part, number)))
         return
     with open_lines(part.path) as file:
-        offset = 0
-        if part.start:
-            file.seek(part.start - 1)
-            file.readline()
-            offset = file.tell()
-        packed = part.path.endswith(PACKED)
-        for line in whole_lines(file, part.path):
-            if not packed and offset >= part.stop:
+        offset = part.start
+        if offset:
+            file.seek(offset)
+        for number, line in enumerate(whole_lines(file, part.path), start=part.first):
+            if part.stop and offset >= part.stop:
                 return
             if not line.isspace():
-                yield offset, line
+                yield number, offset, line
             offset += len(line)
 
 
@@ -119,12 +107,9 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) -> None:
-    """Count a malformed record; for the first few, keep file, line and `problem`, the reason, as examples."""
-    if len(report.examples.get(MALFORMED, [])) < EXAMPLES_PER_REASON:
-        report.skip(MALFORMED, f"{part.path}:{_line_number(part, offset)}: {problem}")
-    else:
-        report.skip(MALFORMED)
+def note_malformed(report: ReadReport, part: Part, number: int, problem: str) -> None:
+    """Count the malformed record on line `number`; for the first few, keep the place and `problem` as examples."""
+    report.skip(MALFORMED, f"{part.path}:{number}: {problem}")
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
@@ -160,19 +145,7 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
         copy = folder / f"{number:04d}.{path.name}.jsonl"
         with complete_file(copy) as file:
             for part in parts_of([path]):
-                for _, line in lines_of(part):
+                for _, _, line in lines_of(part):
                     file.write(line if line.endswith(b"\n") else line + b"\n")
         plain.append(copy)
     return plain
-
-
-def _line_number(part: Part, offset: int) -> int:
-    """Return the line number of a byte offset, from 1; for Parquet, the row number."""
-    if part.path.endswith(".parquet"):
-        return offset + 1
-    line, left = 1, offset
-    with open_lines(part.path) as file:
-        while left and (block := file.read(min(left, 1 << 20))):
-            line += block.count(b"\n")
-            left -= len(block)
-    return line

@@ -61,15 +61,7 @@ def as_json(steps: Steps) -> dict[str, Any]:
 def page(
     facts: Mapping[str, str], domains: Sequence[Sequence[object]], left: Mapping[str, int], plan: Plan, steps: Steps
 ) -> Report:
-    """Build the report: a summary, a plot of the steps, a table of domains, and unused prompts by reason.
-
-    Args:
-        facts: the summary.
-        domains: lines of the table of domains.
-        left: number of unused prompts, keyed by reason.
-        plan: plan of the curriculum.
-        steps: statistics of the plan.
-    """
+    """Build the report: a summary, a plot of the steps, a table of domains, and unused prompts by reason."""
     report = Report(f"Curriculum of {len(plan.order):,} steps").facts(facts)
     _plot(report, plan, steps)
     columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "repeats")

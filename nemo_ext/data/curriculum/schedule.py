@@ -70,7 +70,6 @@ def wanted(
         quota: [steps] number of prompts from the domain.
         first_step: number in the schedule of the first of these steps.
         present: [levels] whether the domain has prompts at this level.
-        sigma: standard deviation of the Gaussian.
         start: random start of the sampling in step 0, in [0, 1).
     """
     levels = np.linspace(0, 1, len(present))

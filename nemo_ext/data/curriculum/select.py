@@ -40,10 +40,7 @@ def select(
     """Select the prompts to train on: apply the filters in `settings`, and add copies of some prompts without thinking.
 
     Args:
-        prompts: all prompts.
-        profile: pass rates.
         at: index of each prompt in the profile; -1 if it is not there.
-        settings: settings of the job.
         used: sorted keys of the prompts that were trained on before, and how often each was used.
 
     Returns:

@@ -83,29 +83,7 @@ class Thinking:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of `nemo-ext curriculum`.
-
-    Attributes:
-        output: output directory.
-        prompts: files or globs with prompts, JSONL (also .gz, .zst) or Parquet.
-        rollouts: files or globs with rollouts.
-        profile: file with pass rates from an earlier run, in place of rollouts.
-        previous: directory of the previous curriculum, which a run was trained on.
-        previous_steps: number of its steps that were trained on; null for all.
-        batch: number of prompts per step.
-        steps: number of steps in the whole schedule; null to use all prompts.
-        first_step: first step of the schedule to write.
-        success: minimum reward that counts as a success.
-        mean_first, mean_last: mean of the Gaussian over pass rates, in the first and in the last step.
-        sigma: standard deviation of the Gaussian.
-        levels: pass rates are rounded to multiples of 1/levels; null for `Profile.levels`, at most 64.
-        domains: share of each domain in every batch; null for shares in proportion to numbers of prompts.
-        adapt: exponent of a domain's remaining learning signal in its share (see `job.adapted`); 0 to disable.
-        exhausted: what to do when a domain has too few prompts left: `stop` or `repeat`.
-        split_domains: true to also write one file per domain, for NeMo-RL's `custom_dataloader`.
-        max_bad_share: maximum share of malformed records.
-        workers: number of reading processes; null for one per CPU.
-    """
+    """Settings of `nemo-ext curriculum`, described in hydra_conf/curriculum.yaml."""
 
     output: _Place
     prompts: PlacesOrNone = ()

@@ -48,9 +48,7 @@ def write_ordered(
     """Write the records of `rows`, in this order.
 
     Args:
-        prompts: prompts, and the locations of their records.
         rows: [lines] indices into the prompts.
-        path: file to write.
         change: function from a record and its mode to the line to write; None to write records unchanged.
         modes: [lines] modes of the records, required with `change`.
         domain_files: mapping from domain number to a file for that domain's records, in the same order.

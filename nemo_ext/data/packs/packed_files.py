@@ -127,8 +127,6 @@ def write_packed(
     Args:
         prefix: prefix of the files to write; its folder is created.
         files: sample files; their order matters only for the shuffled order of the packs.
-        settings: packing settings.
-        vocab_size: number of the tokenizer's ids.
         rows: numbers of the samples to pack, counted over all files, repeats allowed; None for all samples once.
         tokenizer_identity: identity of the tokenizer, so that training can reject a different one; "" if unknown.
         progress: True to show progress on stderr.
@@ -227,9 +225,6 @@ def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
     `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid`, evaluation is disabled. `data.tokenizer` must be
     the packs' tokenizer; by default, the vocabulary size is read from the packs.
-
-    Args:
-        config: config of a training run.
 
     Raises:
         ValueError: packs are missing, truncated, of a different length than `megatron.seq_length`, or made with a
@@ -341,11 +336,8 @@ def _write_tokens(
     """Write the .bin and .idx of tokens and loss mask; return the manifest's `trained_tokens` and `without_loss`.
 
     Args:
-        prefix: prefix of the files to write.
-        files: sample files.
         fitted: samples to pack, and their lengths.
         packs: assignment of these samples to packs.
-        dtype: type in which token ids are stored.
         progress: True to show progress on stderr.
     """
     lengths = fitted.lengths[packs.samples]
@@ -388,11 +380,7 @@ def _gather(
 ) -> tuple[npt.NDArray[Any], Mask]:
     """Read samples, opening each file once and reading it forwards; return their tokens and loss mask, concatenated.
 
-    Args:
-        files: sample files.
-        samples: numbers of the samples to read, counted over all files.
-        lengths: number of tokens to read of each of these samples.
-        dtype: type of a token in the files.
+    Samples are counted over all files; of each, the first tokens are read, as many as `lengths` says.
     """
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())

@@ -9,6 +9,7 @@ for which attention takes very different times. Even packs all have the same mix
 fit needs, each sample goes into the emptiest pack, and samples that fit nowhere are then placed by best fit.
 """
 
+import bisect
 import heapq
 from array import array
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import checked_whole, nearest
+from nemo_ext.job.settings import nearest
 
 Lengths = npt.NDArray[np.int64]
 
@@ -130,17 +131,11 @@ def pack(
         Packs that contain every sample once.
 
     Raises:
-        ValueError: a length is below 1 or above the capacity, or a setting is not a positive whole number.
+        ValueError: a length is below 1 or above the capacity, or the capacity is no multiple of `align`.
     """
-    checked_whole("capacity", capacity, least=1)
-    checked_whole("align", align, least=1)
-    if max_samples is not None:
-        checked_whole("max_samples", max_samples, least=1)
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
     tokens = np.asarray(lengths, dtype=np.int64)
-    if tokens.ndim != 1:
-        raise ValueError(f"lengths must be a one-dimensional list of numbers, not of shape {tokens.shape}")
     count = len(tokens)
     if count and tokens.min() < 1:
         raise ValueError(f"sample {int(tokens.argmin())} has length {tokens.min()}: remove empty samples")
@@ -187,28 +182,29 @@ def _place(
     """
     pack_of_run, length_of_run = array("q"), array("q")
     packs_by_room: dict[int, list[int]] = {}
-    rooms = _SortedNumbers(capacity)
+    rooms = list[int]()  # keys of `packs_by_room`, ascending
     counts = array("q", sizes)
 
     def offer(number: int, room: int) -> None:
         if room and counts[number] < max_samples:
+            if room not in packs_by_room:
+                bisect.insort(rooms, room)
             packs_by_room.setdefault(room, []).append(number)
-            rooms.add(room)
 
     for number, taken in enumerate(begun):
         offer(number, capacity - taken)
     wanted, repeated = np.unique(-places, return_counts=True)
     for size, left in zip((-wanted).tolist(), repeated.tolist(), strict=True):
         while left:
-            room = rooms.least_from(size)
-            if room is None:
+            place = bisect.bisect_left(rooms, size)
+            if place == len(rooms):
                 room, number = capacity, len(counts)
                 counts.append(0)
             else:
-                packs = packs_by_room[room]
-                number = packs.pop()
-                if not packs:
-                    rooms.remove(room)
+                room = rooms[place]
+                number = packs_by_room[room].pop()
+                if not packs_by_room[room]:
+                    del packs_by_room[room], rooms[place]
             placed = min(room // size, left, max_samples - counts[number])
             pack_of_run.append(number)
             length_of_run.append(placed)
@@ -242,40 +238,3 @@ def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> 
     rest = np.array(left, dtype=np.int64)
     pack_of_sample[rest] = _place(places[rest], capacity=capacity, max_samples=max_samples, begun=taken, sizes=sizes)
     return pack_of_sample
-
-
-class _SortedNumbers:
-    """Set of numbers from 0 to `largest` with a fast search for the smallest one >= a bound, as two levels of bits."""
-
-    def __init__(self, largest: int) -> None:
-        self._bits = max(1, (largest.bit_length() + 1) // 2)
-        self._mask = (1 << self._bits) - 1
-        self._words = [0] * ((largest >> self._bits) + 1)
-        self._filled = 0  # bit w is set if word w is not 0
-
-    def add(self, number: int) -> None:
-        word = number >> self._bits
-        self._words[word] |= 1 << (number & self._mask)
-        self._filled |= 1 << word
-
-    def remove(self, number: int) -> None:
-        word = number >> self._bits
-        self._words[word] &= ~(1 << (number & self._mask))
-        if not self._words[word]:
-            self._filled &= ~(1 << word)
-
-    def least_from(self, bound: int) -> int | None:
-        word = bound >> self._bits
-        bits = self._words[word] >> (bound & self._mask)
-        if bits:
-            return bound + _lowest(bits)
-        filled = self._filled >> (word + 1)
-        if not filled:
-            return None
-        word += 1 + _lowest(filled)
-        return (word << self._bits) + _lowest(self._words[word])
-
-
-def _lowest(bits: int) -> int:
-    """Return the index of the lowest bit that is set."""
-    return (bits & -bits).bit_length() - 1

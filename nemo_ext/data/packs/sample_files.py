@@ -86,11 +86,7 @@ def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLi
 
 
 def open_samples(base: Path, *, vocab_size: int) -> SampleFile:
-    """Open a finished sample file.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
+    """Open a finished sample file; raises ValueError if the file is missing or damaged."""
     path = _lengths_path(base)
     try:
         lengths = np.load(path)

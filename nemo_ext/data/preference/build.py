@@ -29,6 +29,7 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
 from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.seeds import digest
+from nemo_ext.job.settings import checked
 
 _MAKERS: Mapping[str, Callable[..., list[Pair]]] = {
     "delta": delta,
@@ -116,10 +117,8 @@ def build(work: Work, part: tuple[Path, Path]) -> None:
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
     """Read the counts and rows of a finished part."""
     stored = json.loads(counts_path(output).read_text())
-    records, groups, pairs = (ReadReport(**stored[name]) for name in ("records", "groups", "pairs"))
-    before, after = (Counter({int(key): count for key, count in stored[name].items()}) for name in ("before", "after"))
-    counts = Counts(records=records, groups=groups, pairs=pairs, before=before, after=after)
-    return counts, [Row(*row) for row in stored["rows"]]
+    rows = [Row(*row) for row in stored.pop("rows")]
+    return checked(Counts, stored), rows
 
 
 def counts_path(output: Path) -> Path:

@@ -30,10 +30,8 @@ def mixed(
     source that has only samples, samples (of which both orders count as one).
 
     Args:
-        sources: lines of each source.
         limits: limit of each source; None for no limit.
         limit: limit of all sources together; None for no limit.
-        reports: report on each source.
     """
     selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()
@@ -63,10 +61,8 @@ def _limited(
     """Return the lines of a random subset of at most `most` units (see `Row`), in order.
 
     Args:
-        lines: lines to select from.
         most: maximum number of units; None for no limit.
         reports: report of each line's source, which counts the dropped lines.
-        reason: reason under which they are counted.
         redraw: True to draw new random numbers for the units, since an earlier limit has kept the smallest ones.
     """
     drawn = [digest(0, line.row.unit, line.source) if redraw else line.row.unit for line in lines]

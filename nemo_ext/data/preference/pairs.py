@@ -117,12 +117,8 @@ def balanced(
     """Make distinct pairs that use all answers about equally often, by a random matching.
 
     Args:
-        group: group of the answers.
-        good: answers to choose.
-        bad: answers to reject.
         limit: maximum number of pairs; above 1, the pairs' ids end with a number.
         kind: kind of the pairs, which is part of their ids.
-        seed: seed of the matching.
     """
     places = grid(len(good), len(bad))
     good, bad = (

@@ -55,15 +55,7 @@ class Written:
 
 
 def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str) -> Report:
-    """Build the report on preference data.
-
-    Args:
-        title: title of the report.
-        facts: facts about the run, shown first.
-        counts: counts of each source, keyed by its name.
-        written: counts of the lines in the output files.
-        unit: unit of lengths, tokens or characters.
-    """
+    """Build the report on preference data; the `unit` of lengths is tokens or characters."""
     report = Report(title).facts(facts)
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}

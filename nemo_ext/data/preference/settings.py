@@ -123,7 +123,6 @@ def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
     """Validate a composed config and return its settings.
 
     Args:
-        config: composed config of the job.
         files: True to also check that the tokenizer and the template can be read; False if an earlier job has yet to
             write them.
 

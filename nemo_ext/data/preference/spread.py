@@ -62,11 +62,7 @@ def spread(
     Invalid records, and those with neither id nor prompt, are skipped.
 
     Args:
-        source: settings of the source.
         files: readers, keyed by side.
-        folder: folder for the parts.
-        report: report in which the records are counted.
-        max_bad_share: maximum share of invalid records.
         advance: called with the number of input bytes read.
 
     Raises:

@@ -24,9 +24,7 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
     """Write lines to a file, in order, except that lines with new keys come first (see `Columns`).
 
     Args:
-        lines: lines to write.
         parts: paths of each source's parts, from which the contents are read.
-        path: file to write.
         kind: key of the format in `FORMATS`.
         advance: called with 1, twice per line.
     """

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.chat.reasoning import ANY_TASK, Mode, moves_to_share
+from nemo_ext.data.blends.division import fill
 from nemo_ext.data.packs.packed_files import PackingSettings
 from nemo_ext.data.sft.filters.near_duplicates import Sketches, first_of_each
-from nemo_ext.data.sft.sampling import copies, epochs
-from nemo_ext.data.sft.settings import SftSettings
+from nemo_ext.data.sft.settings import Sampling, SftSettings
 from nemo_ext.data.sft.shards import KINDS, Shard
 from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, ReadReport
@@ -213,12 +214,8 @@ def _balanced(
     """Choose the rows that give each task its share of thinking; return their mask, [rows], and `Chosen.shares`.
 
     Args:
-        table: all shards.
-        settings: settings of the job.
         keep: [rows] mask of the rows to choose from.
         fits: [rows] mask of the rows that fit into a pack, if necessary truncated; only these count for the shares.
-        skipped: report in which skipped samples are counted.
-        changed: counter of changed samples, keyed by kind of change.
     """
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:
@@ -282,3 +279,47 @@ def _trained_within(shard: Shard, capacity: int) -> Numbers:
         mask = np.fromfile(shard.file.loss, dtype=np.uint8, count=capacity, offset=int(starts[row]))
         trained[row] = int(mask[1:].sum())
     return trained
+
+
+def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
+    """Return the number of passes over each source, given the sources' numbers of training tokens.
+
+    A source's share of the budget is proportional to its tokens to the power `alpha`; the part that it cannot use
+    within `max_epochs` goes to the other sources.
+
+    Raises:
+        ValueError: the budget exceeds what all sources provide within `max_epochs`.
+    """
+    if sampling.tokens is None and sampling.passes is None:
+        return [1.0 if size else 0.0 for size in tokens]
+    budget = Fraction(sampling.tokens if sampling.tokens is not None else (sampling.passes or 0) * sum(tokens))
+    most = sampling.max_epochs * sum(tokens)
+    if sampling.tokens is not None and sampling.tokens > most:
+        raise ValueError(
+            f"sampling.tokens={sampling.tokens:,.0f} must be at most {most:,.0f}, as the sources have {sum(tokens):,} "
+            f"tokens and sampling.max_epochs={sampling.max_epochs:g}: lower tokens, raise max_epochs, or add data"
+        )
+    present = [number for number, size in enumerate(tokens) if size]
+    weights = [Fraction(float(tokens[number]) ** sampling.alpha) for number in present]
+    limits = [Fraction(sampling.max_epochs) * tokens[number] for number in present]
+    passes = [0.0] * len(tokens)
+    for number, used in zip(present, fill(budget, weights, limits), strict=True):
+        passes[number] = float(used / tokens[number])
+    return passes
+
+
+def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the number of copies of each sample, [samples]; a partial pass takes the samples with the smallest keys.
+
+    Args:
+        passes: number of passes over all samples.
+        keys: [samples] random but fixed keys, so that more passes never remove a sample.
+        tokens: [samples] number of tokens.
+    """
+    counts = np.full(len(keys), int(passes), dtype=np.int64)
+    partial = (passes - int(passes)) * tokens.sum()
+    order = np.argsort(keys, kind="stable")
+    # The partial pass ends at the nearest sample.
+    middles = np.cumsum(tokens[order]) - tokens[order] / 2
+    counts[order[: int(np.searchsorted(middles, partial, side="left"))]] += 1
+    return counts

@@ -79,15 +79,12 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
         notice(f"{name}: {manifest.contents()}")
     if chosen.all_skipped.skipped:
         notice(f"skipped: {chosen.all_skipped.summary(examples=0)}")
+    notice(f"report: {report}")
     return report
 
 
 def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:
-    """Prepare the shard folder; shards made from different inputs or settings are removed.
-
-    Raises:
-        ValueError: the folder holds files that this job did not write, or an input is in it.
-    """
+    """Prepare the shard folder; shards made from different inputs or settings are removed."""
     folder, settings = work.units.folder, work.settings
     tokenizer, template = work.encoder.tokenizer, work.encoder.template
     read = [*inputs, *settings.screen.reads()]

@@ -47,7 +47,6 @@ class ChatEncoder:
     """Encoder of conversations, for one template and one tokenizer.
 
     Args:
-        template: template that renders the samples.
         tokenizer: Hugging Face tokenizer, whose control tokens are its special tokens and any added token that the
             template writes; or byte tokenizer, which has none, so that data and markup cannot be distinguished.
         allow_missing: True to encode control tokens that the template writes but the tokenizer lacks as ordinary text.
@@ -214,10 +213,7 @@ def _bytes(rendered: Rendered) -> Encoded:
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
     """Return a copy of a tokenizer in which some tokens have new names but the same ids.
 
-    Args:
-        described: contents of its tokenizer.json, which are changed.
-        names: mapping from old to new names.
-        tokenizer: the tokenizer, named in error messages.
+    Changes `described`, the contents of its tokenizer.json. The keys of `names` are old names.
     """
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]

@@ -62,7 +62,6 @@ def _counts(
     """Return a table's lines for groups of rows, such as tasks: name, texts, share, tokens, share, trained tokens.
 
     Args:
-        table: all shards.
         rows: indices of the rows to count.
         groups_of: [all rows] each row's group, as an index into `names`.
         names: names of the groups.

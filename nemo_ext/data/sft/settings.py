@@ -43,26 +43,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SftSettings:
-    """Validated settings of `nemo-ext sft_data`.
+    """Validated settings of `nemo-ext sft_data`; hydra_conf/sft_data.yaml describes the other keys.
 
     Attributes:
-        preset: name of the preset, for the report.
         output: output folder.
-        tokenizer: config of the tokenizer, `{kind: ..., path: ...}`.
-        template: name of a chat template, or path of a file or folder with one.
         turns: how to split a conversation into texts; see `Template.renderings`.
-        sources: sources of conversations.
         filters: settings of the filters of single samples, keyed by name; None disables a filter.
-        near_duplicates: filter of near duplicates; None to keep them.
-        duplicate_ids: `drop` all but the first sample with an id, or `error`.
-        reasoning: reasoning control; None to keep samples unchanged.
-        thinking_shares: mapping from task to its share of samples with thinking on; `*` for all other tasks.
-        sampling: sampling of sources.
-        packing: packing settings.
         validation_share: share of samples for validation, chosen by seed and id; used once and packed separately.
-        max_bad_share: maximum share of a source's records that are not conversations (malformed or schema).
         seed: seed of all decisions.
-        workers: number of processes; None for one per core.
     """
 
     preset: str | None

@@ -53,8 +53,6 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     """Write tokenizer.json and tokenizer_config.json, and return the folder.
 
     Args:
-        folder: folder to write to.
-        template: source of the chat template.
         control: control tokens of the template; they get ids starting at 257.
         end: end-of-text token, stored as `eos_token`.
     """

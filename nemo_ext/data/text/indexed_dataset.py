@@ -36,7 +36,6 @@ def write_index(
     """Write the .idx file of a .bin file.
 
     Args:
-        path: path of the .idx.
         lengths: [sequences] length of each sequence, in tokens.
         dtype: type of a token in the .bin.
         documents: first sequence of each document, followed by the number of sequences, `[documents + 1]`; None for
@@ -62,9 +61,6 @@ def write_index(
 
 def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
     """Read each sequence's length in tokens and start in bytes, both [sequences], and the ids' integer type.
-
-    Args:
-        path: path of the .idx.
 
     Raises:
         ValueError: the file is missing, damaged, or not an index of token ids.
@@ -95,9 +91,6 @@ def index_digest(path: Path) -> str:
 
     A sequence's start is the sum of the lengths before it, so different data collide only if all of these runs have the
     same lengths and starts.
-
-    Args:
-        path: path of the .idx.
     """
     head = struct.calcsize(_HEADER)
     with open(path, "rb") as file:

@@ -101,9 +101,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
     If a manifest exists but does not match, the reason is printed.
 
     Args:
-        prefix: prefix of the stream's files.
         config_hash: hash of the settings and input files.
-        tokenizer: identity of the tokenizer.
 
     Raises:
         ValueError: The file of that name is not a manifest, or its stream has a tokenizer with a different identity.

@@ -16,12 +16,6 @@ def sketches(
 
     Texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with probability s**rows.
 
-    Args:
-        grams: hashes of each text's n-grams.
-        slots: number of MinHash slots.
-        rows: number of slots per band.
-        seed: seed of the hash functions.
-
     Returns:
         [texts, slots // rows] bands and [texts, slots] low bytes of the slots; zeros for a text without n-grams.
     """

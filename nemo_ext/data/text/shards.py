@@ -108,11 +108,7 @@ def tokenize_shard(work: ShardWork, shard: Unit) -> None:
 
 
 def read_rows(directory: Path, shard: int) -> ShardRows:
-    """Read the rows of a finished shard.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Read the rows of a finished shard; raises ValueError if the file is damaged."""
     path = shards_in(directory).file(shard)
     try:
         with np.load(path) as stored:
@@ -123,11 +119,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
 
 
 def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], count: int) -> Ids:
-    """Open the `count` token ids of a finished shard as a memory map.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Open the `count` token ids of a finished shard as a memory map; raises ValueError if the file is damaged."""
     path = shards_in(directory).file(shard, _TOKENS)
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise ValueError(f"{path} is damaged: remove {directory} and rerun the same command")
@@ -146,11 +138,6 @@ def complete_shards(
     """Tokenise missing shards until the source's `max_bytes` is reached.
 
     Args:
-        work: settings for the workers.
-        shards: all shards of the stream, in order.
-        source: source of the stream.
-        workers: number of processes.
-        label: label of the progress bar.
         total: total size of the shards in bytes; None to show no progress.
 
     Returns:

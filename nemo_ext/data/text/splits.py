@@ -80,10 +80,7 @@ def write_splits(
     """Write the selected documents as Megatron's files, and return the counts of each split, keyed by its name.
 
     Args:
-        prefix: prefix of the files.
         directory: directory of the shards, in which files are written before they are moved into place.
-        selection: documents of each split.
-        vocab_size: size of the tokenizer's vocabulary.
         advance: called with the size of written text, in bytes.
     """
     dtype = ids_type(vocab_size)

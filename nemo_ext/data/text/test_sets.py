@@ -115,7 +115,6 @@ class Index:
         """Return the name of a test set item that occurs in the texts; None if there is none.
 
         Args:
-            words: words of the texts.
             share: fraction of an item's n-grams, weighted by `weights`, that must occur; 0 if one is enough.
             judged: indices of the texts to search; None for all.
             whole: indices of texts that are also compared as a whole with items of fewer than `min_words` words.

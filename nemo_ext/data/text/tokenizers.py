@@ -61,7 +61,6 @@ class HuggingFaceTokenizer:
     text unless `parse_special_tokens` is set, which text with chat markers requires.
 
     Args:
-        path: Path of the file, or of its directory.
         eod: Name of the token that ends a document. By default, `eos_token` from the tokenizer_config.json in the same
             directory, as in Megatron and transformers, or otherwise the first token of `COMMON_EOD` in the vocabulary.
         parse_special_tokens: True to encode special token names in a text as those tokens.
@@ -123,7 +122,6 @@ def load_tokenizer(config: object, where: str = "data.tokenizer") -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
 
     Args:
-        config: the tokenizer's config.
         where: key that holds it, for messages.
 
     Raises:
@@ -219,10 +217,8 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
     Raises:
         ValueError: The file is missing, or the library cannot read it.
     """
-    try:
-        from tokenizers import Tokenizer as RustTokenizer
-    except ImportError as error:
-        raise ValueError(f"a 'huggingface' tokenizer requires tokenizers: pip install tokenizers ({error})") from error
+    from tokenizers import Tokenizer as RustTokenizer
+
     try:
         content = path.read_bytes()
     except OSError as error:

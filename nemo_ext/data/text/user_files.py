@@ -59,7 +59,6 @@ class RecordSource(Source):
         """Yield each record of a part as its number (line or row) and its content, or the reason why it is malformed.
 
         Args:
-            part: the part.
             columns: table columns to read; None for all.
             strict: whether to reject JSON that only Python accepts; see `read_json`.
         """
@@ -81,11 +80,7 @@ class RecordSource(Source):
                 yield self.place(part, number), row
 
     def rows(self, *, strict: bool = False) -> Iterator[tuple[str, Row]]:
-        """Yield the place and content of each record of all files.
-
-        Raises:
-            ValueError: a record is malformed.
-        """
+        """Yield the place and content of each record of all files; raises ValueError if a record is malformed."""
         return ((place, well_formed(row, place)) for place, row in self.placed(strict=strict))
 
     def place(self, part: Part, number: int) -> str:
@@ -413,11 +408,7 @@ def parquet_file(path: Path) -> Any:
 
 
 def open_lines(path: str) -> IO[bytes]:
-    """Open a file of UTF-8 lines: plain, .gz or .zst.
-
-    Raises:
-        ValueError: the file appears to be UTF-16 or UTF-32.
-    """
+    """Open a file of UTF-8 lines: plain, .gz or .zst; raises ValueError if the file appears to be UTF-16 or UTF-32."""
     opened = gzip.open if path.endswith(".gz") else open
     packed: Any = opened(path, "rb")
     file = io.BufferedReader(_Zstandard(packed), 1 << 20) if path.endswith(".zst") else packed

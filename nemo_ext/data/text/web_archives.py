@@ -70,6 +70,8 @@ class WarcSource(Source):
             if not kind.startswith(("text/html", "application/xhtml", "text/plain")):
                 report.skip("not text")
                 return None
+        from trafilatura import extract
+
         stream = record.content_stream()
         data = stream.read(_LARGEST + 1)
         if len(data) > _LARGEST:
@@ -80,7 +82,10 @@ class WarcSource(Source):
             report.skip("damaged page", f"{part.path}: {name}")
             return None
         try:
-            text = _page(data, precise=self.precise) if "html" in kind else _decoded(data, kind)
+            if "html" in kind:
+                text = extract(data, favor_precision=self.precise, include_comments=False)
+            else:
+                text = _decoded(data, kind)
         except Exception as error:  # a single page must not stop the job
             report.skip("unreadable page", f"{part.path}: {name}: {error}")
             return None
@@ -100,13 +105,6 @@ def _decoded(data: bytes, kind: str) -> str:
         return data.decode(charset or "utf-8", errors="replace")
     except LookupError:
         return data.decode(errors="replace")
-
-
-def _page(data: bytes, *, precise: bool) -> str | None:
-    from trafilatura import extract
-
-    text: str | None = extract(data, favor_precision=precise, include_comments=False)
-    return text
 
 
 def _archives() -> tuple[Any, type[Exception]]:

@@ -33,10 +33,6 @@ def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) ->
 
     Bytes, words, tokens, and texts that decoding does not restore are counted (see `Counts`), under the keys `stream`
     and `language`. Languages with little text are counted together as `others`.
-
-    Args:
-        tokenizers: tokenizers, keyed by name.
-        samples: streams with their held-out texts.
     """
     from nemo_ext.data.sft.filters.language import identifier
 

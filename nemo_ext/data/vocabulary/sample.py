@@ -17,7 +17,6 @@ class Sample:
     """Texts of one stream.
 
     Attributes:
-        stream: the stream.
         train: pieces of documents for training, `train_bytes` bytes in total.
         held_out: held-out pieces, `held_out_bytes` bytes in total.
         report: the reader's counts.
@@ -37,10 +36,8 @@ def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
     A hash of seed and text decides whether a piece is held out, so equal pieces are either all held out or not at all.
 
     Args:
-        stream: the stream.
         train: number of bytes to train on.
         held_out: maximum number of bytes to hold out; at most about 2 % of the text is.
-        seed: seed of the reading order and of the choice of held-out pieces.
 
     Raises:
         ValueError: the source cannot be read, or too much of it is malformed.

@@ -27,23 +27,10 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext train_tokenizer`, except its text.
+    """Settings of `nemo-ext train_tokenizer`, except its text; hydra_conf/train_tokenizer.yaml describes the others.
 
     Attributes:
-        preset: name of the preset, for the report.
-        output: folder to write.
-        vocab: number of tokens, including special tokens.
-        split: regular expression of the pieces of text that tokens do not cross.
-        normalizer: Unicode normal form of the text; None for no normalisation.
-        special_tokens: special tokens, which get the vocabulary's last ids.
-        end: special token, or control token of the template, that ends a document; stored as `eos_token`.
-        template: chat template, whose `<|...|>` control tokens are added; None for no template.
-        longest: maximum number of bytes in a token; None for no limit.
         min_frequency: minimum number of occurrences for a pair to be merged.
-        sample: number of bytes of text to train on.
-        held_out: number of bytes of each stream to hold out for the report.
-        compare: other tokenizers to compare with in the report.
-        seed: seed of the sample.
     """
 
     preset: str | None

@@ -65,10 +65,6 @@ def untrained(settings: Settings) -> "Tokenizer":
 def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
     """Train a tokenizer; it has fewer tokens than `settings.vocab` if the text runs out of pairs to merge.
 
-    Args:
-        settings: settings of the job.
-        texts: texts to train on.
-
     Raises:
         ValueError: a special token also became an ordinary token in training.
     """

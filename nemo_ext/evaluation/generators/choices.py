@@ -39,8 +39,6 @@ def choices(count: int, *, seed: int, kinds: Sequence[str] | None = None) -> Ite
     """Generate questions with four choices, cycling through the kinds.
 
     Args:
-        count: number of rows.
-        seed: seed for the questions.
         kinds: kinds to generate, from `KINDS`; None for all.
 
     Raises:

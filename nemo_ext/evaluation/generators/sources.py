@@ -25,8 +25,6 @@ def python_sources(
     """Yield passages from standard library modules, one per module, with the modules in random order.
 
     Args:
-        count: number of rows.
-        seed: seed for the order and the passages.
         part: `sources` for lines of code, `docstrings` for docstrings only.
         characters: maximum length of a passage in characters; a passage ends with a complete line.
 
@@ -73,12 +71,7 @@ def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
     """Return lines of a module from a random one on; None if it has too little text or cannot be parsed.
 
-    Args:
-        path: file of the module.
-        module: name of the module, on which the random choice depends together with the seed.
-        seed: seed for the choice of the first line.
-        part: `sources` for lines of code, `docstrings` for docstrings only.
-        characters: maximum length of the passage in characters.
+    The choice of the first line depends on the module's name and the seed.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -25,14 +25,7 @@ _UNFIT = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LiveSettings:
-    """Settings in the `evaluate` section of a training config.
-
-    Attributes:
-        every: number of steps between evaluations; null for no evaluations.
-        tokenizer: Hugging Face folder, or `byte`; if None, the data's tokenizer.
-        max_batch: maximum number of sequences per forward pass.
-        settings: benchmarks and request settings.
-    """
+    """Settings in the `evaluate` section of a training config, described in hydra_conf/training.yaml."""
 
     every: Count | None = None
     tokenizer: Place | None = None

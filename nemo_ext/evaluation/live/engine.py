@@ -28,9 +28,7 @@ class LiveModel:
     """Forward pass of a model in training, run by all ranks together.
 
     Args:
-        chunks: the rank's model chunks, as in Megatron's trainer.
         vocabulary: number of token ids, without the padding rows of Megatron's vocabulary.
-        length: maximum tokens per sequence.
         tokens: maximum tokens per microbatch, including padding.
     """
 
@@ -54,7 +52,6 @@ class LiveModel:
         """Run sequences on all ranks; called on rank 0 while the other ranks run `follow`.
 
         Args:
-            sequences: token ids of each sequence.
             echoed: for each sequence, whether to measure its own tokens too.
             top: number of most likely tokens to return per position.
 
@@ -199,7 +196,6 @@ class LiveEngine(Engine):
     """Engine on rank 0 for a model in training; `run` runs it in the main thread.
 
     Args:
-        model: the model.
         max_batch: maximum number of concurrent sequences.
         stopped: function that returns whether to stop early, for example after a signal.
     """
@@ -278,10 +274,7 @@ class LiveEngine(Engine):
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
     """Send a prompt's tokens to the client, with log-probabilities if requested.
 
-    Args:
-        row: sequence that starts with the prompt.
-        measured: measurements of the sequence's tokens, as returned by `LiveModel`.
-        top: number of most likely tokens in each measurement.
+    The measurements are those of `LiveModel`, with `top` most likely tokens each.
     """
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]

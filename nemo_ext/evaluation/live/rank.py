@@ -40,7 +40,6 @@ class Evaluations:
     """Evaluations of the model during training.
 
     Args:
-        config: the config that the ranks start with.
         measure: function that evaluates the model behind an endpoint; if None, `nemo_ext.evaluation.job.evaluate`.
     """
 

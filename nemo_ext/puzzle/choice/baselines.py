@@ -116,7 +116,6 @@ def at_random(
         by_block: variants of each block, from `variants`.
         cost: function that returns the cost of a sequence of blocks, None for a no-op.
         limit: upper limit on the cost.
-        seed: seed of all random decisions.
 
     Returns:
         One variant per block.

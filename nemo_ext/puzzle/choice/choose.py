@@ -12,9 +12,8 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.puzzle.choice.pool import pool
 from nemo_ext.puzzle.choice.problem import Candidate, Limit, Problem, write_problem
-from nemo_ext.puzzle.choice.search import solve
+from nemo_ext.puzzle.choice.search import pool, solve
 from nemo_ext.puzzle.choice.sweep import plot, sweep, write_csv
 from nemo_ext.puzzle.cost import OUTSIDE, REQUEST_SECONDS, RESOURCES, Serving, throughput_limit, with_request_seconds
 from nemo_ext.puzzle.score_file import Score
@@ -63,9 +62,6 @@ def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving
     """Build the search problem: one candidate per variant, scored by the metric's increase over the parent.
 
     Args:
-        scores: score of every variant, including the unchanged blocks.
-        costs: costs of every variant.
-        chosen: settings of the search: metric and limits.
         serving: serving scenario, from which a limit on the throughput is converted to seconds.
 
     Raises:
@@ -113,13 +109,8 @@ def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Lim
 def choose(problem: Problem, chosen: Search, folder: Path) -> None:
     """Run the search, and write problem.json and choices.json to a folder.
 
-    choices.json holds the solutions, in ascending order of score, and what the baselines need: a resource, its limit,
-    and the solution of a search that is limited by it alone.
-
-    Args:
-        problem: search problem.
-        chosen: settings of the search.
-        folder: folder to write to.
+    choices.json holds the solutions, in ascending order of score, and the inputs of the baselines: a resource, its
+    limit, and the solution of a search with this limit alone.
 
     Raises:
         Infeasible: no choice satisfies the limits.
@@ -181,7 +172,6 @@ def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) ->
         problem: search problem; its limit on the swept resource is ignored.
         chosen: settings of the search.
         folder: folder with choices.json from `choose`, where both files are written.
-        title: title of the picture.
 
     Returns:
         True if the front was written; False if `chosen.sweep` names no resource or the time limit was reached.

@@ -165,7 +165,6 @@ class _Reduced:
         """Solve the program with HiGHS, and return the best choice found and the bound.
 
         Args:
-            gap: relative optimality gap at which HiGHS stops.
             deadline: time at which it stops anyway, by `time.monotonic`.
 
         Raises:

@@ -10,15 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import ConfigDict, Field
 
 from nemo_ext.job.files import write_text
-from nemo_ext.job.records import strict_json
-from nemo_ext.job.settings import STRICT, checked, nearest
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+from nemo_ext.job.settings import nearest
 
 TOLERANCE = 1e-9
 """Relative tolerance of limits, as sums of floats are not exact.
@@ -38,8 +32,6 @@ class Candidate:
         costs: Mapping from resources to costs, in the resource's unit.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
     name: str
     score: float
     costs: Mapping[str, float]
@@ -54,10 +46,8 @@ class Limit:
         lower: Minimum total.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-    upper: Finite = math.inf
-    lower: Finite = -math.inf
+    upper: float = math.inf
+    lower: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,6 @@ class Problem:
     """Search problem in which exactly one candidate per block is chosen.
 
     Attributes:
-        blocks: Candidates of each block.
         limits: Mapping from resources to bounds on their totals.
         outside: Mapping from resources to amounts outside the blocks (embedding, runtime overhead); 0 if absent.
 
@@ -151,11 +140,6 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
     """Return the maximum number of seconds that a batch may take at a minimum throughput.
 
-    Args:
-        tokens_per_second: minimum throughput of the whole batch.
-        batch: number of sequences in the batch.
-        tokens: number of tokens per sequence.
-
     Raises:
         ValueError: an argument is not positive.
     """
@@ -167,7 +151,7 @@ def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) 
 
 
 def write_problem(problem: Problem, path: Path) -> Path:
-    """Write a problem as JSON, one candidate per line; `read_problem` restores an equal problem."""
+    """Write a problem as JSON, one candidate per line."""
 
     def line(candidate: Candidate) -> str:
         row = {"name": candidate.name, "score": candidate.score, "costs": dict(candidate.costs)}
@@ -191,24 +175,6 @@ def write_problem(problem: Problem, path: Path) -> Path:
     )
     write_text(path, f'{{{head},\n"blocks": [\n{blocks}\n]}}\n')
     return path
-
-
-def read_problem(path: Path) -> Problem:
-    """Read a search problem from a JSON file of the following form.
-
-    `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
-
-    Raises:
-        ValueError: The file is missing or invalid; the message gives the position and key.
-    """
-
-    try:
-        loaded = strict_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; expected a file from write_problem") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not a valid problem file: {error}") from error
-    return checked(Problem, loaded, str(path), strict=True)
 
 
 def _check_block(number: int, block: Sequence[Candidate]) -> None:

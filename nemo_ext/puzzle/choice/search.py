@@ -102,7 +102,6 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
     """Choose one variant per block with the lowest total score within the limits.
 
     Args:
-        problem: Blocks, candidates and limits.
         gap: Relative optimality gap of the score.
         time_limit: Seconds after which the best choice so far is returned; explaining `Infeasible` may take as long.
 
@@ -122,19 +121,13 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
     """Solve an integer program, and return its solution as one of the problem; None if the program is infeasible.
 
     Args:
-        problem: blocks, candidates and limits.
         program: the problem's program (`to_program`), possibly with further rows that exclude some choices.
         gap: relative optimality gap of the score.
         time_limit: time limit in seconds.
 
     Raises:
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
-        ValueError: `gap` or `time_limit` is out of range.
     """
-    if not 0 <= gap < 1:
-        raise ValueError(f"gap must be at least 0 and below 1, not {gap}")
-    if not 0 < time_limit < math.inf:
-        raise ValueError(f"time_limit must be a positive number of seconds, not {time_limit}")
     start = time.perf_counter()
     answer = minimise(program, gap=gap, time_limit=time_limit)
     if answer.infeasible:
@@ -179,7 +172,6 @@ def to_program(
     """Convert a problem to an integer program.
 
     Args:
-        problem: The problem.
         sides: Bounds to include; None to include all.
         objective: Resource to minimise instead of the score; "" to find any feasible choice.
         sign: -1 to maximise the resource.
@@ -254,3 +246,49 @@ def explain(problem: Problem, *, time_limit: float) -> Infeasible:
         )
 
     return Infeasible(tuple(conflict(*side) for side in needed), irreducible=irreducible)
+
+
+def pool(
+    problem: Problem, size: int, *, min_distance: int = 1, gap: float = GAP, time_limit: float = TIME_LIMIT
+) -> list[Solution]:
+    """Find up to `size` choices, each the best (within `gap`) at the required distance from the previous ones.
+
+    Distance is the number of blocks that differ (Hamming distance). A solution may contain a dominated variant, if it
+    is the cheapest way to differ.
+
+    Args:
+        size: Maximum number of solutions.
+        min_distance: Minimum number of blocks in which any two solutions differ.
+        gap: Relative optimality gap of each solution.
+        time_limit: Total seconds for all solutions.
+
+    Returns:
+        Solutions found in time, in ascending order of score. Each one's bound and gap refer to the choices that were
+        still allowed.
+
+    Raises:
+        Infeasible: No choice satisfies the limits.
+        TimeoutError: No choice was found in time.
+        ValueError: `min_distance` is above the number of blocks.
+    """
+    if min_distance > len(problem.blocks):
+        raise ValueError(
+            f"puzzle.search.min_distance={min_distance} must be from 1 to {len(problem.blocks)}, the number of blocks"
+        )
+    deadline = time.monotonic() + time_limit
+    solutions = [solve(problem, gap, time_limit=time_limit)]
+    program = to_program(problem)
+    while len(solutions) < size:
+        program = program.apart_from(solutions[-1].choice, min_distance)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
+        try:
+            solution = find(problem, program, gap=gap, time_limit=remaining)
+        except TimeoutError:
+            break
+        if solution is None:
+            break
+        solutions.append(solution)
+    # A later solution may be better than an earlier one, within the gap.
+    return sorted(solutions, key=lambda solution: solution.score)

@@ -115,12 +115,9 @@ def plot(
 
     Args:
         points: Points from `sweep`.
-        path: Path of the picture.
-        problem: The searched problem.
         resource: Resource on the horizontal axis.
         parent: The parent's choice, one index per block, to be marked; None to mark none.
         child: The child's choice, likewise.
-        title: Title of the picture.
 
     Raises:
         ValueError: No point has a solution.

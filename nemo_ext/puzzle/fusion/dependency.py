@@ -70,9 +70,7 @@ def measure_dependency(
     """Measure the dependency matrix, computing only the rows that `file` does not have yet.
 
     Args:
-        parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
-        file: path of dependency.jsonl.
         advance: called with the number of newly finished passes, one per row and batch; rows already in `file` count
             as finished, so the total is `(blocks - 1) x batches`.
 
@@ -138,7 +136,6 @@ def distance_sums(
     """Compute the distances of some rows, summed over tokens so that the data-parallel ranks' results can be added.
 
     Args:
-        parent: the model.
         removed: 0-based numbers of the blocks to remove, one at a time.
         batches: tokens `[batch, seq]`.
         advance: called with 1 for every row and batch.
@@ -199,11 +196,8 @@ def draw_dependency(
     Colours follow the square root of the distance, to distinguish the small distances of blocks that can be fused.
 
     Args:
-        matrix: matrix from `measure_dependency`.
-        path: path of the picture.
         pattern: the model's blocks; their kinds are drawn on the diagonal.
         groups: fused blocks, drawn with an outline.
-        title: title of the picture.
 
     Raises:
         ValueError: matrix and pattern have different numbers of blocks.

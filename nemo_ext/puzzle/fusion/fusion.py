@@ -89,43 +89,26 @@ def plan(
     max_blocks: int | None = None,
     max_groups: int | None = None,
 ) -> list[Group]:
-    """Select the groups of blocks to fuse, the least dependent first.
+    """Select the groups of blocks to fuse, the least dependent first, in a model whose norms are on inputs.
 
     Every run is divided into the fewest groups that satisfy all limits. With a measured `dependency`, groups are then
     sorted by mean dependency, and `largest_dependency` and `max_groups` select the first ones; so a larger
     `max_groups` only adds groups.
 
     Args:
-        description: the model.
         dependency: dependency measured on calibration data; without it, groups are in model order.
         largest_dependency: maximum mean dependency over a group's pairs; groups above it are neither fused nor divided
-            further (`max_blocks` does that).
+            further (`max_blocks` does that). It requires `dependency`.
         keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
-        max_width: maximum width of a fused block.
         max_bytes: maximum bytes of a fused block's weights and norm, summed over tensor-parallel ranks.
         precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.
-        max_blocks: maximum number of blocks in a group.
-        max_groups: maximum number of groups.
 
     Returns:
         Disjoint groups; empty if the limits exclude all.
 
     Raises:
-        ValueError: norms are on outputs and cannot be folded, a limit is invalid, or the dependency belongs to another
-            model or lacks pairs of a group.
+        ValueError: the dependency belongs to another model or lacks pairs of a group.
     """
-    if description.architecture.norm_placement != "input":
-        raise ValueError(
-            "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused; set "
-            "puzzle.fuse.enabled=false"
-        )
-    if max_blocks is not None and max_blocks < 2:
-        raise ValueError(f"max_blocks must be at least 2, or null for no limit, not {max_blocks}")
-    for name, limit in {"max_width": max_width, "max_bytes": max_bytes, "max_groups": max_groups}.items():
-        if limit is not None and not limit > 0:
-            raise ValueError(f"{name}={limit}: expected a positive number, or null for no limit")
-    if dependency is None and largest_dependency is not None:
-        raise ValueError(f"largest_dependency={largest_dependency} needs a dependency: measure it, or pass None")
     if max_bytes is not None:
         width = width_of_bytes(description, max_bytes, precision)
         max_width = width if max_width is None else min(width, max_width)
@@ -142,9 +125,6 @@ def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, large
     """Return the groups with a mean dependency of at most `largest` (None: all), the least dependent first.
 
     `blocks` is the number of blocks in the model.
-
-    Raises:
-        ValueError: the matrix has another number of blocks, or lacks pairs of a group.
     """
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
@@ -179,7 +159,6 @@ def _cut(
     Blocks that fit in no group are left out.
 
     Args:
-        description: the model.
         numbers: 0-based numbers of the run's blocks, in order.
         max_width: maximum width of a fused block; None for no limit.
         max_blocks: maximum number of blocks in a group; None for no limit.
@@ -206,11 +185,7 @@ def _cut(
 
 
 def mean_dependency(dependency: Dependency, group: Group) -> float:
-    """Mean dependency over all pairs i < j of a group.
-
-    Raises:
-        ValueError: a pair was not measured (NaN).
-    """
+    """Mean dependency over all pairs i < j of a group; raises ValueError if a pair was not measured (NaN)."""
     pairs = {(i, j): dependency[i][j] for i in group.blocks for j in group.blocks if i < j}
     missing = next((pair for pair, distance in pairs.items() if isnan(distance)), None)
     if missing is not None:
@@ -268,13 +243,7 @@ def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`.
-
-    Args:
-        reader: reader of the checkpoint.
-        description: the model before fusion.
-        groups: groups to fuse, in any order.
-    """
+    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`."""
     target = fused(description, groups)
     starts = _by_first(description, groups)
     inside = {number for group in groups for number in group.blocks}
@@ -307,11 +276,7 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
 def _fused_work(reader: TorchDistReader, description: Description, group: Group, pieces: Sequence[Piece]) -> Work:
     """Return one work item that computes all tensors of a fused block, so that each source block is read only once.
 
-    Args:
-        reader: reader of the checkpoint before fusion.
-        description: the model before fusion.
-        group: the blocks to fuse.
-        pieces: places of the fused block's tensors in the new checkpoint.
+    The `pieces` are the places of the fused block's tensors in the new checkpoint.
     """
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype

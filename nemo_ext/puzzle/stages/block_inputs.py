@@ -19,11 +19,7 @@ from nemo_ext.blockwise.read_ahead import read_ahead
 
 
 class BlockInputs:
-    """Folder of hidden states `[seq, batch, hidden]`, one file per block, step and rank.
-
-    Args:
-        folder: path of the folder, used by one distillation only.
-    """
+    """Folder of hidden states `[seq, batch, hidden]`, one file per block, step and rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,11 +63,7 @@ class BlockInputs:
         self._written = self._pool.submit(write)
 
     def wait(self) -> None:
-        """Wait for the write in progress.
-
-        Raises:
-            ValueError: the file could not be written.
-        """
+        """Wait for the write in progress; raises ValueError if the file could not be written."""
         try:
             self._written.result()
         except (OSError, SafetensorError) as error:

@@ -41,7 +41,6 @@ class Result:
 
     Attributes:
         block: 1-based number of the block.
-        variant: name of the variant.
         first: normalised error of the initial weights on the first batch.
         last: mean normalised error over the last tenth of the steps.
     """
@@ -75,14 +74,11 @@ def distill(
     shard of their FP32 master weights and AdamW moments (ZeRO-2).
 
     Args:
-        parent: the model.
         by_block: variants of each block, from `variants`.
-        library: library of initial weights.
         trained: library of trained weights; a group of variants is written after its last step, and its checkpoint
             every `training.save_interval` steps.
         batches: function that iterates over this rank's tokens `[batch, seq]` from a given step on; all groups get the
             same data, so results do not depend on grouping or interruptions.
-        training: settings.
         shard: shard to which `by_block` belongs, whose checkpoints have their own names; if None, the checkpoints of
             any shards are resumed.
         inputs: storage for the inputs of the next group's first block, used only by this training and shard, and empty
@@ -199,8 +195,7 @@ class _InTraining:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore a checkpoint. Collective.
 
-        Args:
-            states: this rank's saved `state` only or, if the number of ranks has changed, those of all ranks in order.
+        The states are this rank's only or, if the number of ranks has changed, those of all ranks in order.
         """
 
         def own(parts: Sequence[Tensor], at: int) -> Tensor:
@@ -234,8 +229,6 @@ def train_group(
 
     Args:
         parent, library, trained, batches, training, advance, inputs: as in `distill`.
-        group: variants to train, in model order.
-        file: checkpoint of the group.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
@@ -342,12 +335,7 @@ def _part(file: Path, step: int, number: int, ranks: int) -> Path:
 
 
 def _index(file: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint's main file, which makes it valid, and remove the ranks' files of earlier steps.
-
-    Args:
-        file: path of the main file; the ranks' files are in `_parts(file)`.
-        state: its content, including the `step`.
-    """
+    """Write a checkpoint's main file, which makes it valid, and remove the ranks' files of earlier steps."""
     _write(file, state)
     for part in _parts(file).iterdir():
         if not part.name.startswith(f"step_{state['step']:06d}_"):
@@ -378,9 +366,6 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
     """Return a mapping from the checkpoints of interrupted groups to the groups' variants (0-based block number, name).
 
     Some of these variants may already be in the library. With a shard, only its own checkpoint is considered.
-
-    Raises:
-        ValueError: a checkpoint is from an older version or was written with other settings.
     """
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}

@@ -22,7 +22,6 @@ def losses(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None 
     """Compute the mean loss of every sequence of all ranks in nats per token, in the same order for every model.
 
     Args:
-        parent: the model.
         batches: this rank's tokens `[batch, seq]`; the next token is the label.
         replaced: mapping from 0-based block numbers to replacement layers, or None for a removed block.
     """

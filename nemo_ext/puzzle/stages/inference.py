@@ -16,7 +16,6 @@ class Inference:
     Args:
         decoder: the reduced stack.
         rotary: the model's rotary embedding for `length` tokens; None if it has none.
-        batch: batch size.
         length: cache capacity in tokens per sequence.
     """
 
@@ -55,9 +54,7 @@ def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int,
     """Put the parent into static inference with only one layer and no final norm, until the context ends.
 
     Args:
-        parent: the model.
         layer: the layer to run; None to run only the final norm.
-        batch: batch size.
         length: cache capacity in tokens per sequence.
     """
     from megatron.core.inference.utils import InferenceMode

@@ -47,8 +47,6 @@ def initial_weights(
     Args:
         parent: the parent's block with all values filled in.
         variant: a block of the same kind with all values filled in.
-        tensors: tensors of the parent's block.
-        architecture: the parent's architecture.
         importance: measured importance; None to use the norms of weights.
 
     Raises:
@@ -102,9 +100,6 @@ def _fewer_heads(parent: Block, variant: Block, tensors: Tensors, importance: Te
 
     All KV heads keep the same number of queries. `importance`, `[heads]`, is the heads' importance; if None, the norm
     of their output weights is used.
-
-    Raises:
-        ValueError: the variant's number of heads is not a multiple of the parent's KV heads.
     """
     import torch
 
@@ -134,11 +129,7 @@ def _fewer_heads(parent: Block, variant: Block, tensors: Tensors, importance: Te
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the attention tensors that change with fewer KV heads: neighbouring heads are averaged (arXiv:2305.13245).
-
-    Raises:
-        ValueError: the variant's number of KV heads does not divide the parent's.
-    """
+    """Return the attention tensors that change with fewer KV heads: neighbours are averaged (arXiv:2305.13245)."""
     import torch
 
     heads, groups, head_dim = (parent.size(name) for name in ("heads", "kv", "head_dim"))
@@ -183,9 +174,6 @@ def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importan
 
     All groups keep the same number of heads, as the heads of a group share its B and C. `importance`, `[heads]`, is the
     heads' importance; if None, the norm of their output weights is used.
-
-    Raises:
-        ValueError: the variant's number of heads is not a multiple of the groups.
     """
     import torch
 
@@ -296,11 +284,7 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
 def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
     """Return the norm's tensors for a linear block; an identity norm if the parent's norm is on the block's output.
 
-    Args:
-        tensors: tensors of the parent's block.
-        prefix: prefix of the norm's tensors in `tensors`.
-        norm: prefix that replaces it in the result.
-        architecture: the parent's architecture.
+    Names of the norm's tensors begin with `prefix` in `tensors`, and with `norm` in the result.
     """
     import torch
 

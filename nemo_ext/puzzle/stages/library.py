@@ -35,7 +35,6 @@ class Library:
     """Folder with the weights of variants.
 
     Attributes:
-        folder: path of the folder.
         initial: whether it has initial weights, which do not depend on the number of experts per token, so that
             variants with different numbers share a file.
     """
@@ -54,9 +53,9 @@ class Library:
         return own if own.is_file() and not shared.is_file() else shared
 
     def _weights_of(self, block: Block | None) -> tuple[str, dict[str, int]] | None:
-        """Return a block's kind and those of its values that the weights in the library depend on.
+        """Return a block's kind and the values on which its weights in the library depend.
 
-        Values of none are left out, as notes of earlier versions lack those that these versions did not know.
+        Values of none are left out, as notes of earlier versions lack values unknown to them.
         """
         if block is None:
             return None
@@ -95,11 +94,7 @@ class Library:
         return load_file(self.file(variant))
 
     def notes(self, variant: Variant) -> dict[str, str]:
-        """Read the metadata of a variant's weights.
-
-        Raises:
-            ValueError: they are not in the library.
-        """
+        """Read the metadata of a variant's weights; raises ValueError if they are not in the library."""
         if not self.file(variant).is_file():
             raise ValueError(f"{self.file(variant)} is missing from the library: run the stage `library` first")
         with safe_open(self.file(variant), framework="pt") as opened:
@@ -127,10 +122,7 @@ def build(
     """Build the missing variants, and return their number.
 
     Args:
-        parent: the model.
-        description: the model's description.
         by_block: variants of each block, from `variants`.
-        library: library to write to.
         calibration: this rank's tokens `[batch, seq]` for measuring importance; empty to use the norms of weights.
         advance: called after every block with its number of variants.
     """
@@ -226,9 +218,7 @@ def _states(mixer: Any, block: Block, args: Any, output: Any) -> Tensor:
     """Return the sum over tokens of the squares of a Mamba-2 block's B and C, `[2 x groups x state]`.
 
     Args:
-        mixer: the block's mixer.
         block: the block with all values filled in.
-        args: arguments of the input projection, not used.
         output: its output, whose first element is `[seq, batch, z | x | B | C | dt]`, before the convolution.
     """
     inner = block.size("heads") * block.size("head_dim")

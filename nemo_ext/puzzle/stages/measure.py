@@ -118,7 +118,6 @@ def measure_blocks(
         by_block: variants of each block, from `variants`.
         layer_of: function that returns a variant's layer (`Library.layer`, or `initial_layer` without a library).
         serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` are not used.
-        file: path of measured.jsonl.
         min_seconds: minimum total seconds of the repetitions behind each number; there are at least `ROUNDS`.
         advance: called with 1 for every distinct block and for `outside`.
 
@@ -160,13 +159,7 @@ def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) 
 
 
 def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
-    """Build a variant's layer from the parent's weights, without a library; return None for a no-op.
-
-    Args:
-        parent: the model.
-        description: the model's description.
-        variant: variant of one of its blocks.
-    """
+    """Build a variant's layer from the parent's weights, without a library; return None for a no-op."""
     if variant.block is None:
         return None
     if parent.shared:  # one rank measures and cannot gather a sharded parent; the values of weights do not matter

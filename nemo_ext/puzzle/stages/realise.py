@@ -17,7 +17,6 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
     """Return the description of a child, which has the parent's depths of multi-token prediction.
 
     Args:
-        parent: the parent's description.
         choice: one variant for each of the parent's blocks, in order.
 
     Raises:
@@ -57,8 +56,6 @@ def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Varia
     """Return work items that write a child's checkpoint: kept blocks and MTP from the parent, others from the library.
 
     Args:
-        reader: reader of the parent's checkpoint.
-        parent: description of the parent.
         choice: one variant for each block.
         library: library of initial or trained weights.
     """

@@ -37,11 +37,9 @@ def score_blocks(
     """Score every variant that has no line in `file` yet, and return all scores; a block's lines are written together.
 
     Args:
-        parent: the model.
         by_block: variants of each block, from `variants`.
         layer_of: function that returns a variant's layer, or None for a no-op, such as `Library.layer`.
         calibration: this rank's tokens `[batch, seq]`; the next token is the label.
-        file: path of scores.jsonl.
         together: maximum number of variants in memory at a time; None for all of a block.
         advance: called after every block with its number of variants.
 
@@ -119,8 +117,7 @@ def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor,
 def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool = False) -> Tensor:
     """Return each label's log-probability `[batch, seq]` in FP64, from logits `[batch, seq, vocabulary]`.
 
-    Args:
-        normalised: True if the logits are log-probabilities already.
+    The logits may be `normalised`, that is, log-probabilities already.
     """
     if normalised:
         return logits.gather(-1, labels[..., None])[..., 0].double()

@@ -85,8 +85,6 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
     """Lock a shard, so that neither the same shard nor a run without a shard can start in the directory.
 
     Args:
-        run_dir: run directory of the compression.
-        shard: shard to lock.
         begin: called first, while no other shard or run can start.
 
     Raises:

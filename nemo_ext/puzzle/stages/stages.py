@@ -69,7 +69,6 @@ def run(config_path: str, names: Sequence[str]) -> None:
 
     Args:
         config_path: path of the composed config, with data arguments filled in.
-        names: names from `workspace.STAGES`, in order.
 
     Raises:
         ValueError: a stage was run before with other settings, or its settings do not fit the model or the data.
@@ -88,9 +87,6 @@ class Stages:
     """One child's stages, each a method of the same name as the stage.
 
     Models are opened without multi-token prediction, which the blocks are searched and measured without.
-
-    Args:
-        config: composed config, including the `puzzle` section.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -256,7 +252,7 @@ class Stages:
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
-        """Replace the latencies in `costs` by ones that this rank measures on this machine."""
+        """Replace the latencies in `costs` by measurements of this rank on this machine."""
         with data_parallel.progress("cost", len(distinct_blocks(self.variants)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,

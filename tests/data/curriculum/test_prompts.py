@@ -43,8 +43,9 @@ def test_every_line_is_in_one_part(tmp_path_factory: pytest.TempPathFactory, tex
 
     whole = path.read_bytes()
     kept = [line + b"\n" for line in whole.split(b"\n")[:-1] if line.strip()]
-    assert [line for _, line in lines] == kept
-    assert all(whole[offset : offset + len(line)] == line for offset, line in lines)
+    assert [line for _, _, line in lines] == kept
+    assert all(whole[offset : offset + len(line)] == line for _, offset, line in lines)
+    assert all(whole[:offset].count(b"\n") == number - 1 for number, offset, _ in lines)
 
 
 def test_identical_prompts_have_the_same_text_key(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.sft.sampling import copies, epochs
+from nemo_ext.data.sft.choice import copies, epochs
 from nemo_ext.data.sft.settings import Sampling
 
 

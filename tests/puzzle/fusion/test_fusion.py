@@ -207,26 +207,16 @@ def test_groups_are_disjoint_and_within_limits(lengths: list[int], most: int | N
 
 
 def test_invalid_fusions_are_refused() -> None:
-    with pytest.raises(ValueError, match="norm_placement=output"):
-        plan(description("*---", "model=olmo3_tiny"))
     with pytest.raises(ValueError, match=r"block 1 .* is not an FFN"):
         fused(description("*--"), [Group(0, 1)])
     with pytest.raises(ValueError, match="two groups"):
         fused(description("----"), [Group(0, 1), Group(1, 2)])
-    with pytest.raises(ValueError, match="max_blocks must be at least 2"):
-        plan(description("----"), max_blocks=1)
-    with pytest.raises(ValueError, match="max_width=0"):
-        plan(description("----"), max_width=0)
-    with pytest.raises(ValueError, match="max_groups=-1"):
-        plan(description("----"), max_groups=-1)
     with pytest.raises(ValueError, match="at least two blocks"):
         Group(2, 2)
 
 
 def test_an_invalid_dependency_is_refused() -> None:
     model = description("----")
-    with pytest.raises(ValueError, match="needs a dependency"):
-        plan(model, largest_dependency=0.1)
     with pytest.raises(ValueError, match=r"has 3 rows, but the model has 4 blocks"):
         plan(model, dependency=[[0.0] * 3] * 3)
     with pytest.raises(ValueError, match=r"dependency of block 2 on block 1 was not measured"):

@@ -139,9 +139,7 @@ def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _refusals(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
     """Return a function from a host to a function that tells whether the host's robots.txt disallows a URL.
 
-    Args:
-        texts: robots.txt files, keyed by host; a host without one disallows nothing.
-        agents: names of crawlers; a URL is disallowed if any of them may not fetch it.
+    A host without a robots.txt in `texts` disallows nothing. A URL is disallowed if any crawler may not fetch it.
     """
 
     @lru_cache(maxsize=10_000)

@@ -233,10 +233,7 @@ class NearDuplicates(Barrier):
     ) -> npt.NDArray[np.float64]:
         """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots.
 
-        Args:
-            units: features of all units.
-            firsts: number of the first document of each unit.
-            pairs: [pairs, 2] numbers of documents, counted over all units.
+        Documents are counted over all units; `firsts` are the numbers of the first document of each unit.
         """
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
@@ -262,12 +259,6 @@ def _parts(
     """Yield the values of a column and their row numbers (ascending, over all units), in parts that fit in `memory`.
 
     Equal values are in the same part, since the hash range is divided.
-
-    Args:
-        units: features of all units, with `width` values per row.
-        memory: approximate memory in bytes.
-        width: number of values per row.
-        column: index of the column.
     """
     rows = sum(unit.number for unit in units) // width
     number = max(1, -(-rows * _BYTES_A_VALUE // memory))

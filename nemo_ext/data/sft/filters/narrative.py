@@ -72,10 +72,7 @@ class _Lists(NamedTuple):
 def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | None:
     """Return an excerpt around a keyword in the text; None if there is none.
 
-    Args:
-        text: the text.
-        words: hashes of its words.
-        keywords: hashes of the keywords, keyed by their number of words.
+    `keywords` maps numbers of words to the hashes of keywords of this length.
     """
     for length, known in keywords.items():
         if (found := np.isin(ngram_hashes(words, length), known)).any():

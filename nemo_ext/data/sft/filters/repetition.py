@@ -80,8 +80,6 @@ def repeated(
     Args:
         grams: [n-grams] hashes.
         places: [n-grams] indices of their first words, ascending.
-        length: number of words in an n-gram.
-        times: minimum number of occurrences.
         window: maximum number of words from the start of the first to the end of the last occurrence; None for no
             limit.
     """
