@@ -55,7 +55,7 @@ class FormatError(ValueError):
 
 
 class UnfinishedTrace(FormatError):
-    """Raised for an answer whose trace has no end, such as a truncated answer."""
+    """Raised for an answer whose reasoning trace is not closed, such as a truncated answer."""
 
 
 def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
@@ -232,9 +232,13 @@ def normal_messages(
 
 
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """Return messages with calls, followed by their results in the order of the calls; unchanged if calls have no ids.
+    """Return messages with tool calls, followed by the calls' results in the order of the calls.
 
-    Raises FormatError if a result or call would be removed, and `changed` is None.
+    Args:
+        callers: consecutive assistant messages with calls; if no call has an id, nothing is reordered.
+        answers: tool messages that follow them, with the calls' results.
+        key: path of the messages in the record, for error messages.
+        changed: counter of changes; if None, a result or call that would be removed raises FormatError.
     """
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
@@ -289,7 +293,7 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count a removal under the name `change`; without a counter, raise FormatError for the reason `why`."""
+    """Count a removal in `changed` under the name `change`; if `changed` is None, raise FormatError(`why`)."""
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -410,7 +414,7 @@ def optional_text(value: object, key: str) -> str:
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Return the text of a message's value, joining the parts of a multi-part one; FormatError if it is not text."""
+    """Return a message's content as text, joining the parts of a list; raise FormatError if it is not text."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
@@ -475,7 +479,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode a JSON string, None if empty; other values are returned unchanged. FormatError if it is not JSON."""
+    """Decode a JSON string, or None if it is empty; return other values unchanged. Invalid JSON raises FormatError."""
     if isinstance(value, str):
         if not value.strip():
             return None

@@ -84,7 +84,7 @@ def pythons_pattern(pattern: str) -> str:
     """Translate an ECMA 262 regular expression into Python's notation.
 
     Raises:
-        ValueError: the pattern is invalid, or uses a feature that Python lacks (Unicode property escapes).
+        ValueError: the pattern is invalid, or uses a feature that Python does not have (Unicode property escapes).
     """
     parts, inside, position = [], False, 0
     while position < len(pattern):

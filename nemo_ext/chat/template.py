@@ -66,7 +66,7 @@ class Rendered:
 
 
 class ControlTokens:
-    """Control tokens; finds and quotes data that spell one of them.
+    """Finds text in the data that spells a control token, and quotes it.
 
     Args:
         tokens: names of the tokens; of overlapping names, the longest is matched.
@@ -79,7 +79,7 @@ class ControlTokens:
         self._all = re.compile("|".join([*map(re.escape, longest_first), f"[{_MARKS}]"]))
 
     def quoted(self, value: Any) -> Any:
-        """Put marks around every token name in the value's strings; return the same object if there are none."""
+        """Return the value with all token names in its strings quoted by marks; the same object if there are none."""
         if isinstance(value, str):
             # Few texts contain a name and none should contain a mark: two quick checks avoid the slow substitution.
             matches = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
@@ -264,7 +264,7 @@ class Template:
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Return the span of the answer at `place`, if the rendered text continues its prompt; otherwise None."""
+        """Return the span in `text` of the answer in message `place`; None if `text` does not begin with its prompt."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
@@ -372,7 +372,7 @@ def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
 def split_turns(sample: Sample) -> list[Sample]:
     """Split a sample into one per answered turn, with all earlier messages; ids get suffixes `#1`, `#2`, ...
 
-    Each of them is in the mode of its last turn. A sample without reasoning is not split unless its mode is on, since
+    Each new sample has the mode of its last turn. A sample without reasoning is not split unless its mode is on, since
     the prompts of its turns are prefixes of the whole sample.
     """
     reasons = has_reasoning(sample.messages)
@@ -394,8 +394,8 @@ def split_turns(sample: Sample) -> list[Sample]:
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
     """Replace each text of a sample with a unique word, to find out which texts a template renders.
 
-    Returns the copy, and a mapping from each word that must be rendered to a description of its text; reasoning of
-    earlier turns must be with `all_reasoning`.
+    Returns the copy, and a mapping from each word that must be rendered to a description of its text. The reasoning of
+    earlier turns must be rendered only if `all_reasoning` is True.
     """
     words: dict[str, str] = {}
 

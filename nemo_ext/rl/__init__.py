@@ -1,1 +1,1 @@
-"""Reinforcement learning: tasks, verifiers and rewards, with an adapter for each engine in a folder of its name."""
+"""Reinforcement learning: tasks, verifiers and rewards, and an adapter per engine, in a folder named after it."""

@@ -45,6 +45,8 @@ class AdaptiveShares:
 
     Args:
         shares: mapping from dataset names to their configured shares, which are scaled to sum to 1.
+        settings: `keep`, the fraction of its configured share that every dataset keeps, and `groups`, the number of a
+            dataset's groups over which its signal is averaged.
         seed: seed for the order of datasets within a step.
     """
 
@@ -59,7 +61,7 @@ class AdaptiveShares:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of the datasets; they sum to 1, and none is below `keep` times its configured share."""
+        """Weights of the datasets; they sum to 1, and each is at least `settings.keep` times the configured share."""
         return dict(zip(self.names, self._weights().tolist(), strict=True))
 
     @property
@@ -93,8 +95,8 @@ class AdaptiveShares:
     def learn(self, datasets: Sequence[int], signals: Sequence[float] | Floats) -> None:
         """Update the datasets' signals with a moving average over their groups.
 
-        After n groups of a dataset, in any order, its old signal has the weight `exp(-n / groups)`. The average is
-        equally precise for small and large shares, but takes more steps to change for small ones.
+        After n groups of a dataset, in any order, its old signal has the weight `exp(-n / settings.groups)`. The
+        average is equally precise for small and large shares, but takes more steps to change for small ones.
 
         Args:
             datasets: index of each group's dataset, as returned by `draw`.

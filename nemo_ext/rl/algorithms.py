@@ -25,7 +25,7 @@ Negative = Annotated[FiniteFloat, Field(lt=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Advantage:
-    """Advantage of a response within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`."""
+    """Settings of advantages within a group, computed by `nemo_ext.rl.rewards.advantages.group_advantages`."""
 
     # mean reward of the group, or of the other responses of the group
     baseline: Literal["mean", "leave_one_out"]
@@ -36,7 +36,7 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kl:
-    """KL penalty towards the reference policy, in the loss."""
+    """Settings of the KL penalty in the loss, which keeps the policy close to the reference policy."""
 
     coefficient: NonNegative = 0.0  # weight of the penalty; 0 for none
     estimator: Literal["k1", "k2", "k3"] = "k3"  # one of Schulman's (http://joschu.net/blog/kl-approx.html)
@@ -44,7 +44,7 @@ class Kl:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceCorrection:
-    """Importance sampling correction for differences between the probabilities of generation and of training."""
+    """Settings of importance sampling, which corrects differences between generation's and training's probabilities."""
 
     # the loss is multiplied by the probability ratio (`untruncated`), by the ratio clamped to its bounds (`truncated`),
     # or by the ratio within its bounds and 0 outside them (`masked`)
@@ -69,7 +69,7 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyLoss:
-    """Surrogate loss of the policy gradient."""
+    """Settings of the policy-gradient loss: averaging, clipping, KL penalty and importance sampling."""
 
     # mean over all tokens of a batch (`token`), or over its groups, each as the mean of all tokens of its responses
     # (`group`), or over its responses, each as the mean of its tokens (`sequence`) or as their sum (`sequence_sum`: a
@@ -114,7 +114,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of responses."""
+    """Settings of sampling responses, including dynamic sampling, which drops groups of equal rewards."""
 
     temperature: Positive = 1.0  # softmax temperature
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # probability mass of nucleus sampling
@@ -131,7 +131,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lengths:
-    """Maximum lengths in tokens."""
+    """Maximum lengths of prompts and responses, in tokens."""
 
     prompt: PositiveInt | None = None  # prompt length; longer prompts are excluded from training
     response: PositiveInt | None = None  # length of a generated response
@@ -139,7 +139,7 @@ class Lengths:
 
     @property
     def context(self) -> int | None:
-        """Length of prompt and response together, in tokens; None if it is unknown."""
+        """Maximum length of prompt and response together, in tokens; None if it is unknown."""
         if self.total is not None:
             return self.total
         return None if self.response is None or self.prompt is None else self.prompt + self.response
@@ -147,7 +147,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Optimizer:
-    """Settings of AdamW."""
+    """Settings of the AdamW optimizer."""
 
     learning_rate: Positive
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -158,7 +158,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
-    """Learning rate schedule and length of training."""
+    """Settings of the learning rate schedule and of the length of training."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"  # decay after the warm-up
     warmup_steps: NonNegativeInt = 0  # steps of the linear warm-up
@@ -208,7 +208,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Asynchronous:
-    """Asynchronous RL, in which generation and training run at the same time."""
+    """Settings of asynchronous RL, in which generation and training run at the same time."""
 
     max_age: PositiveInt = 1  # maximum age, in optimizer steps, of the weights that generated a response
     # update the weights during generation and recompute the KV cache; otherwise wait until all responses are complete
@@ -217,7 +217,7 @@ class Asynchronous:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Router:
-    """Router of a mixture of experts."""
+    """Settings for training the router of a mixture-of-experts model."""
 
     frozen: bool = False  # True if the router's weights are not trained
     # update rate of the expert bias that balances the load; 0 leaves the bias unchanged
@@ -228,7 +228,7 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Validation:
-    """Validation during training."""
+    """Settings of validation during training: when to validate, and which checkpoints to keep."""
 
     every: PositiveInt | None = None  # steps between validations; null for never
     at_start: bool = False  # validate before the first step
@@ -239,7 +239,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnvironmentUse:
-    """Use of an environment in a preset."""
+    """Share, reward and settings of an environment that a preset uses."""
 
     weight: Positive = 1.0  # share of the prompts, relative to the sum of all weights
     # name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`)
@@ -249,7 +249,7 @@ class EnvironmentUse:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GroupReward:
-    """Rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`)."""
+    """Settings of rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`)."""
 
     # settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) for circular comparison of the
     # responses; null keeps the environments' rewards as base
@@ -287,7 +287,7 @@ class Distillation:
 
     @property
     def places(self) -> dict[str, str]:
-        """The teachers' folders or endpoints by name."""
+        """Mapping from the teachers' names to their folders or endpoints."""
         return {name: place for name, place in self.teachers.items() if place is not None}
 
     def teacher(self, task: Task) -> str:
@@ -306,9 +306,9 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Penalties:
-    """Advantages of all tokens of a malformed response, which replace those from rewards or teachers.
+    """Penalties for malformed responses: the advantage of every token, instead of that from rewards or teachers.
 
-    A response of a conversation is one turn. Responses cut off at the length limit are never malformed.
+    In a conversation, each turn counts as a response. Responses cut off at the length limit are never malformed.
     """
 
     thinking: Negative | None = None  # thinking tags other than one complete trace at the start, or none; null for none
@@ -316,13 +316,13 @@ class Penalties:
 
     @property
     def any(self) -> bool:
-        """True if there is a penalty."""
+        """True if any penalty is set."""
         return self.thinking is not None or self.tool_call is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Curriculum:
-    """Settings with which `nemo-ext curriculum` must have made the order of the prompts, `tasks.train.curriculum`."""
+    """Settings that `nemo-ext curriculum` must have used to make the curriculum in `tasks.train.curriculum`."""
 
     drop_from: Share | None = None  # prompts with this pass rate or a higher one are excluded; null for none
     easy_to_hard: bool = False  # lower the target pass rate during training

@@ -39,7 +39,7 @@ class VerifiedLater(Conversation, Protocol):
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """The conversation's metrics."""
+        """Metrics of the conversation, by name."""
         ...
 
 

@@ -69,7 +69,7 @@ class Turn:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class EpisodeSettings:
-    """Settings of an environment's episodes; the last four are for actors to which the engine passes no tokenizer."""
+    """Settings of an environment's episodes; those from `template` on are for actors that get no tokenizer."""
 
     name: str  # name of the environment
     settings: Open | None = None  # settings of the environment
@@ -146,7 +146,8 @@ class Episodes:
             episode: state before the response.
             unreadable: mapping from the id of each malformed tool call to the reason. In a conversation, the model
                 gets the reasons as error messages; in a single-turn environment, the response is wrong.
-            close: False to return a conversation's last turn without a verdict and `answers`, for `close`.
+            close: False if the caller ends the conversation with `close`; its last turn then has neither verdict nor
+                `answers`.
         """
         async with self._slots:
             began = time.monotonic()
@@ -162,7 +163,7 @@ class Episodes:
         return self._rewarded(turn.following, ended)
 
     async def judged(self, episode: Episode, response: Response) -> Turn:
-        """Return the outcome of the last response of a finished conversation, if the environment has `verify`."""
+        """Return the outcome of a finished conversation's last response; the environment must have `verify`."""
         async with self._slots:
             turn = await self._guarded(response, self._verified(episode, response))
         return self._rewarded(episode, turn)
@@ -179,7 +180,7 @@ class Episodes:
         return replace(episode, conversation=self.environment.begin(self.reference(episode.task)))
 
     def reference(self, task: Task) -> Any:
-        """Return a task's parsed reference, cached for the other responses; raise ValueError if it is invalid."""
+        """Return a task's parsed reference, cached for its other responses; raise ValueError if it is invalid."""
         # Ids are unique only within a file, so the reference is compared too.
         cache, key = self._references, task.id or repr(task.reference)
         if key not in cache or cache[key][0] != task.reference:

@@ -46,7 +46,7 @@ class GymServer:
 
 
 def gym_folder(checkout: Path | None = None) -> Path:
-    """Return the folder with Gym's servers: of the submodule in NeMo-RL's checkout, else of the installed package.
+    """Return the folder with Gym's servers, in the submodule of NeMo-RL's checkout or else in the installed package.
 
     Raises:
         ValueError: there is neither.

@@ -20,7 +20,7 @@ def check_targets(lora: Lora) -> None:
 
 
 def adapters(lora: Lora) -> Any:
-    """Return peft's config of the adapters; raise ValueError if peft is not installed or a target is impossible."""
+    """Return peft's config of the adapters; raise ValueError if peft is not installed or a target cannot have one."""
     check_targets(lora)
     # Models without Mamba-2 have no such layer.
     warnings.filterwarnings("ignore", message="You have passed exclude_modules")

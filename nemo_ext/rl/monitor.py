@@ -15,7 +15,7 @@ PLOT = "monitor.png"
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure with a limit.
+    """A metric of a run, with the limit beyond which the report warns.
 
     Attributes:
         name: name in metrics.jsonl.
@@ -34,7 +34,7 @@ class Figure:
     relative: bool = False
 
     def bound(self, values: Sequence[float]) -> float:
-        """Return the limit of a run with these values by step; NaN if it is relative and no value is nonzero."""
+        """Return the limit, given the values of all steps; NaN if it is relative and no value is nonzero."""
         if not self.relative:
             return self.limit
         # The gradient's norm is 0 before the first reward.
@@ -42,7 +42,10 @@ class Figure:
         return self.limit * _mean(nonzero[: _tenth(nonzero)])
 
     def verdict(self, steps: Sequence[int], values: Sequence[float]) -> str:
-        """Return `good`, or since when or how often the values of the steps are beyond the limit or not finite."""
+        """Return `good`, or a phrase that says when or how often the values were beyond the limit or not finite.
+
+        `values` has one value per step in `steps`.
+        """
         finite = [isfinite(value) for value in values]
         if not finite[-1]:
             since = max((count for count, good in enumerate(finite, start=1) if good), default=0)

@@ -166,9 +166,9 @@ class PlannedTasks:
         return stream, int(self._before[step, stream] + (streams[:slot] == stream).sum())
 
     def _in_mode(self, task: Task, epoch: int, place: int) -> Task:
-        """Return the task at a place of an epoch with its thinking mode, unless it sets one.
+        """Return a task with the thinking mode for its place in the epoch, or unchanged if it already has a mode.
 
-        The places of each mode move by one per epoch, so that repeated tasks are seen in both modes.
+        The modes of the places shift by one per epoch, so that repeated tasks are seen in both modes.
         """
         if self._thinking_share is None or task.thinking is not None:
             return task
@@ -263,7 +263,7 @@ def plan_tasks(
 
 
 def check_thinking_share(files: Iterable[TaskFile], share: float | None) -> None:
-    """Raise ValueError for a file whose tasks set modes with another share in thinking mode than `share`, if any."""
+    """Raise ValueError if the thinking modes set by a file's tasks contradict `share`; None accepts all modes."""
     for file in files:
         modes = [task.thinking for task in file.tasks if task.thinking is not None]
         differing = 0 if share is None else abs(sum(modes) - share * len(modes))

@@ -60,7 +60,7 @@ class Prompts:
         return replace(task, thinking=True) if self._ending(sample, True) != self._ending(sample, False) else task
 
     def thinking_share(self, share: float | None) -> float | None:
-        """Return `rl.thinking_share`; None, with a notice, if the template has no thinking modes."""
+        """Return `share` (`rl.thinking_share`), or None, with a notice, if the template has no thinking modes."""
         if share is None or self.template.has_modes:
             return share
         notice(f"rl.thinking_share={share:g} does not apply, as the chat template has no thinking modes")

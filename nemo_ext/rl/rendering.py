@@ -16,7 +16,8 @@ class Rendered:
         settings: the engine's settings, under the engine's names.
         adapter: settings that nemo_ext applies around the engine, under the algorithm's names: rewards, environment
             shares, prompt order, and extensions of the engine.
-        inexpressible: mapping from each key that neither can express to the reason and what the engine does instead.
+        inexpressible: mapping from each key that neither engine nor nemo_ext can express to the reason and to what the
+            engine does instead.
         by_adapter: keys that the engine cannot express but the caller handles itself.
     """
 

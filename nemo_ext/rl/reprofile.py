@@ -154,7 +154,7 @@ class Curricula:
         return self.folder / str(number)
 
     def forget_after(self, step: int) -> None:
-        """Remove curricula that start after `step`, from which a run is resumed."""
+        """Remove curricula that start after `step`, the step from which a run is resumed."""
         for number, change in enumerate(self.changes(), start=1):
             if change.step > step:
                 notice(

@@ -21,7 +21,7 @@ OF_A_RUN = (
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Adapt:
-    """Settings of `tasks.train.adapt`."""
+    """Settings of `tasks.train.adapt`: dataset shares that adapt to the rewards during training."""
 
     # fraction of its configured share that every dataset keeps regardless of its signal; 1 keeps the shares constant
     keep: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -30,7 +30,7 @@ class Adapt:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Reprofile:
-    """Settings of `tasks.train.reprofile`."""
+    """Settings of `tasks.train.reprofile`: new curricula, made during training from new pass rates."""
 
     every: PositiveInt | None = None  # number of steps between measurements of pass rates; null for none
     # number of consecutive validations without a better reward than before, after which pass rates are measured; null
@@ -78,7 +78,7 @@ def _by_path(value: object, info: ValidationInfo) -> object:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Tasks:
-    """Settings of the section `tasks`."""
+    """Settings of the section `tasks`: training and validation tasks."""
 
     train: Annotated[TrainTasks | None, BeforeValidator(_by_path)] = None
     validation: Annotated[Mapping[Literal["path"], Place] | None, BeforeValidator(_by_path)] = None
@@ -86,7 +86,7 @@ class Tasks:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NemoRl:
-    """Settings of the section `nemo_rl`."""
+    """Settings of the section `nemo_rl`, for training with NeMo-RL."""
 
     backend: Literal["megatron", "dtensor"]
     set: Open | None
@@ -107,7 +107,7 @@ class Lora:
 
     @property
     def scale(self) -> int:
-        """Value of alpha."""
+        """Value of alpha; twice the rank if it is not set."""
         return 2 * self.rank if self.alpha is None else self.alpha
 
 

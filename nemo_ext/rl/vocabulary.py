@@ -6,10 +6,10 @@ from typing import Any
 
 
 def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> None:
-    """Reject a teacher that has other tokens than the policy, as it would score others than the policy sampled.
+    """Raise ValueError if a teacher's tokens differ from the policy's, since it could not score what was sampled.
 
     Raises:
-        ValueError: the vocabularies differ; the message has the number of tokens and the first one.
+        ValueError: the vocabularies differ; the message has the number of differing tokens and the first one.
     """
     theirs = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     ours, other = tokenizer.get_vocab(), theirs.get_vocab()

@@ -30,10 +30,12 @@ class Cohorts[M, R]:
         self._running: set[asyncio.Task[None]] = set()
 
     async def join(self, key: Hashable, place: Hashable, member: M) -> R:
-        """Add a member to its group and wait for its result.
+        """Add a member to a group, wait until the group is answered, and return the member's result.
 
         Args:
-            place: place in the group; a request repeated after a lost connection has the same place.
+            key: key of the group, such as a prompt.
+            place: identifies the member within the group, so that a repeated request does not add a second member.
+            member: request to answer.
         """
         cohort = self._open.get(key)
         if cohort is None:

@@ -48,7 +48,7 @@ elif is_nemo_gym_fastapi_entrypoint(__file__):
 
 @dataclass(frozen=True)
 class Served:
-    """A server and its agent.
+    """A NeMo Gym server that this package provides, and its agent.
 
     Attributes:
         domain: one of Gym's domains.
@@ -144,7 +144,7 @@ def server_config(name: str) -> dict[str, Any]:
 
 
 def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a server's config, given its folder below Gym's resources_servers and more keys of its agent."""
+    """Return a server's config; `folder` is its folder in Gym's resources_servers, `more` further keys of its agent."""
     instance = f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
@@ -167,7 +167,7 @@ def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -
 
 
 def servers_of_run(folder: Path, environments: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the files of the servers for a run's environments, by path; their configs are configs/NAME.yaml.
+    """Return the servers' files for a run's environments, as contents by path; configs/NAME.yaml has the configs.
 
     The configs name the folder in full, because NeMo-RL starts Gym in another directory.
 

@@ -47,7 +47,7 @@ class Plays:
         """Start a session's conversation; do nothing if the request is a repetition.
 
         Raises:
-            NoPlayError: the session already has another conversation.
+            NoPlayError: the session already has a conversation, which has advanced or is for another task.
         """
         play = self._plays.get(session)
         if play is not None:
@@ -59,7 +59,11 @@ class Plays:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Task | None = None) -> Play:
-        """Return a session's conversation, now the most recent; raise NoPlayError if it has none, or not for `task`."""
+        """Return a session's conversation, which is then the most recently used one.
+
+        Raises:
+            NoPlayError: the session has no conversation, or its conversation is for another task than `task`.
+        """
         if session not in self._plays:
             raise NoPlayError("no conversation was started in this session; send /seed_session or /reset first")
         self._plays.move_to_end(session)

@@ -167,12 +167,12 @@ class Checkout:
 
     @property
     def refills(self) -> bool:
-        """True if the asynchronous loop generates new groups for a step that lacks some, so groups can be dropped."""
+        """True if the asynchronous loop replaces missing groups of a step, so that groups can be dropped."""
         return "get_trajectories_needed" in self._collector
 
     @property
     def distils(self) -> bool:
-        """True if the asynchronous collector has teachers score groups of any tasks, given their agents' names."""
+        """True if the asynchronous collector can have teachers score groups of any tasks that name an agent."""
         return "_compute_teacher_logprobs" in self._collector and "def _enqueue_rollout_group" in self._collector
 
     @cached_property
@@ -243,7 +243,7 @@ class _Sources:
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
         """Return the definition of a class or alias and its module, or None if it is not found.
 
-        Imports are followed; `depth` is the number of those followed so far, which is limited.
+        Imports are followed up to a limit; `depth` is the number of imports followed so far.
         """
         defined, imported = self._parse(module)
         if name in defined:

@@ -59,7 +59,7 @@ def asynchronous() -> ModuleType:
 
 
 def refills() -> bool:
-    """Return whether the asynchronous collector generates new groups for a step that lacks some (since 0.7)."""
+    """Return whether the asynchronous collector replaces missing groups of a step (since 0.7)."""
     return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
 
 
@@ -296,12 +296,12 @@ def baseline_modules() -> list[ModuleType]:
 
 
 def has_estimator() -> bool:
-    """Return whether an estimator computes advantages from the batch (0.6 and later)."""
+    """Return whether NeMo-RL has estimator objects, which compute advantages from the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the keyword arguments `keywords` that the function has parameters for."""
+    """Return the keyword arguments in `keywords` that the function has parameters for."""
     accepted = inspect.signature(function).parameters
     return {key: value for key, value in keywords.items() if key in accepted}
 

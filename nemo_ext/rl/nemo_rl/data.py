@@ -116,12 +116,12 @@ class AdaptiveTasks:
         """Update the shares from the last batch's rewards, `[prompts, responses]`.
 
         Raises:
-            ValueError: the number of prompts is not that of the last batch.
+            ValueError: the number of prompts differs from the last batch's.
         """
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:
-        """Return each dataset's current weight and signal; until `learn` is called, those that the last draw used."""
+        """Return each dataset's weight and signal; until `learn` is called, they are those of the last draw."""
         current = {"weight": self._shares.weights, "signal": self._shares.signals}
         return {f"{kind}/{name}": value for kind, values in current.items() for name, value in values.items()}
 

@@ -13,7 +13,7 @@ def section_of(algorithm: Algorithm) -> Section:
 
 
 class Draft(Rendered):
-    """Draft of NeMo-RL's settings; a key that this version lacks is recorded as inexpressible, with the nearest key."""
+    """Draft of NeMo-RL's settings; keys that this version does not have are recorded, with the nearest key."""
 
     def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
         super().__init__()

@@ -7,7 +7,8 @@ if the buffer drops a group, the collector generates another. This module change
 
 - Once all its steps are being generated, NeMo-RL's collector pauses until new weights arrive, and would not notice that
   a step needs more groups. Here it resumes as soon as a step does.
-- After receiving weights of version n, it no longer generates for step n, even if that step lacks groups. Here it does.
+- After receiving weights of version n, it no longer generates for step n, even if groups of that step are missing. Here
+  it does.
 - It discards those prompts of a batch that it does not need. Here they are the first to be used when more are needed.
 """
 
@@ -101,7 +102,7 @@ class Buffer(_Buffer):
         return max(0, min(needed, allowed))
 
     def has_complete_batch(self, target_step: int, *arguments: Any, **keywords: Any) -> bool:
-        """Return whether a step has all its groups; raise ValueError if it lacks some and can get no more."""
+        """Return whether a step has all its groups; raise ValueError if some are missing and none can be added."""
         complete: bool = super().has_complete_batch(target_step, *arguments, **keywords)
         if not complete:
             self._check(target_step)
@@ -111,7 +112,7 @@ class Buffer(_Buffer):
         """Return the groups of step `current_weight_version`, counted from 0, or None while it is incomplete.
 
         Raises:
-            ValueError: the step lacks groups and can get no more.
+            ValueError: groups of the step are missing, and none can be added.
         """
         groups = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
         if groups is None:

@@ -90,7 +90,10 @@ def own_servers(algorithm: PolicyGradient, config: Mapping[str, Any]) -> dict[Pa
 
 
 def check_played(task: Task, master: Mapping[str, Any]) -> None:
-    """Raise ValueError if Gym cannot play a task, given NeMo-RL's config: it has no row, or tools without a parser."""
+    """Raise ValueError if Gym cannot play a task: it has no Gym row, or has tools but vLLM has no parser for calls.
+
+    `master` is NeMo-RL's master config.
+    """
     if task.environment.startswith(GYM):
         check_reference(task)
     declares = gym_row(task)[PARAMETERS].get("tools")

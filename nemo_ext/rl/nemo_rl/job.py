@@ -41,7 +41,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
     interrupted.
 
     Raises:
-        ValueError: NeMo-RL is not installed, lacks a key or cannot express the algorithm; or tasks or pairs are
+        ValueError: NeMo-RL is not installed, does not have a key or cannot express the algorithm; or tasks or pairs are
             invalid; or the model has Python files and `trust_remote_code` is not set.
     """
     checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
@@ -85,7 +85,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 
 
 def _check_teachers(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Reject teachers of on-policy distillation whose code may not run or whose vocabulary is not the policy's."""
+    """Raise ValueError for a teacher whose Python files may not run or whose vocabulary differs from the policy's."""
     if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None:
         return
     policy = str(config["policy"])
@@ -103,7 +103,7 @@ def settings_of(
     """Return the adapter settings and the master config for `nemo_ext.rl.nemo_rl.run.run`.
 
     Raises:
-        ValueError: a setting is invalid, or NeMo-RL lacks a key or cannot express the algorithm.
+        ValueError: a setting is invalid, or NeMo-RL does not have a key or cannot express the algorithm.
     """
     settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
@@ -200,7 +200,7 @@ def _lay_out(
 
 
 def _check_replay(model: Description) -> None:
-    """Raise ValueError if vLLM does not return the experts that it selects in this model, or if there are none."""
+    """Raise ValueError if vLLM cannot return the experts that it selects in this model, or the model has no experts."""
     selected = sorted({block.size("topk") for block in model.blocks if block.kind == "E" and not block.is_linear})
     if not selected:
         raise ValueError("rl.router.replay=true, but the model has no MoE blocks; set it to false")

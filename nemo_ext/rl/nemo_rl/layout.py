@@ -74,7 +74,8 @@ class Stated:
         nodes: total number of nodes, including nodes for generation.
         gpus_per_node: number of GPUs per node.
         gpu_memory_gib: memory of each GPU in GiB.
-        generation_nodes: number of nodes that only generate; 1 on a single node, where `generation_gpus` GPUs do.
+        generation_nodes: number of nodes that only generate; on a single node, 1, although only `generation_gpus` of
+            its GPUs generate.
         generation_gpus: number of GPUs on each of these nodes that only generate.
         generation_tensor_parallel: vLLM's tensor-parallel size.
         colocated: False if generation has separate GPUs, which asynchronous training requires.
@@ -247,7 +248,7 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Return (nodes that generate, GPUs on each of them that do), the most even split of GPUs first.
+    """Return possible splits as (number of generating nodes, generating GPUs on each), the most even split first.
 
     Raises ValueError if there is none.
     """
@@ -324,7 +325,10 @@ class _Search:
         )
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Find vLLM's layout on `world` GPUs with the first memory share that suffices; ValueError if none fits."""
+        """Find vLLM's layout on `world` GPUs, with the first of the memory shares `shares` that suffices.
+
+        `weight` is the number of bytes per weight. Raises ValueError if no layout fits.
+        """
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:

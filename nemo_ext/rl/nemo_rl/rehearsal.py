@@ -152,9 +152,17 @@ def _stand_ins(module: Any) -> Iterator[None]:
 
 
 def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
-    """Divide items of `pairs` sequences among the data-parallel ranks and into microbatches, as training does.
+    """Divide a batch among the data-parallel ranks and into microbatches, as training does.
 
-    Raises ValueError if a rank's part of the batch is not a multiple of the microbatch size.
+    Args:
+        policy: NeMo-RL's policy, which has the ranks.
+        size: number of items to divide.
+        batch: number of items in a batch of training.
+        micro: number of items in a microbatch.
+        pairs: number of sequences per item: 2 for preference pairs, else 1.
+
+    Raises:
+        ValueError: a rank's part of the batch is not a multiple of the microbatch size.
     """
     torch = importlib.import_module("torch")
     kind = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict

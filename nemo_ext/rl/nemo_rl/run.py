@@ -236,7 +236,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Return the loss level if NeMo-RL itself lacks it, else None; ValueError if it contradicts `loss_fn`."""
+    """Return the loss level if NeMo-RL itself does not have it, else None; ValueError if it contradicts `loss_fn`."""
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum", "group"):

@@ -1,4 +1,4 @@
-"""Advantages within groups of responses to one prompt, for engines that lack them and for testing adapters.
+"""Advantages within groups of responses to one prompt, for engines that do not compute them and for testing adapters.
 
 Rewards are `[..., responses]`: the last axis is the group.
 """

@@ -107,7 +107,7 @@ def circular_comparisons(size: int, *, both_orders: bool = False) -> list[tuple[
 def base_rewards(
     size: int, judgements: Mapping[tuple[int, int], Judgement | None]
 ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Compute each response's mean score over its opponents; the score against one is the mean over both orders.
+    """Compute each response's mean score over its opponents, averaging both orders of a comparison first.
 
     Comparisons without a judgement are ignored. A response without judged comparisons gets the mean of the others, so
     its advantage is zero if the baseline is the group's mean. If no comparison was judged, all get the neutral 3.

@@ -267,7 +267,7 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """Do `run` for each input with its limits; the next run starts while the caller handles the last result.
+        """Run the program on each input with its limits, and yield each result while the next run is in progress.
 
         Closing the iterator early ends the box, since a program may still be running.
         """

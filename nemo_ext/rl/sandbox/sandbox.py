@@ -126,7 +126,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[None]:
-        """Context that waits in this thread for one of the `concurrency` slots and holds it; BusyError as `session`."""
+        """Context that waits in this thread for a slot and holds it; raises BusyError as `session` does."""
         turn = self._gate.enter()
         with self._waiting(turn):
             turn.result(self._queue_seconds)
@@ -226,7 +226,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Context for waiting for `turn`, a future from `enter`: errors give it up; a timeout raises BusyError."""
+        """Context that waits for `turn`, a future from `enter`; errors end the wait, and a timeout raises BusyError."""
         try:
             yield
         except BaseException as error:

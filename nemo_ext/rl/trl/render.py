@@ -75,7 +75,7 @@ def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any
 
 
 def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
-    """Raise ValueError if a key of `names` is no argument of the installed TRL's config; suggest the nearest one."""
+    """Raise ValueError, with the nearest name, if a key of `names` is not an argument of the installed TRL's config."""
     known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
     check_keys(names, known, required=(), where="trl")
 

@@ -184,7 +184,7 @@ class Rollouts:
         ]
 
     def faults(self, before: Sequence[int], response: Sequence[int]) -> tuple[bool, bool]:
-        """Return whether a response has malformed thinking tags, and malformed tool calls; never if it was cut off.
+        """Return whether a response has malformed thinking tags, and malformed tool calls; False if it was cut off.
 
         Args:
             before: the last tokens before the response.

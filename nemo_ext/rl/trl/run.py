@@ -238,7 +238,7 @@ def _measure(
     ready: _Ready,
     phases: sampler.Phases,
 ) -> None:
-    """Measure pass rates and make the curricula that are due at a checkpoint or whose making was interrupted."""
+    """Measure pass rates and make the curricula that are due at a checkpoint, or finish interrupted ones."""
     updates = algorithm.updates_per_step
     if checkpoint is not None:
         step = _step_of(checkpoint) // updates

@@ -94,7 +94,7 @@ class Teachers:
 def divergences(
     names: Sequence[str], teachers: torch.Tensor, policy: torch.Tensor, generated: torch.Tensor
 ) -> Mapping[str, tuple[float, int]]:
-    """Return by teacher the sum of the tokens' estimates of the KL divergence, in nats, and the number of tokens.
+    """Map each teacher to the sum of its tokens' estimated KL divergences, in nats, and the number of tokens.
 
     The estimate of KL(policy || teacher) is k3 (http://joschu.net/blog/kl-approx.html).
 

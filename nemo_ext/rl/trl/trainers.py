@@ -281,7 +281,10 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return logps
 
     def _exclude(self, batch: dict[str, Any], limit: float) -> None:
-        """Exclude responses from the loss whose mean exp(|difference|) exceeds `limit`, in place (`loss.mismatch`)."""
+        """Exclude responses from the loss whose mean exp(|log p in training - in generation|) exceeds `limit`.
+
+        The batch is changed in place. The limit is the setting `loss.mismatch`.
+        """
         policy = batch.get("old_per_token_logps")
         policy = self._logps(self.model, *_inputs(batch)) if policy is None else policy
         generated = _generated(batch)
@@ -414,7 +417,7 @@ _TAIL = 16
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
     """Return a microbatch without columns that are padding in every row, which leaves the loss unchanged.
 
-    Rows without advantage are removed too, unless `without_advantage` is set; one of them is kept if all are.
+    Rows without advantage are removed too, unless `without_advantage` is set; if no row has an advantage, one is kept.
     """
     rows, width = batch["completion_mask"].shape
     selected = torch.arange(rows, device=batch["completion_mask"].device)
@@ -638,7 +641,10 @@ def _generate(
 
 
 def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Return the cache of a batch with adjacent equal prompts, as an argument of `generate`; empty without any."""
+    """Compute the KV cache of adjacent equal prompts once, and return it as an argument of `generate`.
+
+    The result is empty if no adjacent prompts are equal.
+    """
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
@@ -722,7 +728,7 @@ def preference(
         adapters: peft's config of low-rank adapters; None to train all weights.
 
     Raises:
-        ValueError: a file is missing, invalid or lacks true rewards, or TRL does not have a setting.
+        ValueError: a file is missing, invalid or without true rewards, or TRL does not have a setting.
     """
     files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():

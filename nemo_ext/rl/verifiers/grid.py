@@ -38,7 +38,7 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Return correct if all cells are, ignoring case; `more` has the pair `cells`, the correct ones and all."""
+    """Return correct if all cells are correct, ignoring case; `more` has the pair `cells`: correct cells, all cells."""
     table = _last_object(response.answer)
     table = table.get("solution") if isinstance(table, dict) else None
     cells = [

@@ -161,7 +161,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
     """Do the same as `verify`, and add math-verify's own verdict on the whole answer, which papers report.
 
-    It is 1 or 0 under `math_verify` in the verdict's `more`; `grader` is the pool of workers that runs `graded`, and
+    The added verdict is 1 or 0, under `math_verify` in `more`; `grader` is the pool of workers that runs `graded`, and
     `settings` are the arguments of `verify`.
     """
     try:
@@ -308,7 +308,7 @@ def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
 
 
 def _equal(expected: str, answer: str) -> bool:
-    """Return whether math-verify considers two expressions equal and `_apart` does not object."""
+    """Return whether math-verify considers two expressions equal and `_apart` finds no difference."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     gold, parsed = (

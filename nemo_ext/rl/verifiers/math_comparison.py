@@ -571,7 +571,8 @@ def _ends(node: Node) -> Iterator[Node]:
 def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
     """Return whether a position on the number line is in a set.
 
-    Positions are even at end points and odd between two; `places` has those of the end points.
+    Positions are numbered from left to right: end points have even numbers, the gaps between them odd ones. `places`
+    maps end points to their positions.
     """
     parts = node.parts
     if node.kind == "named":
@@ -671,7 +672,7 @@ def _are_matrices(*nodes: Node) -> bool:
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Split dimensions with powers into directions of a difference (more, fewer), usually none, and real dimensions."""
+    """Split dimensions with powers into words that say "more" or "fewer", of which there are rarely any, and units."""
     ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
     return ways, [(name, power) for name, power in dimensions if name not in MORE]
 

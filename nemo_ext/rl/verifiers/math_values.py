@@ -22,7 +22,7 @@ class NoValue(ArithmeticError):
 
 
 class Values:
-    """Calculator for one comparison, with adjustable precision."""
+    """Calculator of the values of expressions in one comparison, with adjustable precision."""
 
     mp = MPContext()
     left_reals = False
@@ -241,7 +241,9 @@ def _product(left: _Matrix, right: _Matrix) -> _Matrix:
 
 
 def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Yield sample points, mappings from symbols to integers and fractions of both signs; same names, same points.
+    """Yield sample points, mappings from symbols to integers and fractions of both signs.
+
+    The same symbols always have the same points.
 
     The last two points are far out on either side, beyond the kinks of expressions such as |x + 5|.
     """

@@ -85,7 +85,8 @@ class WorkerPool:
     """
 
     def __init__(self, function: str, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
-        """
+        """Set up the pool; no process is started yet.
+
         Args:
             function: `module:name` of a function that takes and returns JSON values. If the module has a function
                 `prepare`, for slow imports, each worker calls it once before it counts as started.

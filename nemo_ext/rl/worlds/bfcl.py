@@ -1,8 +1,9 @@
 """Multi-turn conversations of the Berkeley Function-Calling Leaderboard (BFCL v3), with its own simulated programs.
 
 The programs come from the package `bfcl-eval` (Apache-2.0), version 2026.3.23 or compatible; they only change their own
-state. As in its `multi_turn_checker`, after each user turn the state must equal that after the expected calls, and
-the results so far must include theirs. Calls go to methods that the leaderboard documents, and nothing is evaluated.
+state. As in its `multi_turn_checker`, after each user turn the state must equal the state that the expected calls lead
+to, and the results so far must include the expected calls' results. Calls go to methods that the leaderboard documents,
+and nothing is evaluated.
 """
 
 import ast

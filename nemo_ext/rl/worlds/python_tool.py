@@ -183,7 +183,7 @@ def _without_calls(response: Response, style: Style, function: Tool = TOOL) -> t
 
 
 def _shortened(text: str, most: int, *, more: bool) -> str:
-    """Omit the middle of a text of more than `most` characters; `more` says that even more had been dropped."""
+    """Omit the middle of a text of more than `most` characters; `more` is True if part of it was already dropped."""
     if len(text) <= most:
         return text
     half = most // 2

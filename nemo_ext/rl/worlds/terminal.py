@@ -66,7 +66,7 @@ class Reference:
         test: command whose exit status is 0 if the task is solved; run after the last response.
         image: image of the container; unused in the sandbox.
         files: mapping from path to content, written before the first response.
-        setup: command that is run after that.
+        setup: command that is run after the files are written.
         test_files: mapping from path to content, written before the test; the model never sees them.
     """
 
@@ -94,12 +94,14 @@ def check(reference: Mapping[str, Any], *, needs_image: bool) -> Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """Commands as lists of arguments, in which {name} and {image} are replaced; the exit status 125 is their failure.
+    """Commands of a container engine, as lists of arguments in which {name} and {image} are replaced.
+
+    Exit status 125 means that the engine failed, not the command that it runs.
 
     Attributes:
         start: starts a container in the background.
-        run: prefix of a command that is executed in it.
-        stop: stops and removes it.
+        run: prefix of a command that is executed in the container.
+        stop: stops and removes the container.
     """
 
     start: tuple[str, ...] = Field(min_length=1)
@@ -114,7 +116,7 @@ class Shells(Sessions):
         """Do nothing: the first call starts the session."""
 
     def call(self, name: str, before: Sequence[str], code: str) -> Run:
-        """Execute a command; an error is its exit status, if it is not 0."""
+        """Execute a command; the result's error is the exit status, if that is not 0."""
         run = super().call(name, [_SHELL.format(command=each) for each in before], _SHELL.format(command=code))
         if error := error_of(run):
             run = replace(run, value=_value(error.strip().rpartition("SystemExit: ")[2]))
@@ -155,7 +157,7 @@ class Containers:
             self._run(self._container.stop, name, seconds=_GRACE)
 
     def _run(self, command: Sequence[str], name: str, *more: str, image: str = "", seconds: float) -> tuple[int, bytes]:
-        """Run a command and return its exit status and the beginning of its output, which ends it if it is too long."""
+        """Run a command and return its exit status and output; it is killed if the output is too long."""
         names = {"{name}": f"nemo_ext_{name}", "{image}": image}
         words = [_replaced(word, names) for word in command]
         process = subprocess.Popen(

@@ -254,9 +254,10 @@ class Session(Process):
             os.close(wake)
 
     def call(self, code: bytes, limits: Mapping[str, Any]) -> tuple[Ended, bool]:
-        """Execute code; return the result, and whether the process is still there.
+        """Execute code; return the result, and whether the process still exists.
 
-        It is killed if it exceeds a limit. Nothing that it has started runs until the next call.
+        The process is killed if it exceeds a limit. Otherwise, everything that it started is stopped until the next
+        call.
 
         Raises:
             HostGoneError: the host is gone; the process has been killed.
