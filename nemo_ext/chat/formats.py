@@ -115,10 +115,10 @@ def to_sample(
         read = _sharegpt_messages(record, turns, ignored, changed)
     messages = [message for _, message in normal_messages(read, key, changed)]
     if not messages:
-        raise FormatError(f"{key} has only tools' answers without a call: expected another message, too")
+        raise FormatError(f"{key} has only tool results without a call: add the messages before them")
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
-            raise FormatError(f"{key}[{index}]: a system message must be the first message")
+            raise FormatError(f"{key}[{index}]: a system message must come first: move or remove it")
     return Sample(
         id=id,
         messages=tuple(messages),
@@ -261,7 +261,7 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
     free = [number for number in range(len(ids)) if number not in partners]
     partners.update(zip(free, unnamed, strict=False))
     for place, _ in unnamed[len(free) :]:
-        _leave_out(WITHOUT_CALL, f"{key}[{place}]: there are more tools' answers than calls", changed)
+        _leave_out(WITHOUT_CALL, f"{key}[{place}]: there are more tool results than calls; remove some", changed)
     ordered = [answer for _, answer in sorted(partners.items())]
     if ordered != sorted(ordered):
         _count(changed, REORDERED)
@@ -274,7 +274,7 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
     for place, message in callers:
         calls = tuple(call for call in message.tool_calls if next(numbers) in answered)
         for _ in range(len(message.tool_calls) - len(calls)):
-            _leave_out(WITHOUT_ANSWER, f"{key}[{place}].tool_calls: a call has no answer, but a later one has", changed)
+            _leave_out(WITHOUT_ANSWER, f"{key}[{place}].tool_calls: a call has no result, but a later one has", changed)
         if calls or message.content.strip():
             answered_callers.append((place, replace(message, tool_calls=calls)))
     return answered_callers + ordered
@@ -317,7 +317,7 @@ def _openai_message(
     _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
     if role != "assistant":
         if turn.get("tool_calls"):
-            raise FormatError(f"{where}.tool_calls: only an assistant may call tools, not role={turn['role']!r}")
+            raise FormatError(f"{where}.tool_calls: only an assistant may call tools, not {turn['role']!r}: remove it")
         content = turn.get("content")
         text = "" if role == "tool" and content is None else _text(content, where, "content")
         answered = _identifier(turn.get("tool_call_id"), f"{where}.tool_call_id")
@@ -347,7 +347,7 @@ def _sharegpt_messages(
 ) -> list[Message]:
     mask = record.get("mask")
     if mask is not None and _SHAREGPT_ROLES.get(str(mask).lower()) != "user":
-        raise FormatError(f"mask={mask!r}: only 'User' is supported, as only the user's turns can be masked")
+        raise FormatError(f"mask={mask!r} is not supported, as only the user's turns can be masked: set it to 'User'")
     messages: list[Message] = []
     if system := record.get("system"):
         messages.append(Message(role="system", content=_text(system, "", "system")))
@@ -399,7 +399,7 @@ def checked_text(value: object, where: str, key: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise FormatError(
-                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start})"
+                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start}); remove it"
             ) from None
     return value
 
@@ -421,7 +421,7 @@ def _text(value: Any, where: str, key: str) -> str:
     for index, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
-            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r} is not supported, only text")
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r} is not supported; use only text")
         texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
     return "".join(texts)
 
@@ -437,7 +437,7 @@ def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple
         return text, None
     trace, closed, answer = (text.lstrip()[len(OPEN) :] if opened else text).partition(CLOSE)
     if not closed:
-        raise UnfinishedTrace(f"{where}: the trace does not end, as {CLOSE} is missing after {OPEN}")
+        raise UnfinishedTrace(f"{where}: the trace does not end, as {CLOSE} is missing after {OPEN}: add it")
     if not opened:
         if OPEN in trace:
             return text, None

@@ -84,7 +84,7 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
     ]
     expected, scored = len(tasks) * generation.samples, sum(len(group) for _, group in groups)
     if not scored:
-        raise ValueError(f"{folder}: none of {expected:,} responses has a score; see report.md there")
+        raise ValueError(f"{folder}: none of {expected:,} responses has a score; its report.md says why")
     if scored < expected:
         notice(
             f"{expected - scored:,} of {expected:,} responses are missing or have no score; see {folder / 'report.md'}"

@@ -244,7 +244,7 @@ class _Run:
         count = sum(1 for _ in path.open("rb")) if path.is_file() else 0
         steps = self.training.schedule.steps
         if steps is not None and count >= batch:
-            notice(f"{steps:,} steps of {batch:,}: {steps * batch / count:.2g} epochs over {count:,} pairs")
+            notice(f"{steps:,} steps of {batch:,} pairs: {steps * batch / count:.2g} epochs over {count:,} pairs")
         return count
 
     def _train(self, folder: Path, policy: Path) -> None:

@@ -107,8 +107,8 @@ class PolicyLoss:
             )
         if self.level == "group" and self.kl.coefficient:
             raise ValueError(
-                "loss.level=group scales advantages, which a KL penalty does not have; set loss.kl.coefficient=0, or "
-                "another level"
+                "loss.level=group cannot be combined with a KL penalty, which has no advantage to scale; set "
+                "loss.kl.coefficient=0, or another loss.level"
             )
 
 
@@ -436,8 +436,8 @@ class PolicyGradient(_Training):
             raise ValueError(f"distillation requires algorithm=grpo, not {self.algorithm}; set it")
         if self.sampling.drop_zero_variance:
             raise ValueError(
-                "distillation: equal rewards do not make a group worthless; set sampling={drop_zero_variance: false, "
-                "max_batches: null}"
+                "sampling.drop_zero_variance=true cannot be combined with distillation, which also learns from groups "
+                "with equal rewards; set sampling={drop_zero_variance: false, max_batches: null}"
             )
         if self.sampling.temperature != 1:
             raise ValueError(

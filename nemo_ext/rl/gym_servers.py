@@ -95,7 +95,7 @@ def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
         if isinstance(section, Mapping) and section.get(_AGENTS)
     }
     if not agents:
-        raise ValueError(f"environment {environment!r}: NeMo Gym's {config} has no agent, so nothing can play its rows")
+        raise ValueError(f"environment {environment!r}: NeMo Gym's {config} has no agent; add one, or use another file")
     data = [part for agent in agents.values() for part in agent.get("datasets") or () if part.get("type") == "example"]
     examples = next((folder / part["jsonl_fpath"] for part in data if (folder / part["jsonl_fpath"]).is_file()), None)
     return GymServer(name=environment, config=config, agents=tuple(agents), examples=examples)

@@ -107,7 +107,7 @@ class Curricula:
         try:
             curriculum_settings(curricula._config(1, (), step=0))
         except ValueError as error:
-            raise ValueError(f"tasks.train.reprofile.curriculum cannot be used ({error})") from None
+            raise ValueError(f"tasks.train.reprofile.curriculum is invalid ({error}); correct it") from None
         return curricula
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:

@@ -328,7 +328,7 @@ def test_an_unanswered_call_before_an_answered_one_is_removed() -> None:
     assert (first.content, first.tool_calls) == ("Let me see.", ())
     assert [call.id for call in second.tool_calls] == ["Rome"] == [answer.tool_call_id]
     assert changed == {WITHOUT_ANSWER: 2}
-    with pytest.raises(FormatError, match=r"messages\[0\].tool_calls: a call has no answer, but a later one has"):
+    with pytest.raises(FormatError, match=r"messages\[0\].tool_calls: a call has no result, but a later one has"):
         messages({"messages": turns})
 
 

@@ -129,7 +129,7 @@ class Groups:
         ]
         for begin, values in zip(begins, self.reward(groups), strict=True):
             if len(values) != size or not all(map(math.isfinite, values)):
-                raise ValueError(f"a group reward must return {size} finite numbers, not {values}")
+                raise ValueError(f"the group reward must return {size} finite numbers, not {values}")
             rewards[begin : begin + size] = torch.tensor(list(values), dtype=rewards.dtype)
         return rewards
 

@@ -136,9 +136,9 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
     draft.put("distillation", f"{section}.non_colocated_teachers.enabled", True)
     if algorithm.loss.on_policy and algorithm.loss.mismatch is None:
         raise ValueError(
-            "rl.loss.on_policy: NeMo-RL then has no log-probabilities of the policy to compare with the teachers'; set "
-            "rl.loss.mismatch too, or rl.loss={on_policy: false, clip_low: null, clip_high: null}, which has the same "
-            "gradient"
+            "rl.loss.on_policy=true leaves NeMo-RL without log-probabilities of the policy, which distillation needs; "
+            "set rl.loss.mismatch too, or rl.loss={on_policy: false, clip_low: null, clip_high: null}, which has the "
+            "same gradient"
         )
     _clip(draft, "distillation.clip", distillation.clip)
     draft.adapter["distillation"] = {"by": distillation.by, "teachers": distillation.places}

@@ -249,8 +249,8 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
         raise ValueError(f"loss.level={level} requires loss_fn.token_level_loss={str(not by_token).lower()}; set it")
     if level == "group" and master["loss_fn"].get("reference_policy_kl_penalty"):
         raise ValueError(
-            "loss.level=group scales advantages, which a KL penalty does not have; set "
-            "loss_fn.reference_policy_kl_penalty=0, or another level"
+            "loss.level=group cannot be combined with a KL penalty, which has no advantage to scale; set "
+            "loss_fn.reference_policy_kl_penalty=0, or another loss.level"
         )
     return level
 
@@ -412,7 +412,7 @@ def _environment_settings(
     check_keys(section, [*known_environments(), *theirs], required=(), where="environments")
     if missing := [name for name in used if name not in section and (theirs or name.startswith(GYM))]:
         raise ValueError(
-            f"environments must also name {', '.join(missing)}, which tasks have, so that NeMo Gym serves all of them"
+            f"environments must also name {', '.join(missing)}, which tasks use, so that NeMo Gym serves them; add it"
         )
     if unused := [name for name in section if name not in used]:
         notice(f"environments.{', environments.'.join(unused)}: ignored, because no task has this environment")

@@ -139,7 +139,9 @@ class Nursery:
                         socket.send_fds(self._connection(), [b"+"], [inside.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"sandbox: cannot start the interpreter {self._python}: {error}") from error
+                raise SandboxError(
+                    f"sandbox: cannot start the interpreter {self._python} ({error}); check its path and free resources"
+                ) from error
         return ours
 
     def close(self) -> None:
@@ -346,7 +348,9 @@ class Box:
         with _sandbox_errors():
             answer = wire.receive(self._host)
         if answer is None:
-            raise SandboxError("sandbox: the supervisor of the program exited without a reply")
+            raise SandboxError(
+                "sandbox: the supervisor of the program exited without a reply; check the machine's free memory"
+            )
         return answer
 
 
@@ -386,4 +390,6 @@ def _sandbox_errors() -> Iterator[None]:
             "sandbox: the supervisor of the program did not reply in time; on a busy machine, lower concurrency"
         ) from None
     except OSError as error:
-        raise SandboxError(f"sandbox: the supervisor of the program exited: {error}") from None
+        raise SandboxError(
+            f"sandbox: the supervisor of the program exited ({error}); check the machine's free memory"
+        ) from None

@@ -163,13 +163,13 @@ class WorkerPool:
             if worker.process.poll() is None:
                 return worker
             self._discard(worker)  # it was killed while idle, by the out-of-memory killer for example
-        raise WorkerError("the worker pool is closed")
+        raise WorkerError("the worker pool is closed; create a new one")
 
     def _start(self) -> _Worker:
         try:
             worker = _Worker(self._function, self._memory)
         except OSError as error:
-            raise WorkerError(f"cannot start a worker process: {error}") from error
+            raise WorkerError(f"cannot start a worker process ({error}); lower workers") from error
         self._alive.add(worker)
         try:
             ready = worker.receive(START_LIMIT)

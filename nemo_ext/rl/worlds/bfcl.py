@@ -59,7 +59,7 @@ class Reference:
     def __post_init__(self) -> None:
         if len(self.question) != len(self.ground_truth):
             turns = f"{len(self.question)} turns of `question`"
-            raise ValueError(f"expected calls for each of the {turns}, not {len(self.ground_truth)}")
+            raise ValueError(f"ground_truth must have calls for each of the {turns}, not {len(self.ground_truth)}")
         for name in self.involved_classes:
             _documents(name)
         for calls in self.ground_truth:

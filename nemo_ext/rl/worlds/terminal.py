@@ -223,7 +223,7 @@ class Conversation(python_tool.Conversation):
         shells.start(self.name, self.reference.image)
         run = shells.call(self.name, (), script)
         if (error := error_of(run)) != "":
-            raise SandboxError(f"terminal: files or setup of the task failed: {_last(run.stdout)} {error or run}")
+            raise SandboxError(f"terminal: the task's files or setup failed: {_last(run.stdout)} {error or run}")
         self.executed.append(script)
 
 
