@@ -111,7 +111,7 @@ def test_nemo_s_chat_format_and_detection_of_formats() -> None:
     assert detect(record) == "nemo" == detect({"conversations": turns})
     assert detect({"conversations": [{"from": "human", "value": "q"}]}) == "sharegpt"
     assert detect({"conversations": [{"role": "user", "content": "q"}]}) == "openai" == detect({"messages": []})
-    with pytest.raises(FormatError, match=r"mask='Assistant': only 'User'"):
+    with pytest.raises(FormatError, match=r"mask='Assistant' is not supported"):
         to_sample(record | {"mask": "Assistant"}, id="1")
 
 
@@ -149,7 +149,7 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
             {"role": "user", "content": [{"type": "image_url"}]},
             r"messages\[1\].content\[0\]: a part of type 'image_url'",
         ),
-        ({"role": "system", "content": "x"}, r"messages\[1\]: a system message must be the first"),
+        ({"role": "system", "content": "x"}, r"messages\[1\]: a system message must come first"),
         ({"role": "assistant", "content": "x", "weight": 0}, r"messages\[1\].weight=0"),
         ({"role": "assistant", "reasoning": "a", "reasoning_content": "b"}, r"reasoning_content and reasoning differ"),
         ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, r"only an assistant may call tools"),

@@ -102,7 +102,7 @@ def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:
         (
             config,
             {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}},
-            "curriculum cannot be used .*'sigmo'",
+            "curriculum is invalid .*'sigmo'",
         ),
         (config, {"path": "t", "reprofile": {"plateau": 2}}, "set tasks.validation.path"),
         (judged, {"path": "t", "reprofile": every}, "judge only compares"),

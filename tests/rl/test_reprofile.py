@@ -169,7 +169,7 @@ def test_a_curriculum_without_its_prompts_is_reported(tmp_path: Path) -> None:
         ({}, "^tasks.train.reprofile requires every"),
         ({"every": 0}, "every"),
         ({"plateu": 3}, "did you mean 'plateau'"),
-        ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum cannot be used .*'sigmo'"),
+        ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum is invalid .*'sigmo'"),
         ({"every": 2, "curriculum": {"steps": 9}}, "is determined by the run"),
         ({"every": 2, "curriculum": {"split_domains": True}}, "is determined by the run"),
     ],
