@@ -68,7 +68,7 @@ class ReasoningReport:
 
 
 class Control:
-    """Pairing, stripping and truncation of samples.
+    """Applies reasoning control to samples: pairs them, and strips or truncates their traces.
 
     Args:
         truncate: `ChatEncoder.truncated` for the model's tokenizer; required only if traces are truncated.
@@ -143,7 +143,7 @@ class Control:
 
 
 def can_strip(sample: Sample) -> bool:
-    """Return whether every message with a trace also has text or tool calls."""
+    """Return whether every message with a trace also has text or tool calls, so that the trace can be removed."""
     return all(
         message.reasoning is None or bool(message.content.strip()) or bool(message.tool_calls)
         for message in sample.messages

@@ -36,7 +36,7 @@ class Generation:
         max_tokens: maximum response length in tokens.
         environments: mapping from environment names to their settings.
         group: group reward function; if None, the environments' scores are the rewards.
-        group_settings: its settings.
+        group_settings: settings of `group`.
     """
 
     samples: int

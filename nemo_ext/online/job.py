@@ -132,7 +132,7 @@ class _Run:
         for key in ("adapt", "reprofile"):
             if getattr(settings, key):
                 raise ValueError(
-                    f"tasks.train.{key} is not supported, because the tasks of all rounds are chosen before the first; "
+                    f"tasks.train.{key} is not supported, because all rounds' tasks are chosen before round 1; "
                     "remove it"
                 )
         steps = self.training.schedule.steps

@@ -29,7 +29,7 @@ class Conversation(Protocol):
 
 @runtime_checkable
 class VerifiedLater(Conversation, Protocol):
-    """Conversation of an environment with `verify`, which can verify the last response without the conversation.
+    """Conversation whose environment has `verify`, which verifies the last response without the conversation.
 
     Attributes:
         failure: failure of the environment, which is not the model's fault; "" if there was none.

@@ -86,7 +86,7 @@ def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Ite
 
 
 def rehearsal(rendered: Mapping[str, Any], root: Path) -> tuple[int, str]:
-    """Run `nemo_ext.rl.nemo_rl.rehearsal` in a process that imports torch and NeMo-RL.
+    """Run `nemo_ext.rl.nemo_rl.rehearsal` in a separate process, which imports torch and NeMo-RL.
 
     Args:
         rendered: mapping with NeMo-RL's `config`, and the name of the algorithm's `section` in it (grpo or dpo).

@@ -80,7 +80,7 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
 
 
 def own_servers(algorithm: PolicyGradient, config: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the files of the servers for the algorithm's other environments, which belong in the run directory."""
+    """Return the servers' files for the environments that are not Gym's own: contents by path in the run directory."""
     uses = {}
     for name, use in algorithm.environments.items():
         if not name.startswith(GYM):

@@ -174,8 +174,8 @@ def _lay_out(
         nodes = fixed.nodes or 1
         if nodes <= teachers:
             raise ValueError(
-                f"nemo_rl.set.{PATHS['nodes']}={nodes}: rl.distillation.teachers take {teachers} nodes, and training "
-                "and generation need others; add nodes"
+                f"nemo_rl.set.{PATHS['nodes']}={nodes}: rl.distillation.teachers take {teachers} nodes, which "
+                "leaves none for training and generation; add nodes"
             )
         fixed = replace(fixed, nodes=nodes - teachers)
     layout = plan(

@@ -36,7 +36,7 @@ def _register_with_bridge() -> None:
     """Install an import hook that calls `nemo_ext.register` right after megatron.bridge is imported.
 
     NeMo-RL's module of routing replay gets `moe_layers` in the same way. The function is sent to workers by value,
-    because workers whose environment lacks nemo_ext must also start.
+    because workers without nemo_ext in their environment must also start.
     """
     import importlib.util
     import sys

@@ -66,7 +66,7 @@ class Sandbox:
         cores = len(os.sched_getaffinity(0))
         self.concurrency = concurrency or cores
         if self.concurrency > cores:
-            notice(f"concurrency={self.concurrency} on {cores} cores: wall_seconds includes waiting for a core")
+            notice(f"concurrency={self.concurrency} on {cores} cores: waiting for a core counts towards wall_seconds")
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
         self._settings = Settings.detect(python=python, packages=packages)

@@ -222,7 +222,7 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Return at least ten sentences, which fill a context of `tokens` tokens together with `taken` characters."""
+    """Return at least ten sentences that fill a context of `tokens` tokens, of which `taken` characters are used."""
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

@@ -41,7 +41,7 @@ from nemo_ext.rl.trl.teachers import Teachers, divergences
 
 
 class _Phased:
-    """Trainer mixin that records the phases for which transformers' callbacks only report the end."""
+    """Trainer mixin that records validation and checkpoints as phases, since callbacks only report their ends."""
 
     phases = Phases(None)
 

@@ -185,6 +185,7 @@ def environment(
         time_limit: time limit of one comparison, in seconds (10 in NeMo Gym's math_with_judge).
         workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
+        memory: address space of a worker process, in MiB.
         math_verify: whether to report math-verify's own verdict on each answer as well; it does not affect the score.
 
     Raises:

@@ -132,6 +132,7 @@ def environment(
         workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong.
         max_depth: maximum nesting depth of objects and arrays; deeper answers are wrong.
+        memory: address space of a worker process, in MiB.
 
     Raises:
         ValueError: a setting is out of range.

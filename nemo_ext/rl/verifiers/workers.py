@@ -92,6 +92,7 @@ class WorkerPool:
                 `prepare`, for slow imports, each worker calls it once before it counts as started.
             time_limit: maximum number of seconds per call.
             workers: maximum number of processes; if None, one per core that this process may use, at most eight.
+            memory: address space of a process, in MiB.
 
         Raises:
             ValueError: a number is not positive.
