@@ -44,7 +44,7 @@ class OnlineSettings:
         """Return the maximum response length in tokens, from these settings or the algorithm's maximum lengths.
 
         Raises:
-            ValueError: neither determines it.
+            ValueError: neither sets a maximum.
         """
         lengths = algorithm.lengths
         if self.max_tokens is not None:

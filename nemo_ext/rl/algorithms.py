@@ -373,7 +373,7 @@ class _Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyGradient(_Training):
-    """GRPO and related algorithms, which train on rewards for responses that the policy generates."""
+    """Settings of GRPO and related algorithms, which train on rewards for responses that the policy generates."""
 
     algorithm: Literal["grpo", "rloo"]  # selects the trainer of an engine that has one for each
     prompts_per_step: PositiveInt  # number of prompts per generation step
@@ -465,7 +465,7 @@ class PolicyGradient(_Training):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PreferenceLoss:
-    """Loss on preference pairs."""
+    """Settings of the loss on preference pairs."""
 
     beta: Positive  # scale of the policy's implicit rewards, which the papers also call KL penalty or KL coefficient
     length_normalised: bool = False  # mean of the implicit rewards over tokens instead of their sum
@@ -479,7 +479,7 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Online:
-    """Online preference training on pairs of the policy's own responses."""
+    """Settings of online preference training, on pairs of the policy's own responses."""
 
     # number of responses per prompt; the best and the worst by the reward model form a pair
     generations_per_prompt: Annotated[int, Field(ge=2)]
@@ -488,7 +488,7 @@ class Online:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preference(_Training):
-    """DPO and RPO, which train on pairs of responses."""
+    """Settings of DPO and RPO, which train on pairs of responses."""
 
     algorithm: Literal["dpo", "rpo"]  # `rpo` fits the margin to true rewards
     loss: PreferenceLoss

@@ -109,7 +109,7 @@ def gym_task(row: Mapping[str, Any], server: GymServer, where: str) -> Task:
 
     Raises:
         ValueError: the row is not Gym's, is for another environment, has an input other than text, or has invalid
-            arguments of the chat template.
+            arguments for the chat template.
     """
     parameters = row.get(PARAMETERS)
     if not isinstance(parameters, Mapping) or "input" not in parameters:
@@ -146,7 +146,7 @@ def gym_task(row: Mapping[str, Any], server: GymServer, where: str) -> Task:
 
 
 def _template_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's arguments of the chat template; raise ValueError if they are not a JSON object."""
+    """Return a request's arguments for the chat template; raise ValueError if they are not a JSON object."""
     text = (parameters.get("metadata") or {}).get(ARGUMENTS, "{}")
     arguments = json.loads(text) if isinstance(text, str) else None
     if not isinstance(arguments, dict):

@@ -24,6 +24,7 @@ def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance
     """Return the distance between the scaled margins d and g of each pair, `[pairs]`; see the module's docstring.
 
     Args:
+        margin: margins d of the policy's implicit rewards, `[pairs]`.
         true_margin: margins g of the true rewards, `[pairs]`.
     """
     if distance == "squared":

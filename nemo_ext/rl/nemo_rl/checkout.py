@@ -207,7 +207,7 @@ class _Sources:
         self._parsed: dict[str, _Parsed] = {}
 
     def keys_of(self, name: str, module: str, above: tuple[str, ...] = ()) -> Keys:
-        """Return the keys of the TypedDict or pydantic model `name`; any key is allowed if it is unknown or recursive.
+        """Return the keys of the TypedDict or pydantic model `name`; an unknown or recursive class allows any key.
 
         Args:
             above: names of the enclosing classes, to detect recursion.

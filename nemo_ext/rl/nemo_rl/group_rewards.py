@@ -317,7 +317,7 @@ def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Return a BatchedDataDict class that rewrites rewards when it joins groups, as only `async_grpo_train` does."""
+    """Return a BatchedDataDict class that rewrites rewards when it joins groups, which only `async_grpo_train` does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

@@ -106,7 +106,7 @@ def check_played(task: Task, master: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RowProcessor:
-    """NeMo-RL task processor that passes each task on as a row of Gym, which makes the prompt itself."""
+    """NeMo-RL task processor that passes each task on as a row for NeMo Gym, which makes the prompt itself."""
 
     prompts: Prompts
 

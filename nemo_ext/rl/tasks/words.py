@@ -1,4 +1,4 @@
-"""Words, names and sentences for generated problems. Nothing they state is true."""
+"""Words, names and sentences for generated problems. Their statements are invented."""
 
 from collections.abc import Iterator
 from itertools import count

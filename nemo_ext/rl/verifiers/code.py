@@ -94,7 +94,7 @@ Tolerance = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _Lines:
-    """A test of a program that reads standard input."""
+    """A test of a program that reads standard input, as written in a task."""
 
     input: StrictStr
     output: StrictStr
@@ -109,7 +109,7 @@ class _Lines:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A test of a function."""
+    """A test of a function, as written in a task."""
 
     expected: Any
     args: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Verifier for logic grid puzzles (ZebraLogic, arXiv:2502.01100): a JSON object with every cell of the solution.
+"""Verifier for logic grid puzzles (ZebraLogic, arXiv:2502.01100), answered with a JSON object of all cells.
 
 The answer's last JSON object is {"solution": {"House 1": {"Name": "Eric", ...}, ...}}, as in
 github.com/WildEval/ZeroEval (zebra_grid_eval.py). A puzzle is solved if all its cells are correct.

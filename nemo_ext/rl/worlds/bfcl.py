@@ -146,14 +146,14 @@ class Programs:
 
 @contextmanager
 def _restored_precision() -> Iterator[None]:
-    """Run one call at a time, and restore the precision of mpmath (per process) and of decimal (per thread)."""
+    """Context for one call at a time, which restores the precision of mpmath (per process) and decimal (per thread)."""
     mpmath = sys.modules.get("mpmath")
     with _CALLING, localcontext(), nullcontext() if mpmath is None else mpmath.workprec(mpmath.mp.prec):
         yield
 
 
 def _exceeds(value: Any, most: int) -> bool:
-    """Return whether a value is a number, or a string that mpmath takes for one, of more than `most` or NaN."""
+    """Return whether a value is NaN or a number above `most`, also as a string that mpmath reads as a number."""
     try:
         return not abs(float(value)) <= most
     except OverflowError:
@@ -170,7 +170,7 @@ def _text(result: Any) -> str:
 
 
 class Session:
-    """A conversation; see `nemo_ext.rl.environments.Conversation`."""
+    """Conversation with the simulated programs; implements `nemo_ext.rl.environments.Conversation`."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference

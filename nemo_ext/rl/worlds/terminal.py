@@ -309,7 +309,7 @@ def _restore(settings: str, reference: Any, state: tuple[Any, ...]) -> Conversat
 
 
 def _writing(files: Mapping[str, str]) -> str:
-    """Return the commands that write files."""
+    """Return shell commands that write files, given as a mapping from path to content."""
     return "\n".join(
         f"mkdir -p {shlex.quote(os.path.dirname(path) or '.')} && "
         f"base64 -d <<< '{base64.b64encode(content.encode()).decode()}' > {shlex.quote(path)}"
