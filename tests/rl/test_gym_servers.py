@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         gym_server("gym-rewoo_agent")
     with pytest.raises(ValueError, match="must be swe_agents_train or swe_agents_val"):
         gym_task(row, gym_server("gym-swebench_openhands_training"), "rows.jsonl:1")
-    with pytest.raises(ValueError, match="only engine=nemo_rl"):
+    with pytest.raises(ValueError, match="requires engine=nemo_rl"):
         make("gym-mcqa")
     words = ["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={gym-mcqa: {}}"]
     with pytest.raises(ValueError, match="requires engine=nemo_rl"):
