@@ -84,7 +84,7 @@ def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) ->
     Args:
         run_dir: the run's directory.
         master: NeMo-RL's master config as plain mappings.
-        section: the algorithm's section in it, grpo or dpo.
+        section: the algorithm's section in it.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
@@ -120,7 +120,7 @@ def leave_model(
         run_dir: the run's directory.
         step: last training step.
         master: NeMo-RL's master config as plain mappings.
-        section: the algorithm's section in the master config, grpo or dpo.
+        section: the algorithm's section in the master config.
         root: folder of NeMo-RL's checkout.
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
         config: the job's config, for `trust_remote_code`.
