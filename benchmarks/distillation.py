@@ -140,7 +140,7 @@ def gradients(folder: Path) -> None:
                 found.append(gradient((loss * mask).sum() / mask.sum()))
         exact = torch.stack(kinds["exact"]).mean(0)
         for kind, found in kinds.items():
-            norm, one = (np.mean(values) for values in ([float(g.norm()) for g in found], [cosine(g, exact) for g in found]))
+            norm, one = np.mean([(float(batch.norm()), cosine(batch, exact)) for batch in found], axis=0)
             print(f"| {name} | {kind} | {norm:.2f} | {one:.2f} | {cosine(torch.stack(found).mean(0), exact):.2f} |")
 
 

@@ -472,7 +472,7 @@ class PolicyGradient(_Training):
             "router.replay": self.router.replay,
         }.items():
             if used:
-                raise ValueError(f"{key} cannot be combined with distillation.logits, which has no advantages; remove it")
+                raise ValueError(f"{key} cannot be combined with distillation.logits; remove one of them")
 
     @property
     def logits(self) -> Logits | None:

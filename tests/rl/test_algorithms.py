@@ -338,6 +338,7 @@ def row(preset: str) -> str:
         advantage = algorithm.advantage
         signal = "teachers" if advantage is None else f"{advantage.baseline}, {advantage.normalise}"
         what = f"{signal}; {loss.level}, {clip}{kl}"
+        what = what if algorithm.logits is None else f"teachers' logits, top {algorithm.logits.top_k}"
         length = str(algorithm.lengths.response)
     else:
         size, length = str(algorithm.batch), str(algorithm.lengths.total)

@@ -162,8 +162,8 @@ def _logits(draft: Draft, algorithm: PolicyGradient) -> None:
     places = sorted(set(distillation.places.values()))
     if len(places) > 1 or "://" in places[0]:
         raise ValueError(
-            f"rl.distillation.teachers={', '.join(places)}: NeMo-RL's distillation from logits has one teacher, a Hugging "
-            "Face folder; name one, or use engine=trl"
+            f"rl.distillation.teachers={', '.join(places)}: NeMo-RL's distillation from logits has one teacher, in a "
+            "Hugging Face folder; name one, or use engine=trl"
         )
     if algorithm.overlong_filtering:
         draft.cannot("overlong_filtering", "NeMo-RL's distillation does not filter; overlong responses are trained on")

@@ -1,8 +1,8 @@
 """Training with NeMo-RL's algorithms, policies and training loops on our environments and data.
 
-`run` corresponds to NeMo-RL's `examples/run_grpo.py`, `run_distillation.py` and `run_dpo.py`, but uses our datasets and environments. Using
-several environments would require this in any case, because NeMo-RL's `setup_response_data` in 0.6 and 0.7 fails if
-`data.train` is a list.
+`run` corresponds to NeMo-RL's `examples/run_grpo.py`, `run_distillation.py` and `run_dpo.py`, but uses our datasets and
+environments. Using several environments would require this in any case, because NeMo-RL's `setup_response_data` in 0.6
+and 0.7 fails if `data.train` is a list.
 """
 
 import contextlib
@@ -73,7 +73,8 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
 
     Args:
         config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO,
-            distillation or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
+            distillation or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's
+            own if None).
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
