@@ -1,15 +1,16 @@
 """On-policy distillation with NeMo-RL and with TRL, on a CPU: two teachers for two domains.
 
-    NEMO_RL_ROOT=nemo-rl python benchmarks/distillation.py --folder DIR run nemo_rl --preset opd --seed 1
-    python benchmarks/distillation.py --folder DIR run trl --preset opd --seed 1      # and 2, 3; and mopd
+    NEMO_RL_ROOT=nemo-rl python benchmarks/distillation.py --folder DIR run nemo_rl --preset opd --seeds 1 2 3
+    python benchmarks/distillation.py --folder DIR run trl --preset opd --seeds 1 2 3      # and mopd
     python benchmarks/distillation.py --folder DIR report
     python benchmarks/distillation.py --folder DIR gradients
 
-Policy, tasks and the stand-ins for NeMo-RL's workers and vLLM are those of `rl_engines.py`: a Llama of two layers after
-a little SFT on sums and on JSON by a schema. Each teacher is this policy after 300 more steps of SFT on one of the two
-domains. A step has 64 responses. `report` prints, by run, the reward and the KL divergence to each teacher on the
-policy's own responses (estimator k3, nats per token) in the first 4 and in the last 10 steps; both come from the run's
-metrics.jsonl. `gradients` compares the gradient of sampled advantages with the exact gradient of the KL divergence.
+Tasks, sizes and the stand-ins for NeMo-RL's workers and vLLM are those of `rl_engines.py`: a Llama of two layers after
+SFT on sums and on JSON by a schema. Each teacher is this model after more SFT on one of the two domains; the policy is
+the model with noise in its weights, which cost it correct answers. A step has 32 responses. `report` prints, by run,
+the share of correct responses and the KL divergence to each teacher on the policy's own responses (estimator k3, nats
+per token) in the first and last steps, from metrics.jsonl. `gradients` compares the gradient of sampled advantages with
+the exact gradient of the KL divergence.
 """
 
 import argparse
@@ -23,28 +24,33 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from rl_engines import loaded, prepared, with_cpu_workers
+from rl_engines import loaded, with_cpu_workers
 
 DOMAINS = ("math", "structured_output")
-SIZES = {"opd": (8, 8), "mopd": (64, 1)}
+SIZES = {"opd": (4, 8), "mopd": (32, 1)}
 """Prompts per step and responses per prompt; TRL has at least two responses per prompt."""
-FIRST, LAST = 4, 10
+FIRST, LAST = 3, 6
+"""Numbers of steps whose means are reported."""
 BATCHES = 12
 """Number of batches of 64 responses whose gradients are compared."""
 
 
 def with_teachers(folder: Path, learning: ModuleType) -> tuple[Path, Path, dict[str, Path]]:
     """Prepare policy, tasks and teachers by domain, which are the same for all runs."""
-    model, tasks = prepared(folder, learning)
+    tasks, policy = folder / "tasks.jsonl", folder / "policy"
     teachers = {name: folder / name for name in DOMAINS}
-    for number, place in enumerate(teachers.values()):
-        if not (place / "tokenizer_config.json").is_file():  # written last
-            learning.make_model(place, 300, start=model, rows=((24, 0), (0, 12))[number])
-    return model, tasks, teachers
+    if not tasks.is_file():
+        model = learning.make_model(folder / "model", 400)
+        for rows, place in zip(((24, 0), (0, 12)), teachers.values(), strict=True):
+            learning.make_model(place, 40, start=model, rows=rows)
+        learning.noisy(model, policy, seed=1, scale=0.6)
+        made = learning.tasks(learning.STEPS * learning.PROMPTS // 2, seed=2)
+        learning.written(tasks, (task.record() for task in made))
+    return policy, tasks, teachers
 
 
-def train(folder: Path, engine: str, preset: str, seed: int, steps: int, rate: float) -> None:
-    """Run one training in FOLDER/runs/ENGINE-PRESET-SEED."""
+def train(folder: Path, engine: str, preset: str, seeds: list[int], steps: int, rate: float) -> None:
+    """Run one training per seed in FOLDER/runs/ENGINE-PRESET-SEED."""
     learning = loaded("test_learning")
     model, tasks, teachers = with_teachers(folder, learning)
     prompts, generations = SIZES[preset]
@@ -52,13 +58,13 @@ def train(folder: Path, engine: str, preset: str, seed: int, steps: int, rate: f
         prompts, generations = prompts // 2, 2
     places = ", ".join(f"{name}: {place}" for name, place in teachers.items())
     words = [
-        *(f"preset={preset}", f"tasks.train.path={tasks}", f"tasks.train.seed={seed}"),
+        *(f"preset={preset}", f"tasks.train.path={tasks}"),
         *("environments={math: {}, structured_output: {}}", f"rl.distillation.teachers={{{places}, default: null}}"),
         *(f"rl.prompts_per_step={prompts}", f"rl.generations_per_prompt={generations}"),
         *(f"rl.batch={prompts * generations}", f"micro_batch={prompts * generations}"),
         *("rl.lengths={prompt: 256, response: 48, total: null}", f"rl.optimizer.learning_rate={rate}"),
     ]
-    runs, name = learning.Runs(None, folder / "runs"), f"{engine}-{preset}-{seed}"
+    runs = learning.Runs(None, folder / "runs")
     if engine == "nemo_rl":
         with_cpu_workers(runs)
         opd = importlib.import_module("nemo_rl.algorithms.opd")
@@ -66,13 +72,21 @@ def train(folder: Path, engine: str, preset: str, seed: int, steps: int, rate: f
         opd.create_teacher_worker_groups = runs.policy.teachers
         words += ["nemo_rl.set.cluster={num_nodes: 4, gpus_per_node: 1}"]
         words += ["rl.asynchronous={max_age: 1, in_flight: false}"]
-    runs.start(engine, name, model, *words, seed=seed, steps=steps)
+    for seed in seeds:
+        name = f"{engine}-{preset}-{seed}"
+        runs.start(engine, name, model, *words, f"tasks.train.seed={seed}", seed=seed, steps=steps)
 
 
 def report(folder: Path) -> None:
     """Print the table of all runs."""
-    names = ("reward", *(f"teacher_kl/{name}" for name in DOMAINS))
-    titles = ("preset", "engine", "seed", "steps", "reward", *(f"KL to the teacher of {name}" for name in DOMAINS))
+    names = [metric.format(name) for name in DOMAINS for metric in ("{}/correct", "teacher_kl/{}")]
+    titles = (
+        "preset",
+        "engine",
+        "seed",
+        "steps",
+        *(f"{what}, {name}" for name in DOMAINS for what in ("correct", "KL")),
+    )
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for run in sorted((folder / "runs").iterdir()):
         engine, preset, seed = run.name.split("-")
@@ -148,12 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="policy, tasks, teachers and runs")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="one run; the same command resumes it")
+    one = commands.add_parser("run", help="one run per seed; the same command resumes them")
     one.add_argument("engine", choices=("trl", "nemo_rl"))
     one.add_argument("--preset", choices=tuple(SIZES), required=True)
-    one.add_argument("--seed", type=int, required=True)
-    one.add_argument("--steps", type=int, default=60)
-    one.add_argument("--rate", type=float, default=3e-4, help="learning rate")
+    one.add_argument("--seeds", type=int, nargs="+", required=True)
+    one.add_argument("--steps", type=int, default=20)
+    one.add_argument("--rate", type=float, default=5e-4, help="learning rate")
     commands.add_parser("report", help="table of all runs")
     commands.add_parser("gradients", help="table of gradients")
     arguments = parser.parse_args()
@@ -163,7 +177,7 @@ def main() -> None:
         if arguments.engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT"):
             parser.error("NEMO_RL_ROOT is not set: set it to a NeMo-RL checkout")
         began = time.process_time()
-        train(folder, arguments.engine, arguments.preset, arguments.seed, arguments.steps, arguments.rate)
+        train(folder, arguments.engine, arguments.preset, arguments.seeds, arguments.steps, arguments.rate)
         print(f"{time.process_time() - began:.0f} s of this process", file=sys.stderr)
     else:
         {"report": report, "gradients": gradients}[arguments.command](folder)

@@ -65,7 +65,7 @@ def base(preset: str) -> dict[str, Any]:
     for path in ("group.judge.endpoint", "environments.judge.settings.judge.endpoint", "distillation.teachers.default"):
         if OmegaConf.select(config, path.rpartition(".")[0]) is not None:
             OmegaConf.update(config, path, "there")
-    if "distillation" in config:
+    if "distillation" in config and "logits" not in config.distillation:
         config.asynchronous = {"max_age": 1, **(config.get("asynchronous") or {})}
     schedule = config.setdefault("schedule", {}) if "schedule" in config else {}
     config.schedule = {**schedule, **({"examples": 10**6} if schedule.get("epochs") else {})}

@@ -303,15 +303,15 @@ def test_the_reward_rises(runs: Runs, small_model: Path, task_file: Path) -> Non
     assert reward[-20:].mean() > reward[:10].mean() + 0.05
 
 
-def noisy(model: Path, folder: Path, seed: int) -> Path:
-    """A model with noise, as a teacher."""
+def noisy(model: Path, folder: Path, seed: int, scale: float = 0.2) -> Path:
+    """A model with noise, whose deviation is `scale` times each weight's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(model)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in teacher.parameters():
-            weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=random)
+            weight += scale * weight.std() * torch.randn(weight.shape, generator=random)
     teacher.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
