@@ -7,15 +7,15 @@
 
 Tasks, sizes and the stand-ins for NeMo-RL's workers and vLLM are those of `rl_engines.py`: a Llama of two layers after
 SFT on sums and on JSON by a schema. Each teacher is this model after more SFT on one of the two domains; the policy is
-the model with noise in its weights, which cost it correct answers. A step has 32 responses. `report` prints, by run,
-the share of correct responses and the KL divergence to each teacher on the policy's own responses (estimator k3, nats
-per token) in the first and last steps, from metrics.jsonl. `gradients` compares the gradient of sampled advantages with
-the exact gradient of the KL divergence.
+the model with noise in its weights, which cost it correct answers. A step has 32 responses. `report` prints, for the
+policy before and after each run, the share of correct responses to 24 held-out tasks of each domain, with 4 responses
+each, and the KL divergence to the domain's teacher on them, over the whole vocabulary, in nats per token. `gradients`
+compares the gradient of sampled advantages with the exact gradient of this divergence.
 """
 
 import argparse
+import asyncio
 import importlib
-import json
 import os
 import sys
 import time
@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 from rl_engines import loaded, with_cpu_workers
 
+from nemo_ext.rl.episodes import Episode, Episodes
+
 DOMAINS = ("math", "structured_output")
 SIZES = {"opd": (4, 8), "mopd": (32, 1)}
 """Prompts per step and responses per prompt; TRL has at least two responses per prompt."""
-FIRST, LAST = 3, 6
-"""Numbers of steps whose means are reported."""
+HELD_OUT = 5
+"""Seed of the held-out tasks."""
 BATCHES = 12
 """Number of batches of 64 responses whose gradients are compared."""
 
@@ -78,58 +80,86 @@ def train(folder: Path, engine: str, preset: str, seeds: list[int], steps: int, 
 
 
 def report(folder: Path) -> None:
-    """Print the table of all runs."""
-    names = [metric.format(name) for name in DOMAINS for metric in ("{}/correct", "teacher_kl/{}")]
-    titles = (
-        "preset",
-        "engine",
-        "seed",
-        "steps",
-        *(f"{what}, {name}" for name in DOMAINS for what in ("correct", "KL")),
-    )
+    """Print the table of the policy and of all runs."""
+    learning = loaded("test_learning")
+    policy, _, places = with_teachers(folder, learning)
+    models = {"before": policy} | {run.name: run / "model" for run in sorted((folder / "runs").iterdir())}
+    titles = ["run", *(f"{title}, {name}" for name in DOMAINS for title in ("correct", "KL"))]
     print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
-    for run in sorted((folder / "runs").iterdir()):
-        engine, preset, seed = run.name.split("-")
-        logs = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    for run, model in models.items():
+        if not model.is_dir():
+            continue
         cells = []
-        for name in names:
-            values = [log[name] for log in logs if name in log]
-            cells.append(f"{np.mean(values[:FIRST]):.2f} to {np.mean(values[-LAST:]):.2f}")
-        print(f"| {' | '.join((preset, engine, seed, str(len(values)), *cells))} |")
+        for name, place in places.items():
+            samples = Samples(learning, model, place, HELD_OUT)
+            samples.draw(name, slice(0, 24), responses=4)
+            kl = float((samples.divergence() * samples.mask).sum() / samples.mask.sum())
+            cells += [f"{samples.correct(name):.2f}", f"{kl:.3f}"]
+        print(f"| {run} | {' | '.join(cells)} |", flush=True)
+
+
+class Samples:
+    """Responses of a model to held-out tasks, and distributions of the model and a teacher at each token.
+
+    Attributes:
+        ids: token ids of prompts and responses, `[rows, tokens]`.
+        mask: 1 for generated tokens, shifted to the position before, `[rows, tokens - 1]`.
+    """
+
+    def __init__(self, learning: ModuleType, model: Path, teacher: Path, seed: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.learning, self.tokenizer = learning, AutoTokenizer.from_pretrained(model)
+        load = AutoModelForCausalLM.from_pretrained
+        self.model, self.teacher = (load(place).float().eval() for place in (model, teacher))
+        self.prompts = learning.Prompts.load(learning.TEMPLATE, eos=learning.SPECIAL[-1])
+        self.tasks = learning.tasks(2 * 8 * BATCHES, seed=seed)
+        torch.manual_seed(seed)
+
+    def draw(self, name: str, which: slice, responses: int) -> None:
+        """Sample responses to some of a domain's tasks."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        self.drawn = [task for task in self.tasks if task.environment == name][which]
+        self.drawn = [task for task in self.drawn for _ in range(responses)]
+        texts = [self.prompts.prompt(self.prompts.in_mode(task))[0] for task in self.drawn]
+        before = [torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+        left = pad_sequence(before, batch_first=True, padding_side="left")
+        width = left.shape[1]
+        given = torch.arange(width) >= width - torch.tensor([len(ids) for ids in before])[:, None]
+        sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 48, "pad_token_id": 0}
+        ends = {"eos_token_id": self.tokenizer.eos_token_id}
+        self.written = self.model.generate(left, attention_mask=given.long(), **sampling, **ends)[:, width:]
+        rows = [torch.cat([ids, new]) for ids, new in zip(before, self.written, strict=True)]
+        masks = [(torch.arange(len(row)) >= len(ids)) & (row != 0) for ids, row in zip(before, rows, strict=True)]
+        self.ids = pad_sequence(rows, batch_first=True)
+        self.mask = pad_sequence(masks, batch_first=True).float()[:, 1:]
+
+    def correct(self, name: str) -> float:
+        """Return the share of correct responses, by the environment's verifier."""
+        episodes = Episodes({"name": name}, self.prompts)
+        texts = self.tokenizer.batch_decode(self.written, skip_special_tokens=True)
+        turns = asyncio.run(episodes.turns([Episode(task=task, thinking_opened=False) for task in self.drawn], texts))
+        return float(np.mean([turn.verdict is not None and turn.verdict.score == 1 for turn in turns]))
+
+    def divergence(self) -> Any:
+        """Return KL(model || teacher) over the whole vocabulary at each token, `[rows, tokens - 1]`, in nats."""
+        import torch
+
+        self.ours = self.model(self.ids).logits[:, :-1].log_softmax(-1)
+        with torch.no_grad():
+            self.theirs = self.teacher(self.ids).logits[:, :-1].log_softmax(-1)
+        return (self.ours.exp() * (self.ours - self.theirs)).sum(-1)
 
 
 def gradients(folder: Path) -> None:
-    """Print how the gradients of sampled advantages differ from the exact gradient, at the untrained policy.
-
-    The exact gradient is of KL(policy || teacher) over the whole vocabulary at each token of the same responses.
-    """
+    """Print how gradients of sampled advantages differ from the exact gradient of the KL, before training."""
     import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     learning = loaded("test_learning")
-    model, _, places = with_teachers(folder, learning)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model).eval()
-    prompts = learning.Prompts.load(learning.TEMPLATE, eos=learning.SPECIAL[-1])
-    torch.manual_seed(0)
-
-    def responses(tasks: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of prompts and 8 responses to each, and the mask of generated tokens, `[rows, tokens]`."""
-        texts = [prompts.prompt(prompts.in_mode(task))[0] for task in tasks for _ in range(8)]
-        before = [torch.tensor(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
-        left = pad_sequence(before, batch_first=True, padding_side="left")
-        width = left.shape[1]
-        mask = torch.arange(width) >= width - torch.tensor([len(ids) for ids in before])[:, None]
-        sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 48, "pad_token_id": 0}
-        written = policy.generate(left, attention_mask=mask.long(), eos_token_id=tokenizer.eos_token_id, **sampling)
-        rows = [torch.cat([ids, new]) for ids, new in zip(before, written[:, width:], strict=True)]
-        generated = [(torch.arange(len(row)) >= len(ids)) & (row != 0) for ids, row in zip(before, rows, strict=True)]
-        return pad_sequence(rows, batch_first=True), pad_sequence(generated, batch_first=True).float()
-
-    def gradient(loss: torch.Tensor) -> torch.Tensor:
-        parts = torch.autograd.grad(loss, list(policy.parameters()), retain_graph=True)
-        return torch.cat([part.flatten() for part in parts])
+    policy, _, places = with_teachers(folder, learning)
 
     def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
         return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
@@ -137,21 +167,18 @@ def gradients(folder: Path) -> None:
     print("| teacher | gradient | norm | cosine of one batch | cosine of the mean of all |")
     print("|---" * 5 + "|")
     for name, place in places.items():
-        teacher = AutoModelForCausalLM.from_pretrained(place).eval()
-        tasks = [task for task in learning.tasks(2 * 8 * BATCHES, seed=5) if task.environment == name]
+        samples = Samples(learning, policy, place, HELD_OUT)
+        parameters = list(samples.model.parameters())
         kinds: dict[str, list[torch.Tensor]] = {"exact": [], "sampled": [], "sampled, minus its mean": []}
         for first in range(0, 8 * BATCHES, 8):
-            ids, mask = responses(tasks[first : first + 8])
-            mask, following = mask[:, 1:], ids[:, 1:, None]
-            ours = policy(ids).logits[:, :-1].log_softmax(-1)
-            with torch.no_grad():
-                theirs = teacher(ids).logits[:, :-1].log_softmax(-1)
-            kl = (ours.exp() * (ours - theirs)).sum(-1)
-            chosen = ours.gather(-1, following)[..., 0]
-            advantage = (theirs.gather(-1, following)[..., 0] - chosen).detach()
+            samples.draw(name, slice(first, first + 8), responses=8)
+            kl, following, mask = samples.divergence(), samples.ids[:, 1:, None], samples.mask
+            chosen = samples.ours.gather(-1, following)[..., 0]
+            advantage = (samples.theirs.gather(-1, following)[..., 0] - chosen).detach()
             losses = (kl, -advantage * chosen, -(advantage + kl.detach()) * chosen)
             for found, loss in zip(kinds.values(), losses, strict=True):
-                found.append(gradient((loss * mask).sum() / mask.sum()))
+                parts = torch.autograd.grad((loss * mask).sum() / mask.sum(), parameters, retain_graph=True)
+                found.append(torch.cat([part.flatten() for part in parts]))
         exact = torch.stack(kinds["exact"]).mean(0)
         for kind, found in kinds.items():
             norm, one = np.mean([(float(batch.norm()), cosine(batch, exact)) for batch in found], axis=0)

@@ -152,8 +152,9 @@ def _stand_ins(module: Any) -> Iterator[None]:
         for name in ("NemoGym", "spinup_nemo_gym_actor"):  # the latter since main of 2026-08
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, MagicMock()))
-        # Also set by `nemo_ext.rl.nemo_rl.run`.
-        stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
+        # The first is also set by `nemo_ext.rl.nemo_rl.run`; the tokenizer is a stand-in.
+        variables = {"TORCH_CUDA_ARCH_LIST": "9.0", "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK": "true"}
+        stack.enter_context(patch.dict(os.environ, variables))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
 
