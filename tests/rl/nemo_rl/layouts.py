@@ -100,8 +100,9 @@ def words(preset: str, backend: str, below: Path) -> list[str]:
         *([f"nemo_rl.layout={preset}"] if stated else []),
         *sizes,
         *(f"{path}.{key}=x" for path in JUDGES.get(preset, ()) for key in ("endpoint", "model")),
-        *(["rl.distillation.teachers.default=x"] if preset in ("opd", "mopd", "logit_distillation") else []),
-        *(["rl.asynchronous={max_age: 1}"] if preset in ("opd", "mopd") else []),
+        *(["rl.distillation.teachers.default=x", "rl.asynchronous={max_age: 1}"] if preset in ("opd", "mopd") else []),
+        # Its setup reads the teacher's config.
+        *([f"rl.distillation.teachers.default={folder(place.model, below)}"] if preset == "logit_distillation" else []),
         *(["precision=fp8_blockwise"] if place.model == "llama_nemotron_ultra_253b" else []),
     ]
 
