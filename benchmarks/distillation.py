@@ -93,7 +93,7 @@ def report(folder: Path) -> None:
         for name, place in places.items():
             samples = Samples(learning, model, place, HELD_OUT)
             samples.draw(name, slice(0, 24), responses=4)
-            kl = float((samples.divergence() * samples.mask).sum() / samples.mask.sum())
+            kl = float((samples.divergence().detach() * samples.mask).sum() / samples.mask.sum())
             cells += [f"{samples.correct(name):.2f}", f"{kl:.3f}"]
         print(f"| {run} | {' | '.join(cells)} |", flush=True)
 
