@@ -223,7 +223,7 @@ def test_penalties_in_the_loop(
     """Malformed responses have their penalties, others their advantages, and the shares are reported."""
     if not hasattr(nemo_rl, "_apply_message_level_advantage_penalties"):
         pytest.skip("this NeMo-RL has no penalties")
-    made = arithmetic.tasks(4, seed=1, level=1)
+    made = list(arithmetic.tasks(4, seed=1, level=1))
     script = {}
     for task in made:
         right, _, call, wrong = single_turn(arithmetic.solution(task))
