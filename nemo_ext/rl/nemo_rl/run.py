@@ -232,8 +232,7 @@ def _responses(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any
             if distils is not None and kind == "grpo":
                 # Imported late, because its class derives from NeMo-RL's.
                 distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
-                teacher_kl = stack.enter_context(distillation.routed(distils))
-                watched.of_step["teacher_kl"] = lambda step: teacher_kl
+                stack.enter_context(distillation.routed(distils.by))
             if config.get("penalties"):
                 style: Style = config.get("tool_style") or "any"
                 ends = end_tokens(tokenizer, template.template)

@@ -210,55 +210,6 @@ def test_conversations_of_several_turns(
     assert logged["bank/correct"] == 0.25 and logged["bank/turns"] == (3 + 2 + 1 + 2) / 4
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_penalties_in_the_loop(
-    is_async: bool,
-    nemo_rl: ModuleType,
-    grpo_stage: Callable[..., Any],
-    grpo_config: Callable[..., dict[str, Any]],
-    jsonl: Callable[..., Path],
-    tokenizer: Any,
-    tmp_path: Path,
-) -> None:
-    """Malformed responses have their penalties, others their advantages, and the shares are reported."""
-    if not hasattr(nemo_rl, "_apply_message_level_advantage_penalties"):
-        pytest.skip("this NeMo-RL has no penalties")
-    made = list(arithmetic.tasks(4, seed=1, level=1))
-    script = {}
-    for task in made:
-        right, _, call, wrong = single_turn(arithmetic.solution(task))
-        thinking = [right[0].replace("</think>", "</think></think>")]
-        script[prompt_of(task)] = [right, thinking, [f"{call[0]}<tool_call>{{</tool_call>"], wrong]
-    stage = grpo_stage(script, is_async=is_async)
-
-    run(
-        {
-            "algorithm": "grpo",
-            "nemo_rl": grpo_config(*COMMON, "grpo.max_num_steps=1", *(ASYNC if is_async else ())),
-            "template": "nemotron3_nano",
-            "tool_style": "nemotron3_nano",
-            "tasks": {"train": {"path": str(jsonl("sums.jsonl", [task.record() for task in made]))}},
-            "advantage": {"baseline": "mean", "normalise": "none"},
-            "penalties": {"thinking": -2.0, "tool_call": -3.0},
-        },
-        metrics=tmp_path / "metrics.jsonl",
-    )
-
-    (batch,) = stage.policy.batches
-    texts = [tokenizer.decode(ids) for ids in batch["input_ids"]]
-    for text, advantage in zip(texts, advantages_of(batch).tolist(), strict=True):
-        if "</think></think>" in text:
-            assert advantage == -2
-        elif "<tool_call>{" in text:
-            assert advantage == -3
-        else:
-            assert -1 < advantage < 1 and (advantage < 0) == ("I do not know" in text)
-    (line,) = [
-        line for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if "loss" in line
-    ]
-    assert line["guards/malformed_thinking"] == line["guards/malformed_tool_calls"] == 0.25
-
-
 def test_a_single_success_keeps_its_group_in_dynamic_sampling(
     tasks: list[Task],
     grpo_stage: Callable[..., Any],
