@@ -267,7 +267,7 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """Do `run` for each input with its limits; the next run starts while the caller handles the last result.
+        """Yield the result of `run` for each input; the next run starts while the caller handles the result.
 
         Closing the iterator early ends the box, since a program may still be running.
         """
@@ -337,7 +337,7 @@ class Box:
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """Send a message, a header and byte strings; `seconds` limits sending and each later wait for a reply."""
+        """Send a header and byte strings to the supervisor; `seconds` limits sending and each wait for a reply."""
         self._host.settimeout(seconds)
         with _sandbox_errors():
             wire.send(self._host, header, blobs)
@@ -346,7 +346,9 @@ class Box:
         with _sandbox_errors():
             answer = wire.receive(self._host)
         if answer is None:
-            raise SandboxError("sandbox: the supervisor of the program exited without a reply")
+            raise SandboxError(
+                "sandbox: the program's supervisor exited without a reply; if memory is short, lower concurrency"
+            )
         return answer
 
 
@@ -365,7 +367,7 @@ main()
 
 
 def _environment() -> dict[str, str]:
-    """Return the interpreter's environment variables, of which only the library path is inherited."""
+    """Return the interpreter's environment variables; only the library path is inherited."""
     # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
@@ -383,7 +385,9 @@ def _sandbox_errors() -> Iterator[None]:
         yield
     except TimeoutError:
         raise SandboxError(
-            "sandbox: the supervisor of the program did not reply in time; on a busy machine, lower concurrency"
+            "sandbox: the program's supervisor did not reply in time; on a busy machine, lower concurrency"
         ) from None
     except OSError as error:
-        raise SandboxError(f"sandbox: the supervisor of the program exited: {error}") from None
+        raise SandboxError(
+            f"sandbox: the program's supervisor exited ({error}); if memory is short, lower concurrency"
+        ) from None

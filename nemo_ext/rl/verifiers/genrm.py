@@ -38,7 +38,7 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Return correct if the judgement's ranking prefers the same response as the data; no preference is wrong."""
+    """Return the verdict `correct` if the judgement prefers the same response as the data; no preference is wrong."""
     judgement = parse_judgement(response.answer)
     if judgement is None:
         return Verdict.wrong("no judgement, or more than one")
@@ -48,5 +48,5 @@ def verify(response: Response, reference: Reference) -> Verdict:
 
 
 def environment() -> Environment:
-    """Create the environment `genrm`."""
+    """Create the environment `genrm`, for training a generative reward model."""
     return Environment(name="genrm", check=check, verify=verify)

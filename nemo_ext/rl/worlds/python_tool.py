@@ -46,7 +46,7 @@ class PythonTool:
     """The tool with its limits, and the verifier of final responses; shared by all conversations of an environment.
 
     Attributes:
-        settings: settings of the environment as JSON, from which an unpickled conversation restores it.
+        settings: settings of the environment as JSON, from which an unpickled conversation restores the tool.
         verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
             verdict depends on the session.
         limits: limits of each call.
@@ -183,7 +183,7 @@ def _without_calls(response: Response, style: Style, function: Tool = TOOL) -> t
 
 
 def _shortened(text: str, most: int, *, more: bool) -> str:
-    """Omit the middle of a text of more than `most` characters; `more` says that even more had been dropped."""
+    """Omit the middle of a text of more than `most` characters; `more` says that the text was already truncated."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -208,7 +208,7 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """Create the environment `python_tool`.
+    """Create the environment `python_tool`, for tasks in which the model may run Python.
 
     Args:
         verifier: environment that verifies the last response, and whose references the tasks have.

@@ -47,7 +47,7 @@ class Database:
 
     Args:
         tables: initial rows, which are never modified.
-        changed: mapping from (table, id) to the row as changed, or None if it was deleted; updated in place.
+        changed: mapping from (table, id) to the changed row, or None if it was deleted; updated in place.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:

@@ -54,7 +54,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root and put the old one at `old`."""
+    """Make `new` the root directory and move the previous root to `old`."""
     machine = os.uname().machine
     if machine not in _PIVOT_ROOT:
         raise OSError(f"pivot_root: unknown system call number on {machine}")
