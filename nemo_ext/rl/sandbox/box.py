@@ -112,7 +112,7 @@ class Settings:
 
 
 class Nursery:
-    """Starts the interpreter `python`, which forks supervisors; thread-safe. It ends no later than this process."""
+    """Interpreter that forks supervisors, started on demand; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -179,7 +179,7 @@ class Nursery:
 
 
 class Box:
-    """Host side of a supervisor. It is used by one thread, but any thread may call `kill`.
+    """Host side of a supervisor, which runs one answer's programs. One thread uses it; any thread may call `kill`.
 
     Args:
         nursery: interpreter that forks the supervisor.

@@ -57,7 +57,7 @@ class Sandbox:
             raise ValueError(f"isolation: unknown kind {isolation!r}: {nearest(str(isolation), KINDS)}")
         if strict and isolation == "processes":
             raise ValueError(
-                "isolation=processes never uses namespaces, which strict=true requires: remove one of the two"
+                "isolation=processes never uses namespaces, which strict=true requires: remove one of these settings"
             )
         if concurrency is not None:
             checked_whole("concurrency", concurrency, least=1)
@@ -264,7 +264,7 @@ class _Gate:
         return len(self._turns)
 
     def enter(self) -> "Future[None]":
-        """Return a future that is done when a slot is free; call `leave` afterwards."""
+        """Request a slot; return a future that is done when one is free. Call `leave` after using it."""
         turn: Future[None] = Future()
         with self._lock:
             if self._free:
@@ -275,7 +275,7 @@ class _Gate:
         return turn
 
     def leave(self) -> None:
-        """Give the slot to the next in line."""
+        """Release a slot to the next request in line."""
         with self._lock:
             while self._turns:
                 turn = self._turns.popleft()
@@ -286,6 +286,6 @@ class _Gate:
             self._free += 1
 
     def give_up(self, turn: "Future[None]") -> None:
-        """Stop waiting for `turn`, a future from `enter`; if it already has a slot, this goes to the next in line."""
+        """Stop waiting for `turn`, a future from `enter`; if it already has a slot, release that."""
         if not turn.cancel():
             self.leave()

@@ -22,7 +22,7 @@ class Reference:
     Attributes:
         ranking: preference from 1 (the first is far superior) to 6 (the second is far superior).
         score_1: helpfulness of the response shown first, 1 to 5; None if unknown.
-        score_2: helpfulness of the response shown second, likewise.
+        score_2: helpfulness of the response shown second, 1 to 5; None if unknown.
     """
 
     ranking: float

@@ -478,7 +478,7 @@ class _Comparison(Values):
         return True
 
     def rounded(self, expected: Node, actual: Node, first: Number, second: Number) -> bool:
-        """Return whether the less precise of two numbers is the other one rounded to at least six significant digits.
+        """Return whether the less precise number is the more precise one rounded to at least six significant digits.
 
         `first` and `second` are the values of `expected` and `actual`, at least one of which is a decimal.
         """
@@ -645,7 +645,7 @@ def _both(node: Node) -> list[Node]:
 def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
     """Split a quantity such as 5 m/s into a number, its unit's size in base units, and the powers of its dimensions.
 
-    Returns None if it contains other symbols than units.
+    Returns None if it contains symbols other than units.
     """
     if node.kind == "symbol" and node.value in UNITS:
         dimension, size = UNITS[node.value]

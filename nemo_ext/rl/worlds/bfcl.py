@@ -139,7 +139,7 @@ class Programs:
         return f"Error during execution: name {name!r} is not defined"
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the programs' public attributes."""
+        """Return each program's public attributes, by program."""
         return {
             name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
             for name, instance in self.instances.items()

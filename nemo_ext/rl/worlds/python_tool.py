@@ -43,7 +43,7 @@ _LAST_CALL = "[no calls are left: give the final answer]"
 
 @dataclass(frozen=True, kw_only=True)
 class PythonTool:
-    """The tool with its limits, and the verifier of final responses; shared by all conversations of an environment.
+    """Python tool with its limits, and verifier of final responses; shared by all conversations of an environment.
 
     Attributes:
         settings: settings of the environment as JSON, from which an unpickled conversation restores the tool.
@@ -66,7 +66,7 @@ class PythonTool:
 
 @dataclass
 class Conversation:
-    """Response to a task with calls of the tool; see `nemo_ext.rl.environments.Conversation`.
+    """Conversation in which the model may call the Python tool; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
         name: name of the Python session.
