@@ -140,7 +140,7 @@ class Process:
         return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
     def _end(self) -> tuple[float, int]:
-        """Kill the process and everything it started; return its processor seconds and exit code (negative: a signal)."""
+        """Kill the process and everything it started; return processor seconds and exit code, negative for a signal."""
         # Not reaped yet, so the process ID is still valid even if it has exited.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
