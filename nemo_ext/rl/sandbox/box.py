@@ -139,7 +139,9 @@ class Nursery:
                         socket.send_fds(self._connection(), [b"+"], [inside.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"sandbox: cannot start the interpreter {self._python}: {error}") from error
+                raise SandboxError(
+                    f"sandbox: cannot start the interpreter {self._python} ({error}): check its path"
+                ) from error
         return ours
 
     def close(self) -> None:

@@ -204,7 +204,7 @@ class WorkerPool:
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
             raise TimeLimitError(f"the call exceeded the time limit of {self.time_limit:g} s (time_limit)")
-        raise WorkerError(f"a worker process exited with status {status} during a call")
+        raise WorkerError(f"a worker process exited with status {status} during a call: raise memory if it ran out")
 
     def _discard(self, worker: _Worker) -> int:
         self._alive.discard(worker)
