@@ -18,7 +18,8 @@ class Cohorts[M, R]:
     """Groups of requests with the same key, which are answered together.
 
     Args:
-        wait_seconds: seconds after a group's first member until it is answered; later members form another group.
+        size: number of members of a complete group, which is answered immediately.
+        wait_seconds: seconds from its first member until an incomplete group is answered; later members form another.
         answer: function that returns the results of a group's members, in order.
     """
 
@@ -33,6 +34,7 @@ class Cohorts[M, R]:
         """Add a member to its group and wait for its result.
 
         Args:
+            key: key that identifies the group.
             place: place in the group; a request repeated after a lost connection has the same place.
         """
         cohort = self._open.get(key)
