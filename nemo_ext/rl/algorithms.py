@@ -268,6 +268,16 @@ class GroupReward:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Logits:
+    """Distillation from the teacher's distribution at each generated token: the loss is a KL divergence."""
+
+    # number of the teacher's most likely tokens, among which both distributions are normalised; null for all tokens
+    top_k: PositiveInt | None = None
+    # share of KL(teacher || policy) in the loss; the rest is KL(policy || teacher)
+    forward_share: Share = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Distillation:
     """On-policy distillation: a token's advantage is how much more likely the teacher finds it than the policy does.
 
@@ -280,10 +290,13 @@ class Distillation:
     teachers: Mapping[str, Annotated[str, Field(min_length=1)] | None]
     by: Literal["environment", "domain"] = "environment"  # which name of a task selects its teacher
     clip: Positive | None = None  # bound of an advantage's absolute value, in nats; null for none
+    logits: Logits | None = None  # learn from the teachers' distributions; null for advantages of the sampled tokens
 
     def __post_init__(self) -> None:
         if not self.places:
             raise ValueError("distillation.teachers has no teacher; set default to a Hugging Face folder")
+        if self.logits is not None and self.clip is not None:
+            raise ValueError("distillation.clip bounds advantages, which distillation.logits replaces; set it to null")
 
     @property
     def places(self) -> dict[str, str]:
@@ -446,6 +459,25 @@ class PolicyGradient(_Training):
             )
         if self.group is not None:
             raise ValueError("group (rewards over groups) does not affect distillation; remove one of them")
+        if self.logits is None:
+            return
+        if self.loss != PolicyLoss(level="token", clip_low=None, clip_high=None):
+            raise ValueError(
+                "distillation.logits replaces the policy's loss; set loss={level: token, clip_low: null, clip_high: "
+                "null} without other keys"
+            )
+        for key, used in {
+            "asynchronous": self.asynchronous is not None,
+            "penalties": self.penalties.any,
+            "router.replay": self.router.replay,
+        }.items():
+            if used:
+                raise ValueError(f"{key} cannot be combined with distillation.logits; remove one of them")
+
+    @property
+    def logits(self) -> Logits | None:
+        """Settings of distillation from distributions; None for a loss with advantages."""
+        return None if self.distillation is None else self.distillation.logits
 
     @property
     def responses_per_step(self) -> int:

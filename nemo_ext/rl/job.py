@@ -243,6 +243,11 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
             f"tasks.train.adapt cannot be combined with rl.asynchronous, because {READS_AHEAD}; set "
             "rl.asynchronous=null"
         )
+    if train.adapt is not None and settings.engine == "nemo_rl" and algorithm.logits is not None:
+        raise ValueError(
+            "tasks.train.adapt cannot be combined with rl.distillation.logits and engine=nemo_rl, whose loop does not "
+            "report the rewards of groups; remove one of them"
+        )
     if train.reprofile is None:
         return
     if settings.lora is not None:

@@ -89,7 +89,7 @@ def rehearsal(rendered: Mapping[str, Any], root: Path) -> tuple[int, str]:
     """Run `nemo_ext.rl.nemo_rl.rehearsal` in a separate process, which imports torch and NeMo-RL.
 
     Args:
-        rendered: mapping with NeMo-RL's `config`, and the name of the algorithm's `section` in it (grpo or dpo).
+        rendered: mapping with NeMo-RL's `config`, and the name of the algorithm's `section` in it.
         root: folder of NeMo-RL's source checkout.
 
     Returns:

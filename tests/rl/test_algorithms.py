@@ -64,7 +64,7 @@ JUDGES = {
 @pytest.mark.parametrize("preset", presets())
 def test_a_preset_composes_unchanged_in_hydra(preset: str) -> None:
     given = [f"{judge}.{key}=there" for judge in JUDGES.get(preset, ()) for key in ("endpoint", "model")]
-    given += ["distillation.teachers.default=there"] if preset in ("opd", "mopd") else []
+    given += ["distillation.teachers.default=there"] if preset in ("opd", "mopd", "logit_distillation") else []
     composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
 
     assert algorithm_of(composed) == load(preset, OmegaConf.to_container(OmegaConf.from_dotlist(given)))  # type: ignore[arg-type]
@@ -275,6 +275,8 @@ def test_algorithms_are_frozen() -> None:
 DISTILLED: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "advantage"} | {
     "distillation": {"teachers": {"math": "m", "default": "d"}}
 }
+LOGITS = {"teachers": {"default": "d"}, "logits": {"top_k": 64}}
+REINFORCE = {"level": "token", "clip_low": None, "clip_high": None}
 
 
 def test_the_teacher_of_a_task() -> None:
@@ -303,6 +305,11 @@ def test_the_teacher_of_a_task() -> None:
         ({"sampling": {"temperature": 0.7}}, "at temperature 1, not 0.7"),
         ({"sampling": {"drop_zero_variance": True, "max_batches": 2}}, "equal rewards"),
         ({"group": {"length_control": {"answer": 0.5}}}, "does not affect distillation"),
+        ({"distillation": {"teachers": {"default": "d"}, "logits": {}, "clip": 20}}, "clip bounds advantages"),
+        ({"distillation": LOGITS}, "logits replaces the policy's loss"),
+        ({"distillation": LOGITS, "loss": REINFORCE, "asynchronous": {}}, "asynchronous cannot be combined"),
+        ({"distillation": LOGITS, "loss": REINFORCE, "penalties": {"thinking": -1}}, "penalties cannot be combined"),
+        ({"distillation": LOGITS, "loss": REINFORCE, "router": {"replay": True}}, r"router\.replay cannot be combined"),
     ],
 )
 def test_distillation_rejects_settings_of_rewards(changes: dict[str, Any], message: str) -> None:
@@ -331,6 +338,7 @@ def row(preset: str) -> str:
         advantage = algorithm.advantage
         signal = "teachers" if advantage is None else f"{advantage.baseline}, {advantage.normalise}"
         what = f"{signal}; {loss.level}, {clip}{kl}"
+        what = what if algorithm.logits is None else f"teachers' logits, top {algorithm.logits.top_k}"
         length = str(algorithm.lengths.response)
     else:
         size, length = str(algorithm.batch), str(algorithm.lengths.total)

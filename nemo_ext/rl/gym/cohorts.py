@@ -18,7 +18,8 @@ class Cohorts[M, R]:
     """Groups of requests with the same key, which are answered together.
 
     Args:
-        wait_seconds: seconds after a group's first member until it is answered; later members form another group.
+        size: number of members of a complete group, which is answered immediately.
+        wait_seconds: seconds from its first member until an incomplete group is answered; later members form another.
         answer: function that returns the results of a group's members, in order.
     """
 
@@ -33,9 +34,8 @@ class Cohorts[M, R]:
         """Add a member to a group, wait until the group is answered, and return the member's result.
 
         Args:
-            key: key of the group, such as a prompt.
-            place: identifies the member within the group, so that a repeated request does not add a second member.
-            member: request to answer.
+            key: key that identifies the group.
+            place: place in the group; a request repeated after a lost connection has the same place.
         """
         cohort = self._open.get(key)
         if cohort is None:

@@ -61,7 +61,7 @@ class ComparisonServer(SimpleResourcesServer):
     _places: "count[int]" = PrivateAttr(default_factory=count)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the settings, and create the judge."""
+        """Check the settings, and create the judge and the groups; ValueError if a setting is invalid."""
         super().model_post_init(context)
         config = self.config
         if (config.num_workers or 1) > 1:

@@ -48,7 +48,7 @@ elif is_nemo_gym_fastapi_entrypoint(__file__):
 
 @dataclass(frozen=True)
 class Served:
-    """A NeMo Gym server that this package provides, and its agent.
+    """Gym server of an environment, and its agent.
 
     Attributes:
         domain: one of Gym's domains.

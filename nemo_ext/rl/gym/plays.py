@@ -59,11 +59,7 @@ class Plays:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Task | None = None) -> Play:
-        """Return a session's conversation, which is then the most recently used one.
-
-        Raises:
-            NoPlayError: the session has no conversation, or its conversation is for another task than `task`.
-        """
+        """Return a session's conversation; raise NoPlayError if it has none, or was not started with `task`."""
         if session not in self._plays:
             raise NoPlayError("no conversation was started in this session; send /seed_session or /reset first")
         self._plays.move_to_end(session)

@@ -124,7 +124,7 @@ class VerifierServer(SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any]) -> BaseSeedSessionResponse:
-        """Start a rollout."""
+        """Start a rollout whose tool calls will be passed to `call`."""
         self._begin(request, body, self._by_call)
         return BaseSeedSessionResponse()
 

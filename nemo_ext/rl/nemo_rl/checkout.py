@@ -18,8 +18,12 @@ from omegaconf import OmegaConf
 
 from nemo_ext.job.settings import nearest
 
-Section = Literal["grpo", "dpo"]
-_EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
+Section = Literal["grpo", "distillation", "dpo"]
+_EXAMPLES: Mapping[Section, str] = {
+    "grpo": "grpo_math_1B.yaml",
+    "distillation": "distillation_math.yaml",
+    "dpo": "dpo.yaml",
+}
 _VLLM = "policy.generation.vllm_cfg"
 """Path of vLLM's section, whose class the class of the master config does not name."""
 _READ_AS = {_VLLM: "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
@@ -83,6 +87,7 @@ class Checkout:
                 raise ValueError("NeMo-RL is not installed; put its checkout on PYTHONPATH (docs/rl/nemo_rl.md)")
             root = Path(places[0]).parent
         self.root = Path(root)
+        self._keys: dict[Section, Keys] = {}
         if not (self.root / "nemo_rl" / "algorithms" / "grpo.py").is_file() or not self._example("grpo").is_file():
             raise ValueError(
                 f"{self.root} is not a checkout of NeMo-RL, because nemo_rl/algorithms/grpo.py or examples/configs is "
@@ -93,23 +98,21 @@ class Checkout:
         return self.root / "examples" / "configs" / _EXAMPLES[section]
 
     def keys(self, section: Section) -> Keys:
-        """Return the keys of the master config for GRPO or DPO."""
-        return self._keys[section]
-
-    @cached_property
-    def _keys(self) -> dict[Section, Keys]:
+        """Return the keys of the master config for an algorithm; raise ValueError if this version does not have it."""
+        if section in self._keys:
+            return self._keys[section]
+        if not self._example(section).is_file():
+            raise ValueError(f"this version of NeMo-RL has no examples/configs/{_EXAMPLES[section]}; use 0.7 or later")
         sources = _Sources(self.root)
-        sections: dict[Section, Keys] = {}
-        for section in _EXAMPLES:
-            keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
-            keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
-            for path, name in _READ_AS.items():
-                keys.merge(_nested(path, Keys({key: Keys() for key in self._read_from(name)})))
-            vllm = sources.keys_of("VllmSpecificArgs", "nemo_rl.models.generation.vllm.config")
-            if not vllm.open:
-                keys.merge(_nested(_VLLM, vllm))
-            sections[section] = keys
-        return sections
+        keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
+        keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
+        for path, name in _READ_AS.items():
+            keys.merge(_nested(path, Keys({key: Keys() for key in self._read_from(name)})))
+        vllm = sources.keys_of("VllmSpecificArgs", "nemo_rl.models.generation.vllm.config")
+        if not vllm.open:
+            keys.merge(_nested(_VLLM, vllm))
+        self._keys[section] = keys
+        return keys
 
     def _read_from(self, name: str) -> frozenset[str]:
         """Return the config keys that code in `nemo_rl/models` reads from variables called `name`, as in `name["key"]`.
@@ -127,7 +130,7 @@ class Checkout:
         """Return the complete, resolved example config with changes applied, for `nemo_ext.rl.nemo_rl.run.run`.
 
         Args:
-            section: algorithm of the config, grpo or dpo.
+            section: algorithm of the config.
             changes: nested mappings; later ones take precedence, and interpolations are resolved at the end.
 
         Raises:

@@ -26,6 +26,10 @@ _THIRTEEN = (
     "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer save_state "
     "config teacher_worker_groups alias_to_group_alias"
 )
+# Return values of distillation.setup, in order, in 0.7 and later:
+_ELEVEN = (
+    "policy teacher policy_generation nemo_gym dataloader val_dataloader loss_fn logger checkpointer save_state config"
+)
 _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
 
 
@@ -40,12 +44,17 @@ _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.Megatro
 
 
 Ready = SimpleNamespace
-"""Results of `grpo.setup` or `dpo.setup` as attributes; `config` is a dict in 0.5 and a pydantic model later."""
+"""Results of the `setup` of an algorithm as attributes; `config` is a dict in 0.5 and a pydantic model later."""
 
 
 def grpo() -> ModuleType:
     """Import NeMo-RL's GRPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.grpo")
+
+
+def distillation() -> ModuleType:
+    """Import NeMo-RL's module of distillation from logits; raise ValueError with a remedy if it cannot be imported."""
+    return _module("nemo_rl.algorithms.distillation")
 
 
 def dpo() -> ModuleType:
@@ -129,6 +138,17 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
     return Ready(**dict(zip(names.split(), items, strict=True)))
 
 
+def set_up_distillation(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
+    """Call `distillation.setup`, return its results as named attributes; ValueError if their number is unexpected."""
+    items, names = distillation().setup(config, tokenizer, dataset, val_dataset), _ELEVEN.split()
+    if len(items) != len(names):
+        raise ValueError(
+            f"NeMo-RL's distillation.setup returned {len(items)} items instead of {len(names)}; use 0.7, or main of "
+            "2026-08-22"
+        )
+    return Ready(**dict(zip(names, items, strict=True)))
+
+
 def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
     """Call `dpo.setup` and return its nine results, the same in all versions, as named attributes."""
     items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
@@ -152,6 +172,13 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
         train(*first, *then, max_trajectory_age_steps=age, **_known(train, more))
     else:
         part(module, "grpo_train")(*first, *then)
+
+
+def train_distillation(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
+    """Run distillation to its end; `ready` are the results of `set_up_distillation`, and others as in `train_grpo`."""
+    first = (ready.policy, ready.teacher, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer)
+    then = (ready.logger, ready.checkpointer, ready.save_state, ready.config)
+    distillation().distillation_train(*first, ready.loss_fn, dict(environments), val_environments, *then)
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:

@@ -8,8 +8,10 @@ from nemo_ext.rl.rendering import Rendered
 
 
 def section_of(algorithm: Algorithm) -> Section:
-    """Return the name of the algorithm's section in NeMo-RL's master config: grpo or dpo."""
-    return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
+    """Return the name of the algorithm's section in NeMo-RL's master config: grpo, distillation or dpo."""
+    if not isinstance(algorithm, PolicyGradient):
+        return "dpo"
+    return "grpo" if algorithm.logits is None else "distillation"
 
 
 class Draft(Rendered):

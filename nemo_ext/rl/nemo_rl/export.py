@@ -112,7 +112,7 @@ def leave_model(
     If the conversion fails, there is no RUN_DIR/model, and a notice names the checkpoint and a command to convert it.
 
     Args:
-        section: the algorithm's section in the master config, grpo or dpo.
+        section: the algorithm's section in the master config.
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
     """
     if _read_record(run_dir) != _record(step, master, section):

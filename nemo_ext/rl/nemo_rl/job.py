@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.job.config import INTERRUPTED
@@ -27,7 +29,7 @@ from nemo_ext.rl.nemo_rl.render import Backend, render
 from nemo_ext.rl.precision import Precision
 from nemo_ext.rl.report import write_report
 from nemo_ext.rl.settings import Lora, NemoRl
-from nemo_ext.rl.vocabulary import check_vocabulary
+from nemo_ext.rl.teachers import check_vocabulary
 
 TEACHER = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
 """Path of the sizes of each teacher in NeMo-RL's config."""
@@ -141,6 +143,8 @@ def settings_of(
     master = checkout.config(section, rendered.settings, run_values, changes)
     save_format = _save_format(master["policy"], checkout)
     master = checkout.config(section, rendered.settings, run_values, save_format, changes)
+    if isinstance(algorithm, PolicyGradient) and algorithm.logits is not None:
+        master["teacher"] = _teacher(algorithm, master["policy"], changes.get("teacher", {}), settings.backend)
     adapter = {key: value for key, value in rendered.adapter.items() if key != "validation"}
     adapter["template"] = config["template"]
     if isinstance(algorithm, PolicyGradient):
@@ -148,6 +152,19 @@ def settings_of(
     else:
         adapter["pairs"] = {key: value for key, value in config["pairs"].items() if value}
     return adapter, master
+
+
+def _teacher(
+    algorithm: PolicyGradient, policy: Mapping[str, Any], changes: Mapping[str, Any], backend: Backend
+) -> dict[str, Any]:
+    """Return NeMo-RL's section `teacher`: the policy's settings without adapters, and the user's `changes`."""
+    assert algorithm.distillation is not None
+    (place,) = set(algorithm.distillation.places.values())
+    own: dict[str, Any] = {"model_name": place, "hf_config_overrides": {}}
+    put(own, f"{LORA[backend].removeprefix('policy.')}.enabled", False)
+    merged = OmegaConf.to_container(OmegaConf.merge(dict(policy), own, dict(changes)))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}
 
 
 def on_cluster(
@@ -233,8 +250,8 @@ def put_lora(draft: Draft, lora: Lora, backend: Backend) -> None:
 
 
 def _teacher_nodes(algorithm: Algorithm, user_values: Mapping[str, Any]) -> int:
-    """Return the number of nodes that the teachers of on-policy distillation take; 0 without teachers."""
-    if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None:
+    """Return the number of nodes that teachers take; 0 without teachers, and for one that shares the policy's GPUs."""
+    if not isinstance(algorithm, PolicyGradient) or algorithm.distillation is None or algorithm.logits is not None:
         return 0
     each = int(user_values.get(f"{TEACHER}.num_nodes", 1))
     return each * len(set(algorithm.distillation.places.values()))

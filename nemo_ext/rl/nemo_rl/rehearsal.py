@@ -80,20 +80,21 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
     Args:
         master: master config, whose `policy.generation` is completed in place.
     """
-    module = compat.grpo() if section == "grpo" else compat.dpo()
+    module = {"grpo": compat.grpo, "distillation": compat.distillation, "dpo": compat.dpo}[section]()
     config = {**master}
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")
     try:
         with _stand_ins(module):
-            if section == "grpo":
+            if section != "dpo":
                 compat.with_generation(config, tokenizer)
             master_config = compat.master_config(module, config)
             steps = min(int(config[section]["max_num_steps"]), 1000)
-            if section == "grpo":
-                data = _Data((steps + 2) * int(config["grpo"]["num_prompts_per_step"]))
-                ready = compat.set_up_grpo(master_config, tokenizer, data, _Data(8))
-                size = config["grpo"]["num_prompts_per_step"] * config["grpo"]["num_generations_per_prompt"]
-                pairs = 1
+            if section != "dpo":
+                loop = config[section]
+                data = _Data((steps + 2) * int(loop["num_prompts_per_step"]))
+                set_up = compat.set_up_grpo if section == "grpo" else compat.set_up_distillation
+                ready = set_up(master_config, tokenizer, data, _Data(8))
+                size, pairs = loop["num_prompts_per_step"] * loop["num_generations_per_prompt"], 1
             else:
                 data = _Data(steps * int(config["policy"]["train_global_batch_size"]))
                 ready = compat.set_up_dpo(master_config, tokenizer, data, {"default": _Data(8)})
@@ -145,8 +146,9 @@ def _stand_ins(module: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for where, name, stand_in in stand_ins:
             stack.enter_context(patch.object(where, name, stand_in))
-        # Also set by `nemo_ext.rl.nemo_rl.run`.
-        stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
+        # The first is also set by `nemo_ext.rl.nemo_rl.run`; the tokenizer is a stand-in.
+        variables = {"TORCH_CUDA_ARCH_LIST": "9.0", "NRL_SKIP_DISTILLATION_TOKENIZER_CHECK": "true"}
+        stack.enter_context(patch.dict(os.environ, variables))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from nemo_ext.rl.algorithms import DEFAULT, Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.nemo_rl.checkout import Checkout, Section
-from nemo_ext.rl.nemo_rl.draft import Draft
+from nemo_ext.rl.nemo_rl.draft import Draft, section_of
 from nemo_ext.rl.nemo_rl.precision import render_precision
 from nemo_ext.rl.precision import Precision
 
@@ -44,12 +44,28 @@ def render(
 
 
 def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -> None:
-    draft.put("prompts_per_step", "grpo.num_prompts_per_step", algorithm.prompts_per_step)
-    draft.put("generations_per_prompt", "grpo.num_generations_per_prompt", algorithm.generations_per_prompt)
+    loop = section_of(algorithm)
+    draft.put("prompts_per_step", f"{loop}.num_prompts_per_step", algorithm.prompts_per_step)
+    draft.put("generations_per_prompt", f"{loop}.num_generations_per_prompt", algorithm.generations_per_prompt)
     draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
     if algorithm.passes > 1:
         draft.cannot("passes", "NeMo-RL trains on a step's responses once; passes=1 is used")
-    draft.put("turns", "grpo.max_rollout_turns", algorithm.turns)
+    draft.put("turns", f"{loop}.max_rollout_turns", algorithm.turns)
+    draft.put("sampling.temperature", "policy.generation.temperature", algorithm.sampling.temperature)
+    draft.put("sampling.top_p", "policy.generation.top_p", algorithm.sampling.top_p)
+    lengths = algorithm.lengths
+    if lengths.prompt is not None:
+        draft.put("lengths.prompt", "data.max_input_seq_length", lengths.prompt)
+    draft.put("lengths.response", "policy.generation.max_new_tokens", lengths.response)
+    draft.put("lengths.total", "policy.max_total_sequence_length", lengths.context)
+    _duration(draft, algorithm, loop)
+    if algorithm.logits is None:
+        _updates(draft, algorithm, checkout)
+    else:
+        _logits(draft, algorithm)
+
+
+def _updates(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -> None:
     draft.put("overlong_filtering", "grpo.overlong_filtering", algorithm.overlong_filtering)
     if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in checkout.asynchronous:
         draft.cannot(
@@ -63,12 +79,7 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
             draft.cannot("penalties", "this version has no penalties; malformed responses keep their advantages")
     _distillation(draft, algorithm, checkout)
     _policy_loss(draft, algorithm)
-    _sampling(draft, algorithm, checkout.refills)
-    lengths = algorithm.lengths
-    if lengths.prompt is not None:
-        draft.put("lengths.prompt", "data.max_input_seq_length", lengths.prompt)
-    draft.put("lengths.response", "policy.generation.max_new_tokens", lengths.response)
-    draft.put("lengths.total", "policy.max_total_sequence_length", lengths.context)
+    _dropping(draft, algorithm, checkout.refills)
     if algorithm.asynchronous is not None:
         draft.put("asynchronous", "grpo.async_grpo.enabled", True)
         age = algorithm.asynchronous.max_age
@@ -80,7 +91,6 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
         draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
     else:
         draft.put("asynchronous", "grpo.async_grpo.enabled", False)
-    _duration(draft, algorithm, "grpo")
 
 
 def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
@@ -144,6 +154,26 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
     draft.adapter["distillation"] = {"by": distillation.by, "teachers": distillation.places}
 
 
+def _logits(draft: Draft, algorithm: PolicyGradient) -> None:
+    distillation, logits = algorithm.distillation, algorithm.logits
+    assert distillation is not None and logits is not None
+    places = sorted(set(distillation.places.values()))
+    if len(places) > 1 or "://" in places[0]:
+        raise ValueError(
+            f"rl.distillation.teachers={', '.join(places)}: NeMo-RL's distillation from logits has one teacher, in a "
+            "Hugging Face folder; name one, or use engine=trl"
+        )
+    if algorithm.overlong_filtering:
+        draft.cannot("overlong_filtering", "NeMo-RL's distillation does not filter; overlong responses are trained on")
+    if logits.top_k is None:
+        draft.cannot("distillation.logits.top_k", "NeMo-RL compares the most likely tokens only; 64 of them are used")
+    draft.put("distillation.logits.top_k", "distillation.topk_logits_k", logits.top_k or 64)
+    kinds = {0.0: "reverse", 1.0: "forward"}
+    draft.put("distillation.logits.forward_share", "loss_fn.kl_type", kinds.get(logits.forward_share, "mixed"))
+    draft.put("distillation.logits.forward_share", "loss_fn.mixed_kl_weight", logits.forward_share)
+    draft.adapter["distillation"] = asdict(distillation)
+
+
 def _policy_loss(draft: Draft, algorithm: PolicyGradient) -> None:
     loss = algorithm.loss
     draft.put("loss.level", "loss_fn.token_level_loss", loss.level in ("token", "group"))
@@ -187,10 +217,8 @@ def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
         draft.cannot(f"{ours}.level", f"NeMo-RL uses the level of loss.ratio; level={algorithm.loss.ratio} is used")
 
 
-def _sampling(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
+def _dropping(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
     sampling = algorithm.sampling
-    draft.put("sampling.temperature", "policy.generation.temperature", sampling.temperature)
-    draft.put("sampling.top_p", "policy.generation.top_p", sampling.top_p)
     # In the asynchronous loop the adapter drops groups (`dropping`).
     drops = algorithm.asynchronous is None or refills
     if sampling.drop_zero_variance and not drops:

@@ -1,8 +1,8 @@
 """Training with NeMo-RL's algorithms, policies and training loops on our environments and data.
 
-`run` corresponds to NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, but uses our datasets and environments. Using
-several environments would require this in any case, because NeMo-RL's `setup_response_data` in 0.6 and 0.7 fails if
-`data.train` is a list.
+`run` corresponds to NeMo-RL's `examples/run_grpo.py`, `run_distillation.py` and `run_dpo.py`, but uses our datasets and
+environments. Using several environments would require this in any case, because NeMo-RL's `setup_response_data` in 0.6
+and 0.7 fails if `data.train` is a list.
 """
 
 import contextlib
@@ -63,13 +63,15 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
     """Train to the end of the run, or resume it if its checkpoint directory has a checkpoint.
 
     Args:
-        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO
-            or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's own if None).
+        config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO,
+            distillation or DPO, as plain mappings); `template`, a chat template (see `Template.load`; the tokenizer's
+            own if None).
 
             GRPO and RLOO: `tasks` with `train` (see `nemo_ext.rl.plan.plan_tasks`) and `validation` (`path`);
             `environments`, a mapping from names to settings of `environment.TaskEnvironment`; `tool_style`; `advantage`
             and `group`, see `group_rewards.groups_of`; `distillation`, whose `by` (environment, domain) selects
-            a task's teacher among its `teachers` (also in `on_policy_distillation`); `loss`, whose `level`
+            a task's teacher among its `teachers` (also in `on_policy_distillation`), and with whose `logits` NeMo-RL's
+            distillation trains instead of GRPO (the teacher is in `teacher` of `nemo_rl`); `loss`, whose `level`
             sequence_sum or group replaces NeMo-RL's means (see `sequence_sum` and `group_rewards.by_group`);
             `penalties`, see `Penalties`; `thinking_share`, as in `plan_tasks`.
 
@@ -94,28 +96,29 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
     _start_ray()
     tokenizer = compat.tokenizer_of(master)
     if groups:
-        return _grpo(config, master, tokenizer, metrics)
+        return _responses(config, master, tokenizer, metrics)
     return _dpo(config, master, tokenizer, metrics, with_rewards=algorithm == "rpo")
 
 
-def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
-    grpo = master["grpo"]
+def _responses(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
+    section = config.get("distillation")
+    distils = None if section is None else checked(Distillation, section, "distillation")
+    kind = "grpo" if distils is None or distils.logits is None else "distillation"
+    loop = master[kind]
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError(
             "data_plane.enabled must be false, because the data plane does not support rewards over groups"
         )
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
-    section = config.get("distillation")
-    distils = None if section is None else checked(Distillation, section, "distillation")
     groups = groups_of(
-        generations=grpo["num_generations_per_prompt"],
+        generations=loop["num_generations_per_prompt"],
         advantage=config.get("advantage"),
         group=config.get("group"),
         least=2 if distils is None else 1,
     )
     level = _level(config.get("loss") or {}, master)
-    dynamic = bool(grpo.get("use_dynamic_sampling"))
+    dynamic = bool(loop.get("use_dynamic_sampling"))
     if dynamic and groups.reward is not None:
         raise ValueError(
             "grpo.use_dynamic_sampling cannot be combined with group.length_control or group.judge, which make rewards "
@@ -127,13 +130,13 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
             "grpo.use_dynamic_sampling cannot be combined with grpo.async_grpo.enabled, because this NeMo-RL does not "
             "replace dropped groups (0.7 does); set one of them to false"
         )
-    steps, spare = grpo["max_num_steps"], 0
+    steps, spare = loop["max_num_steps"], 0
     if dynamic:
-        spare = steps * grpo["dynamic_sampling_max_gen_batches"]
+        spare = steps * loop["dynamic_sampling_max_gen_batches"]
     if asynchronous:
         # Without spare data, the collector loses unfinished batches at the end and training waits for them forever.
-        spare += grpo["async_grpo"]["max_trajectory_age_steps"] + 2
-    prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
+        spare += loop["async_grpo"]["max_trajectory_age_steps"] + 2
+    prompts = int(loop["num_prompts_per_step"] * (loop.get("batch_multiplier") or 1))
     template = Prompts.from_tokenizer(tokenizer, config.get("template"))
     train = plan_tasks(
         tasks.train or {},
@@ -154,19 +157,19 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     if shares is not None:
         # Workers would read ahead, before the rewards that choose the next batch are known.
         master["data"]["num_workers"] = 0
-    if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
+    if validation is None and (loop["val_period"] > 0 or loop["val_at_start"]):
         raise ValueError(
-            "grpo.val_period and grpo.val_at_start require validation tasks; set tasks.validation.path, or set them to "
-            "0 and false"
+            f"{kind}.val_period and {kind}.val_at_start require validation tasks; set tasks.validation.path, or set "
+            "them to 0 and false"
         )
 
     planned = [tasks for tasks in (train, validation) if tasks is not None]
-    settings = _environment_settings(config, master, tokenizer, planned)
+    settings = _environment_settings(config, master, tokenizer, planned, loop["max_rollout_turns"])
     local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
     check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
     # Rollouts that end before their environment's last response have no reward.
     turns = [episodes.environment.max_turns for episodes in local.values()]
-    grpo["max_rollout_turns"] = max(grpo["max_rollout_turns"], *turns, 1)
+    loop["max_rollout_turns"] = max(loop["max_rollout_turns"], *turns, 1)
     gym = bool(master["env"].get("should_use_nemo_gym"))
 
     def check(task: Task) -> None:
@@ -193,14 +196,15 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     validated = [name for name in ([] if validation is None else validation.environments()) if name in settings]
     validators = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in validated}
     try:
-        module = compat.grpo()
-        ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
+        module = compat.grpo() if kind == "grpo" else compat.distillation()
+        set_up = compat.set_up_grpo if kind == "grpo" else compat.set_up_distillation
+        ready = set_up(compat.master_config(module, master), tokenizer, *datasets)
         if level == "group":
             ready.policy.train = by_group(ready.policy.train, groups.generations)
         elif level is not None:
             # Imported late, because its class derives from NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
-        limits = grpo.get("seq_logprob_error_threshold") is not None
+        limits = loop.get("seq_logprob_error_threshold") is not None
         watched = WithEnvironments(ready.logger.log_metrics, environments, validators, metrics=metrics, limits=limits)
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
@@ -208,14 +212,15 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
             if adaptive is not None:
                 # NeMo-RL first logs a step before it scales the rewards from which the shares learn.
                 learn, watched.of_step["adaptive"] = adaptive.learn, lambda step: adaptive.metrics()
-            stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous, learn=learn))
+            if kind == "grpo":
+                stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous, learn=learn))
             if dynamic and asynchronous:
                 # Imported late, because its classes derive from NeMo-RL's.
                 dropping = importlib.import_module("nemo_ext.rl.nemo_rl.dropping")
-                batches = grpo["dynamic_sampling_max_gen_batches"]
-                counts = dropping.dropping(prompts=grpo["num_prompts_per_step"], batches=batches)
+                batches = loop["dynamic_sampling_max_gen_batches"]
+                counts = dropping.dropping(prompts=loop["num_prompts_per_step"], batches=batches)
                 watched.of_step[dropping.PREFIX] = stack.enter_context(counts)
-            if distils is not None:
+            if distils is not None and kind == "grpo":
                 # Imported late, because its class derives from NeMo-RL's.
                 distillation = importlib.import_module("nemo_ext.rl.nemo_rl.distillation")
                 stack.enter_context(distillation.routed(distils.by))
@@ -229,8 +234,9 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
             clocks = stack.enter_context(compat.clocks(module))
             if gym:
                 environments = validators = {"nemo_gym": ready.nemo_gym}
-            compat.train_grpo(ready, tokenizer, environments, validators or None)
-        return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
+            train_loop = compat.train_grpo if kind == "grpo" else compat.train_distillation
+            train_loop(ready, tokenizer, environments, validators or None)
+        return _end(ready, watched.last_step, steps, clocks)
     finally:
         _shut_down([*environments.values(), *validators.values()])
 
@@ -403,7 +409,7 @@ class WithEnvironments:
 
 
 def _environment_settings(
-    config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
+    config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks], turns: int
 ) -> dict[str, dict[str, Any]]:
     """Return a mapping from each of our environments that the tasks in `planned` use to its actor's settings."""
     section = config.get("environments") or {}
@@ -428,7 +434,7 @@ def _environment_settings(
     for name in used:
         if not name.startswith(GYM):
             use = section.get(name) or {}
-            of_turns = with_turns(name, use.get("settings") or {}, master["grpo"]["max_rollout_turns"])
+            of_turns = with_turns(name, use.get("settings") or {}, turns)
             settings[name] = {"name": name, **common, **use, "settings": of_turns}
     return settings
 

@@ -57,7 +57,7 @@ def group_factors(tokens: npt.ArrayLike) -> Array:
     """Compute factors of advantages that turn a loss's mean over all tokens into the mean over groups of token means.
 
     The clipped objective is proportional to the advantage, so a factor per group changes the group's divisor from the
-    tokens of the batch to its own (OlmoRL, equation 1). Groups without trained tokens are not counted.
+    batch's number of tokens to the group's (OlmoRL, equation 1). Groups without trained tokens are not counted.
 
     Args:
         tokens: number of trained tokens of each response, `[groups, responses]`.
@@ -70,7 +70,7 @@ def group_factors(tokens: npt.ArrayLike) -> Array:
 
 
 def zero_variance(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return whether each group has equal rewards, `[...]`.
+    """Return for each group, `[...]`, whether all its rewards are equal.
 
     Such groups give no training signal, and dynamic sampling drops them (DAPO, arXiv 2503.14476, section 3.2;
     Domyn-Small, section 4.4; OLMo 3).

@@ -77,9 +77,9 @@ class GroupRewards:
         base: base rewards, from the judge or the environment.
         length: length components, which sum to zero over the group.
         bonus: bonuses for the shortest good responses.
-        judged: True for responses that were judged; the other responses get the mean base reward of these.
+        judged: True for responses that were judged; the others get the mean base reward of the judged ones.
         missing: number of missing judgements.
-        problem: reason why one of them is missing; "" if none is.
+        problem: reason for one of the missing judgements; "" if there are none.
     """
 
     rewards: tuple[float, ...]
@@ -107,7 +107,7 @@ def circular_comparisons(size: int, *, both_orders: bool = False) -> list[tuple[
 def base_rewards(
     size: int, judgements: Mapping[tuple[int, int], Judgement | None]
 ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Compute each response's mean score over its opponents, averaging both orders of a comparison first.
+    """Compute each response's mean score over its opponents; its score against an opponent is the mean of both orders.
 
     Comparisons without a judgement are ignored. A response without judged comparisons gets the mean of the others, so
     its advantage is zero if the baseline is the group's mean. If no comparison was judged, all get the neutral 3.

@@ -1,7 +1,7 @@
 """Prompts for a generative reward model (GenRM), parsing of its judgements, and the reward for training it.
 
-Roles and keys are those of NVIDIA's GenRM, NeMo Gym's genrm_compare and `nemo_ext.data.preference.genrm`. Helpfulness
-ranges from 1 to 5, the ranking from 1 to 6.
+Roles and keys are the same as in NVIDIA's GenRM, NeMo Gym's genrm_compare and `nemo_ext.data.preference.genrm`.
+Helpfulness ranges from 1 to 5, the ranking from 1 to 6.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 reward: outcome                                   1 for a correct response, else 0 (the default)
 reward: {name: score}                             the verdict's score, which may be partial
-reward: {name: domyn_math, max_tokens: 8192}      for this and the next, see `nemo_ext.rl.rewards.verifiable`
+reward: {name: domyn_math, max_tokens: 8192}      for this and the next one, see `nemo_ext.rl.rewards.verifiable`
 reward: {name: accuracy_format, format_weight: 1}
 reward: {name: genrm_training, format_penalty: 10, ranking_weight: 1}     for tasks of `genrm`
 """
@@ -26,7 +26,7 @@ class Facts:
     """Facts about a task that a reward may use in addition to the verdict.
 
     Attributes:
-        thinking: True if reasoning is requested or, for models without modes, if the prompt opens it.
+        thinking: True if reasoning is requested or, for models without modes, if the prompt opens a trace.
         thinking_opened: True if the prompt ends inside a reasoning trace.
         reference: the task's reference.
     """

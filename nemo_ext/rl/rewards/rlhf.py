@@ -73,7 +73,7 @@ async def reward_model_rewards(
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
-    """Compute the rewards of the responses to one prompt with a reward model that returns a number for each.
+    """Compute the rewards of the responses to one prompt with a reward model that scores each separately.
 
     The request is the conversation with the answer as its last message. The model replies `reward:-3.25`, as
     Llama-3.1-Nemotron-70B-Reward does behind NVIDIA's NIM, or just the number. A response without a reward gets the

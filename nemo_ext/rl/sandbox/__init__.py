@@ -1,4 +1,4 @@
-"""Sandbox for untrusted programs, which run in processes of their own that leave nothing behind.
+"""Sandbox for untrusted programs, which run in separate processes that leave nothing behind.
 
 limits.py     a program's resource limits
 sandbox.py    queue of programs, for threads and asyncio

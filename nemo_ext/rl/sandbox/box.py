@@ -112,7 +112,7 @@ class Settings:
 
 
 class Nursery:
-    """Starts the interpreter `python`, which forks supervisors; thread-safe. It ends no later than this process."""
+    """Interpreter that forks supervisors, started on demand; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -140,7 +140,7 @@ class Nursery:
             except OSError as error:
                 ours.close()
                 raise SandboxError(
-                    f"sandbox: cannot start the interpreter {self._python} ({error}); check its path and free resources"
+                    f"sandbox: cannot start the interpreter {self._python} ({error}): check its path"
                 ) from error
         return ours
 
@@ -181,7 +181,7 @@ class Nursery:
 
 
 class Box:
-    """Host side of a supervisor. It is used by one thread, but any thread may call `kill`.
+    """Host side of a supervisor, which runs one answer's programs. One thread uses it; any thread may call `kill`.
 
     Args:
         nursery: interpreter that forks the supervisor.
@@ -269,7 +269,7 @@ class Box:
         return next(self.runs([stdin], [limits]))
 
     def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """Run the program on each input with its limits, and yield each result while the next run is in progress.
+        """Yield the result of `run` for each input; the next run starts while the caller handles the result.
 
         Closing the iterator early ends the box, since a program may still be running.
         """
@@ -339,7 +339,7 @@ class Box:
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """Send a message, a header and byte strings; `seconds` limits sending and each later wait for a reply."""
+        """Send a header and byte strings to the supervisor; `seconds` limits sending and each wait for a reply."""
         self._host.settimeout(seconds)
         with _sandbox_errors():
             wire.send(self._host, header, blobs)
@@ -349,7 +349,7 @@ class Box:
             answer = wire.receive(self._host)
         if answer is None:
             raise SandboxError(
-                "sandbox: the supervisor of the program exited without a reply; check the machine's free memory"
+                "sandbox: the program's supervisor exited without a reply; if memory is short, lower concurrency"
             )
         return answer
 
@@ -369,7 +369,7 @@ main()
 
 
 def _environment() -> dict[str, str]:
-    """Return the interpreter's environment variables, of which only the library path is inherited."""
+    """Return the interpreter's environment variables; only the library path is inherited."""
     # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
@@ -387,9 +387,9 @@ def _sandbox_errors() -> Iterator[None]:
         yield
     except TimeoutError:
         raise SandboxError(
-            "sandbox: the supervisor of the program did not reply in time; on a busy machine, lower concurrency"
+            "sandbox: the program's supervisor did not reply in time; on a busy machine, lower concurrency"
         ) from None
     except OSError as error:
         raise SandboxError(
-            f"sandbox: the supervisor of the program exited ({error}); check the machine's free memory"
+            f"sandbox: the program's supervisor exited ({error}); if memory is short, lower concurrency"
         ) from None

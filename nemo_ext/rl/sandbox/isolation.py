@@ -20,7 +20,7 @@ class Isolation:
     """Isolation of a running program; rlimits, an empty environment and a private directory always apply.
 
     Attributes:
-        namespaces: True if it has its own process, mount, network, IPC and host name namespaces; its root has
+        namespaces: True if the program has its own process, mount, network, IPC and host name namespaces; its root has
             system folders, the interpreter, and nothing of a user's.
         own_user: True if nothing else runs under its user ID, so it can neither read this user's private files nor
             signal its processes.
@@ -28,8 +28,8 @@ class Isolation:
         system_call_filter: True with a seccomp filter; only x86_64 and aarch64 have one here.
         landlock: True if, without namespaces, Landlock confines it to system folders and its own directory, and to
             signalling its own processes.
-        counts_processes: True if the kernel enforces the number of processes; otherwise it refuses any second one,
-            or, without a filter, processes are counted periodically.
+        counts_processes: True if the kernel enforces the number of processes; otherwise the filter refuses a
+            second process or, without a filter, processes are counted periodically.
         why_no_namespaces: the system's message, or that namespaces were not requested.
     """
 

@@ -34,7 +34,7 @@ def prelude(source: str) -> str:
 
 
 def preloaded(source: str) -> list[str]:
-    """Return those modules imported by the source that can be loaded once, in advance, for all of its runs."""
+    """Return the modules imported by the source that can be loaded in advance, once for all of its runs."""
     found: dict[str, None] = {}
     for match in _IMPORT.finditer(source):
         for part in match[1].split(" import ")[0].split(","):

@@ -29,6 +29,7 @@ class Sandbox:
     """Sandbox for untrusted programs. It is thread-safe and can serve several event loops.
 
     Args:
+        limits: limits of a run; if None, the defaults of `Limits`.
         concurrency: maximum number of boxes at a time; by default the number of processors.
         queue_seconds: maximum number of seconds that a request waits for a slot; unlimited if None.
         isolation: auto uses namespaces where available, namespaces requires them, processes never uses them.
@@ -56,7 +57,7 @@ class Sandbox:
             raise ValueError(f"isolation: unknown kind {isolation!r}: {nearest(str(isolation), KINDS)}")
         if strict and isolation == "processes":
             raise ValueError(
-                "isolation=processes never uses namespaces, which strict=true requires: remove one of the two"
+                "isolation=processes never uses namespaces, which strict=true requires: remove one of these settings"
             )
         if concurrency is not None:
             checked_whole("concurrency", concurrency, least=1)
@@ -66,7 +67,10 @@ class Sandbox:
         cores = len(os.sched_getaffinity(0))
         self.concurrency = concurrency or cores
         if self.concurrency > cores:
-            notice(f"concurrency={self.concurrency} on {cores} cores: waiting for a core counts towards wall_seconds")
+            notice(
+                f"concurrency={self.concurrency} exceeds {cores} cores, and wall_seconds includes waiting for a core: "
+                "raise it if programs time out"
+            )
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
         self._settings = Settings.detect(python=python, packages=packages)
@@ -126,7 +130,11 @@ class Sandbox:
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[None]:
-        """Context that waits in this thread for a slot and holds it; raises BusyError as `session` does."""
+        """Context manager that holds one of the `concurrency` slots, after waiting for it in this thread.
+
+        Raises:
+            BusyError: it waited longer than `queue_seconds`.
+        """
         turn = self._gate.enter()
         with self._waiting(turn):
             turn.result(self._queue_seconds)
@@ -136,7 +144,7 @@ class Sandbox:
             self._gate.leave()
 
     async def session_async(self, work: Callable[[Box], T]) -> T:
-        """Do the same as `session` for asyncio; `work` runs in a thread. Cancelling ends it and its box immediately."""
+        """Asynchronous version of `session`; `work` runs in a thread. Cancelling ends it and its box immediately."""
         turn = self._gate.enter()
         with self._waiting(turn):
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
@@ -196,7 +204,7 @@ class Sandbox:
     async def run_async(
         self, source: str, *, stdin: str | bytes = b"", language: Language = "python", limits: Limits | None = None
     ) -> Run:
-        """Do the same as `run` for asyncio."""
+        """Asynchronous version of `run`."""
         return await self.session_async(self._once(source, stdin, language, limits))
 
     def close(self) -> None:
@@ -226,7 +234,11 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Context that waits for `turn`, a future from `enter`; errors end the wait, and a timeout raises BusyError."""
+        """Context manager in which to wait for `turn`, a future from `_Gate.enter`; any error gives it up.
+
+        Raises:
+            BusyError: waiting timed out.
+        """
         try:
             yield
         except BaseException as error:
@@ -252,7 +264,7 @@ class _Gate:
         return len(self._turns)
 
     def enter(self) -> "Future[None]":
-        """Return a future that is done when a slot is free; call `leave` afterwards."""
+        """Request a slot; return a future that is done when one is free. Call `leave` after using it."""
         turn: Future[None] = Future()
         with self._lock:
             if self._free:
@@ -263,7 +275,7 @@ class _Gate:
         return turn
 
     def leave(self) -> None:
-        """Give the slot to the next in line."""
+        """Release a slot to the next request in line."""
         with self._lock:
             while self._turns:
                 turn = self._turns.popleft()
@@ -274,6 +286,6 @@ class _Gate:
             self._free += 1
 
     def give_up(self, turn: "Future[None]") -> None:
-        """Stop waiting for `turn`, a future from `enter`; if it already has a slot, this goes to the next in line."""
+        """Stop waiting for `turn`, a future from `enter`; if it already has a slot, release that."""
         if not turn.cancel():
             self.leave()

@@ -81,7 +81,7 @@ class Sessions:
             self.end(name)
 
     def _take(self, name: str, before: tuple[str, ...]) -> Box | None:
-        """Remove and return the session's idle interpreter if it has executed exactly the calls `before`, else None."""
+        """Remove a session's idle interpreter and return it; None if none has executed exactly the calls `before`."""
         with self._lock:
             found, closed, now = self._idle.pop(name, None), list[Box](), time.monotonic()
             while self._idle and now - next(iter(self._idle.values()))[2] > self._idle_seconds:

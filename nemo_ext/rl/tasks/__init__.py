@@ -30,7 +30,7 @@ GENERATORS: Mapping[str, str] = {
 
 
 def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
-    """Generate tasks with the generator `name`; `settings` are its own arguments.
+    """Generate tasks with the generator `name`; `settings` are its other keyword arguments.
 
     Raises:
         ValueError: the generator is unknown, or a number is out of range.

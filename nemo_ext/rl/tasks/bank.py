@@ -22,7 +22,7 @@ Wish = tuple[str, list[Call]]
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Generate tasks at one level, or at all levels in turn."""
+    """Generate service-desk conversations at one level, or at all levels in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "bank-tasks", task_level, index)
         tables = int(random.integers(1000))

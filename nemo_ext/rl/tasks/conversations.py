@@ -1,4 +1,4 @@
-"""Conversations whose user adds, changes and withdraws instructions, in four levels, for `instructions`.
+"""Conversations in which the user changes instructions, in four levels, for the environment `instructions`.
 
 The last answer must follow all instructions in force at the end. The level is the number of changes. The answers in
 between were correct when given. Repeating the previous answer, or following only the last message, is wrong.

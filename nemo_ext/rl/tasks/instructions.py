@@ -1,6 +1,6 @@
 """Prompts with one to ten instructions that a program can check, as in Llama-Nemotron, section 6.1.
 
-The level is the number of instructions. They are drawn so that a single answer, written by `solution`, can follow all.
+The level is the number of instructions. They are drawn so that one answer can follow all of them; `solution` writes it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -104,7 +104,7 @@ def variables(
 
 
 def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int = 5) -> Iterator[dict[str, Any]]:
-    """Generate questions for the most frequent words in a long list: RULER's common words.
+    """Generate questions about the most frequent words in a long list: RULER's common words.
 
     Common words make up about a quarter of the list, and each is three times as frequent as any other word.
 
@@ -130,7 +130,7 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
 
     Args:
         length: tokens per context, each counted as four characters, or several numbers used in turn.
-        hops: number of documents needed for the answer, 1 to 5; from 3 on, a chain of teachers.
+        hops: number of documents needed for the answer, 1 to 5; from 3 on, they form a chain of teachers.
     """
     _check(1, 5, hops=hops)
     teachers = max(0, hops - 2)
@@ -222,7 +222,7 @@ def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
 
 
 def _filled(filling: Iterator[str], tokens: int, taken: int) -> list[str]:
-    """Return at least ten sentences that fill a context of `tokens` tokens, of which `taken` characters are used."""
+    """Return filler sentences, at least ten, that fill a context of `tokens` tokens less `taken` characters."""
     lines: list[str] = []
     left = tokens * CHARACTERS - taken
     while left > 0 or len(lines) < _DEPTHS:

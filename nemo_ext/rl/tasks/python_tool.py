@@ -34,7 +34,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...]:
-    """Return the calls that compute the answer: the second prints the value of a variable of the first."""
+    """Return the calls that compute the answer: the second call prints a variable that the first one sets."""
     _, seed, level, index = task.id.split("/")
     _, code, _ = _problem(int(seed), int(level), int(index))
     return tuple(ToolCall(name=TOOL.name, arguments={"code": text}) for text in (code, "answer"))

@@ -47,7 +47,7 @@ def tasks_from_records(environment: str, paths: Sequence[str], report: Conversat
         paths = paths or [str(server.examples)]
     if reader is None:
         known = nearest(environment, (*_READERS, f"{GYM}NAME"))
-        raise ValueError(f"tasks for environment={environment!r} cannot be made from records; {known}")
+        raise ValueError(f"environment={environment!r} does not support tasks from records: {known}")
     source = ConversationSource(name=environment, path=tuple(paths))
     seen: set[str] = set()
     for part in source.parts(max_documents=_RECORDS, max_size=_BYTES):

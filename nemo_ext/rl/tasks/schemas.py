@@ -1,4 +1,4 @@
-"""Objects described in words, to be written as JSON under a schema, in four levels, for `structured_output`."""
+"""Objects described in words, to be written as JSON, in four levels, for the environment `structured_output`."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -4,7 +4,7 @@
 2  one call of one of five tools, some of whose arguments are optional
 3  two or three calls of six tools in one answer, in any order
 4  three or four calls of eight tools, in the requested order
-5  two or three requests, of which one or all need tools that are not among the six declared: no call is right for them
+5  two or three requests, one or all for tools that are not among the six declared: no call is right for these requests
 
 Every value is in the request exactly as the call must have it, so that only one set of calls is correct.
 """

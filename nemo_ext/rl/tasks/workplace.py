@@ -36,7 +36,7 @@ _MOST = 4
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Generate tasks at one level, or at all levels in turn."""
+    """Generate office tasks at one level, or at all levels in turn."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "workplace-tasks", task_level, index)
         tables = int(random.integers(1000))

@@ -136,7 +136,7 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     }
     if loss.clip_low is not None:
         draft.settings |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high}
-    else:
+    elif algorithm.logits is None:
         _unclipped(draft, algorithm)
     if loss.kl.coefficient and loss.kl.estimator != "k3":
         draft.cannot("loss.kl.estimator", "TRL has only k3, which is used")

@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: log-probabilities of the tokens that the policy sampled."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from nemo_ext.endpoint.client import Client
 from nemo_ext.endpoint.echo import Echo
 from nemo_ext.job.progress import notice
 from nemo_ext.rl.algorithms import Distillation
-from nemo_ext.rl.vocabulary import check_vocabulary
+from nemo_ext.rl.teachers import check_vocabulary
 
 Measure = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Function of a model, token ids and attention mask `[rows, tokens]`, and a number of tokens: their log-probabilities
@@ -45,6 +45,11 @@ class Teachers:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
                 add_fused_lm_head(model, temperature=1.0)  # through which TRL computes log-probabilities
                 self._models[place] = model.requires_grad_(False).eval()
+            elif settings.logits is not None:
+                raise ValueError(
+                    f"rl.distillation.teachers.{name}={place} must be a Hugging Face folder, because "
+                    "rl.distillation.logits requires the teacher's logits, which endpoints do not return"
+                )
             elif "://" in place or folder.is_dir():
                 asyncio.run(_ask(place, (), ()))  # raises an error before training if it is not up
                 self._models[place] = place
@@ -53,6 +58,18 @@ class Teachers:
                     f"rl.distillation.teachers.{name}={place} must be a Hugging Face folder, a run directory of "
                     "`nemo-ext serve`, or a URL that begins with http://"
                 )
+
+    def logits(self, place: str, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the logits of the teacher at `place` for each row's last tokens, `[rows, width, vocabulary]`.
+
+        Args:
+            place: folder of the teacher.
+            ids: token ids, as for `logprobs`, `[rows, tokens]`.
+            mask: 1 for tokens, 0 for padding, `[rows, tokens]`.
+            width: number of tokens that responses have with padding.
+        """
+        with torch.no_grad():
+            return last_logits(self._models[place].to(ids.device), ids, mask, width)
 
     def logprobs(
         self, names: Sequence[str], ids: torch.Tensor, mask: torch.Tensor, width: int, measure: Measure
@@ -91,26 +108,10 @@ class Teachers:
         return result * mask[:, -width:]
 
 
-def divergences(
-    names: Sequence[str], teachers: torch.Tensor, policy: torch.Tensor, generated: torch.Tensor
-) -> Mapping[str, tuple[float, int]]:
-    """Map each teacher to the sum of its tokens' estimated KL divergences, in nats, and the number of tokens.
-
-    The estimate of KL(policy || teacher) is k3 (http://joschu.net/blog/kl-approx.html).
-
-    Args:
-        names: name of each row's teacher.
-        teachers: log-probabilities by the teachers, `[rows, tokens]`.
-        policy: log-probabilities by the policy, `[rows, tokens]`.
-        generated: 1 for tokens that the policy generated, `[rows, tokens]`.
-    """
-    sums: dict[str, tuple[float, int]] = {}
-    difference = (teachers - policy).double() * generated
-    by_row = (difference.exp() - difference - 1).sum(dim=1).tolist()
-    for name, divergence, count in zip(names, by_row, generated.sum(dim=1).tolist(), strict=True):
-        total, tokens = sums.get(name, (0.0, 0))
-        sums[name] = total + divergence, tokens + int(count)
-    return sums
+def last_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a model's logits for the last `width` tokens of each row, `[rows, width, vocabulary]`."""
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits[:, -width - 1 : -1]
 
 
 async def _ask(place: str, sequences: Sequence[list[int]], lasts: Sequence[int]) -> list[list[float]]:

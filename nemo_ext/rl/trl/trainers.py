@@ -35,9 +35,10 @@ from nemo_ext.rl.reprofile import Curricula
 from nemo_ext.rl.rewards.advantages import group_advantages, group_factors, zero_variance
 from nemo_ext.rl.rpo import Distance, rpo_loss
 from nemo_ext.rl.task import Task
+from nemo_ext.rl.teachers import divergence, divergences
 from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
-from nemo_ext.rl.trl.teachers import Teachers, divergences
+from nemo_ext.rl.trl.teachers import Teachers, last_logits
 
 
 class _Phased:
@@ -194,6 +195,8 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             if self.start is not None:
                 self._metrics["eval"]["kl"].append(self._kl_to_start(model, inputs))
             return torch.zeros((), device=self.accelerator.device)
+        if self.teachers is not None and self.teachers.settings.logits is not None:
+            return self._divergence(model, inputs, self.teachers)
         # Rows without advantage may be removed only if the loss is a mean over the batch's tokens, which does not count
         # rows, and if no other term (KL, entropy, router loss, entropy quantile) needs them.
         others = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled or self.top_entropy_quantile < 1
@@ -202,6 +205,30 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         loss: torch.Tensor = super()._compute_loss(model, batch)
         self._log_mismatch(batch)
         return loss
+
+    def _divergence(self, model: Any, inputs: Mapping[str, Any], teachers: Teachers) -> torch.Tensor:
+        """Return the mean divergence from the teachers over the generated tokens of a training batch, in nats.
+
+        Args:
+            model: current policy.
+            inputs: TRL's microbatch, with each row's index among the teachers' places in `teacher`, `[rows]`.
+            teachers: the run's teachers.
+        """
+        settings = teachers.settings.logits
+        assert settings is not None
+        batch = _trimmed(inputs, without_advantage=True)
+        ids, mask, width = _inputs(batch)
+        ours, generated = last_logits(model, ids, mask, width), _generated(batch)
+        total = ours.new_zeros(())
+        for number, place in enumerate(teachers.settings.places.values()):
+            rows = (batch["teacher"] == number).nonzero()[:, 0]
+            if len(rows):
+                theirs = teachers.logits(place, ids[rows], mask[rows], width)
+                total = total + (divergence(ours[rows], theirs, settings) * generated[rows]).sum()
+        # As TRL's loss over tokens: their number is that of the generation batch, of which this step trains on a part.
+        steps = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        tokens = batch["num_items_in_batch"].clamp(min=1) * steps / self.accelerator.num_processes
+        return total / tokens
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*arguments, **named)
@@ -253,7 +280,11 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
             advantages = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
             batch["advantages"] = self._of_this_process(advantages.reshape(-1), batch["advantages"])
-        if self.teachers is not None:
+        if self.teachers is not None and self.teachers.settings.logits is not None:
+            numbers = {name: number for number, name in enumerate(self.teachers.settings.places)}
+            names = [self.teachers.settings.teacher(self.rollouts.task(text)) for text in self.scored]
+            batch["teacher"] = torch.tensor([numbers[name] for name in names], device=batch["advantages"].device)
+        elif self.teachers is not None:
             batch["advantages"] = self._distilled(batch, self.teachers)
         if self.penalties.any:
             batch["advantages"] = self._penalised(batch)

@@ -60,9 +60,10 @@ check = partial(checked, Reference, where="reference", strict=True)
 def environment(
     *, judge: Judge | Mapping[str, Any], own_answer: bool = True, max_answer_characters: int = 100_000
 ) -> Environment:
-    """Create the environment `arena`.
+    """Create the environment `arena`, in which a judge compares each answer with a baseline's answer.
 
     Args:
+        judge: judge, or its settings (`JudgeSettings`).
         own_answer: whether the judge first answers the request itself, as in Arena-Hard except for creative writing.
         max_answer_characters: maximum length of an answer; longer ones lose without being shown to the judge.
 
@@ -84,9 +85,10 @@ def environment(
 async def verify(
     response: Response, reference: Reference, *, judge: Judge, own_answer: bool, max_answer_characters: int
 ) -> Verdict:
-    """Return the weighted share of wins in two games, correct if both are won; `error` if the judge omits a verdict.
+    """Have the judge compare an answer with the baseline's in both orders, and score its weighted share of wins.
 
-    The verdict's `more` has `win_rate`, the pair of weighted wins and weights.
+    The verdict is `correct` if both games are won, and `error` if the judge gives no label in one of them. Its
+    `more["win_rate"]` is (weighted wins, total weight).
     """
     answer = response.answer.strip()
     if not answer or len(answer) > max_answer_characters:
@@ -110,7 +112,7 @@ async def verify(
 
 
 def question(request: str, a: str, b: str, *, own: bool) -> str:
-    """Return the prompt that asks the judge to compare the answers a and b, after answering itself if `own`."""
+    """Return the prompt that asks the judge to compare answers a and b; if `own`, the judge first writes its own."""
     mark = nonce(request, a, b)
     parts = {"request": request, "answer of A": a, "answer of B": b}
     return _INSTRUCTIONS.format(

@@ -22,10 +22,10 @@ def check(reference: Mapping[str, Any]) -> None:
 
 
 def verify(response: Response, reference: None) -> Verdict:
-    """Return correct if there is an answer."""
+    """Return the verdict `correct` if there is an answer; the reward comes from comparing the group's responses."""
     return Verdict.correct() if response.answer.strip() else Verdict.wrong("no answer")
 
 
 def environment() -> Environment:
-    """Create the environment `chat`."""
+    """Create the environment `chat`, for prompts without a correct answer."""
     return Environment(name="chat", check=check, verify=verify, judged_in_groups=True)

@@ -94,7 +94,7 @@ Tolerance = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _Lines:
-    """A test of a program that reads standard input, as written in a task."""
+    """Test of a program that reads standard input, as written in a task."""
 
     input: StrictStr
     output: StrictStr
@@ -109,7 +109,7 @@ class _Lines:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A test of a function, as written in a task."""
+    """Test of a function, as written in a task."""
 
     expected: Any
     args: list[Any] = field(default_factory=list)
@@ -167,7 +167,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
 
 
 def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
-    """Run the answer's program on the tests, waiting in this thread.
+    """Run the answer's program on the tests, blocking this thread.
 
     Args:
         response: response whose answer contains the program.
@@ -184,7 +184,7 @@ def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partia
 
 
 async def verify_async(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
-    """Do the same as `verify` for asyncio; calls beyond the sandbox's concurrency wait."""
+    """Asynchronous version of `verify`; calls beyond the sandbox's concurrency wait."""
     source = program(response.answer, TAGS[reference.language])
     if source is None:
         return _no_program(response.answer, reference.language)
@@ -206,7 +206,7 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """Create the environment `code`, with its own sandbox.
+    """Create the environment `code`, which runs programs on tests in its own sandbox.
 
     Args:
         max_tests: maximum number of tests; a reference with more is rejected.
@@ -310,7 +310,7 @@ def _failure(run: Run, test: Test, function: str | None) -> str:
 def same_output(output: bytes, expected: bytes, tolerance: float | None = None) -> bool:
     """Return whether two outputs have the same words on the same lines, ignoring other white space.
 
-    On lines that consist only of numbers, these are compared by value (1.50 equals 1.5), as in NeMo Gym's verifier.
+    If a line consists only of numbers, they are compared by value (1.50 equals 1.5), as in NeMo Gym's verifier.
     If there is a `tolerance`, numbers on any line may differ by it, in absolute or relative terms.
     """
     actual, lines = output.strip().split(b"\n"), expected.strip().split(b"\n")
@@ -375,6 +375,6 @@ def _no_program(answer: str, language: str) -> Verdict:
 
 
 def _describe(run: Run) -> str:
-    """Describe how the run ended, with its last line of stderr."""
+    """Return how a run ended and its last line of stderr, for a verdict's reason."""
     lines = run.stderr.decode(errors="replace").strip().splitlines()
     return f"{run}: {lines[-1][:200]}" if lines else str(run)

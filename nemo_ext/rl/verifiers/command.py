@@ -1,9 +1,9 @@
-"""Verifier that runs a command of the user's on the answer's program, such as a proof checker or a compiler.
+"""Verifier that runs a user-supplied command, such as a proof checker or a compiler, on the answer's program.
 
 Nemotron 3 Nano, section 3.1.2 (formal proofs): a Lean proof counts if the compiler accepts it. The command runs in the
-sandbox, in a folder with the program and the reference's files, and its exit status 0 is the verdict correct. A program
-that is executed while it is checked, as Lean's commands are, could end the checker itself with status 0: exclude those
-commands in the reference.
+sandbox, in a folder with the program and the reference's files, and exit status 0 means that the answer is correct. A
+program that is executed while it is checked, as Lean's commands are, could end the checker itself with status 0:
+exclude those commands in the reference.
 """
 
 import json
@@ -48,10 +48,10 @@ Nonempty = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Conditions on the program, besides the command's verdict.
+    """Conditions that the program must meet before the command is run.
 
     Attributes:
-        start: text that the program must start with, such as the theorem; white space is not compared.
+        start: text that the program must start with, such as the theorem; white space is ignored.
         excludes: texts that the program must not contain, such as `sorry`.
         files: further files for the command, from relative path to content.
     """
@@ -77,15 +77,15 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """Create the environment `command`.
+    """Create the environment `command`, which checks programs with a user-supplied command.
 
     Args:
         command: command and its arguments.
-        file: relative path of the program for the command.
+        file: relative path at which the command finds the program.
         languages: names of the answer's code block; the last block with one of them is the program, otherwise the last
             block without a name.
         readable: folders that the command may read in addition to the system's, such as a toolchain.
-        variables: its environment variables, in addition to PATH and HOME.
+        variables: the command's environment variables, in addition to PATH and HOME.
         limits: changes to `nemo_ext.rl.sandbox.limits.Limits`. Lean with Mathlib needs more than 4 GB of memory.
         concurrency, isolation, strict: see `nemo_ext.rl.sandbox.sandbox.Sandbox`.
 
@@ -94,10 +94,12 @@ def environment(
         SandboxError: `strict` is set and namespaces are not available.
     """
     if isinstance(command, str) or not command:
-        raise ValueError(f"command must be a list, the command and its arguments, not {command!r}")
+        raise ValueError(
+            f"command must be a list such as [lean, Main.lean], a program and its arguments, not {command!r}"
+        )
     for folder in readable:
         if not Path(folder).is_dir():
-            raise ValueError(f"readable: {folder!r} is not a folder: give the folder of the command's files")
+            raise ValueError(f"readable: {folder!r} is not a folder: list only folders that exist")
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
         concurrency=concurrency,
@@ -123,15 +125,15 @@ async def verify(
     file: str,
     languages: Sequence[str],
 ) -> Verdict:
-    """Run the command on the answer's program; the reason of a wrong verdict has the beginning of its output.
+    """Run the command on the answer's program; the start of its output is the reason for a `wrong` verdict.
 
     Args:
         response: response whose answer contains the program in a code block.
         reference: conditions on the program.
         sandbox: sandbox to run the command in.
-        work: `command` and its `variables`.
-        file: relative path of the program.
-        languages: names of its code block.
+        work: mapping with `command` and `variables`, as in `environment`.
+        file: relative path at which the command finds the program.
+        languages: accepted names of the program's code block.
     """
     source = program(response.answer, languages)
     if source is None:

@@ -66,7 +66,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Return correct if the response contains the expected strings and no wrong ones.
+    """Return the verdict `correct` if the response contains the expected strings and no wrong ones.
 
     With `all`, the score is the number of expected strings found, divided by the number of expected strings plus the
     number of wrong ones found. A response of more than `max_characters` characters is wrong.
@@ -95,7 +95,7 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
-    """Create the environment `contains`.
+    """Create the environment `contains`, for responses that must contain given strings.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.

@@ -22,7 +22,7 @@ class Reference:
     Attributes:
         ranking: preference from 1 (the first is far superior) to 6 (the second is far superior).
         score_1: helpfulness of the response shown first, 1 to 5; None if unknown.
-        score_2: helpfulness of the response shown second, likewise.
+        score_2: helpfulness of the response shown second, 1 to 5; None if unknown.
     """
 
     ranking: float
@@ -38,7 +38,7 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Return correct if the judgement's ranking prefers the same response as the data; no preference is wrong."""
+    """Return the verdict `correct` if the judgement prefers the same response as the data; no preference is wrong."""
     judgement = parse_judgement(response.answer)
     if judgement is None:
         return Verdict.wrong("no judgement, or more than one")
@@ -48,5 +48,5 @@ def verify(response: Response, reference: Reference) -> Verdict:
 
 
 def environment() -> Environment:
-    """Create the environment `genrm`."""
+    """Create the environment `genrm`, for training a generative reward model."""
     return Environment(name="genrm", check=check, verify=verify)

@@ -43,8 +43,8 @@ class Reference:
 
     Attributes:
         question: request that the response answers.
-        rubric: criteria for each grade; if "", the environment's.
-        best: highest grade (the lowest is 0); if None, the environment's.
+        rubric: criteria for each grade; if "", the environment's rubric is used.
+        best: highest grade (the lowest is 0); if None, the environment's is used.
         answer: reference answer shown to the judge; "" if there is none.
     """
 
@@ -82,6 +82,7 @@ def environment(
     """Create the environment `graded`, whose score is the grade divided by the highest grade.
 
     Args:
+        judge: judge, or its settings (`JudgeSettings`).
         rubric: rubric for references without one.
         best: highest grade for references without one.
         max_answer_characters: maximum length of an answer; longer ones get grade 0 and are not shown to the judge,
@@ -106,7 +107,7 @@ def environment(
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Ask the judge for a grade: the highest is correct, and any other is wrong and scored as grade / highest grade.
+    """Ask the judge for a grade: only the highest is correct; others are wrong, with the score grade / highest grade.
 
     The verdict is `error` if the judge gives no grade. Answers longer than `max_answer_characters` are wrong.
     """

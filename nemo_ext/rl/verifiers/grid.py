@@ -28,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"\S")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Solution: mapping from a row's name, such as House 1, to its cells, by attribute."""
+    """Solution of a puzzle: for each row, such as House 1, a mapping from attributes to values."""
 
     solution: Annotated[Mapping[Name, Annotated[Mapping[Name, Name], Field(min_length=1)]], Field(min_length=1)]
 
@@ -38,7 +38,10 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Return correct if all cells are correct, ignoring case; `more` has the pair `cells`: correct cells, all cells."""
+    """Return the verdict `correct` if every cell is correct, ignoring case.
+
+    The verdict's `more["cells"]` is (number of correct cells, number of cells).
+    """
     table = _last_object(response.answer)
     table = table.get("solution") if isinstance(table, dict) else None
     cells = [
@@ -63,7 +66,7 @@ def _same(row: Any, attribute: str, value: str) -> bool:
 
 
 def _last_object(text: str) -> Any:
-    """Return the last JSON object in a text that is not inside another; None if there is none."""
+    """Return the last JSON object in a text that is not inside another one; None if there is none."""
     text, found, end = text[-_MOST_CHARACTERS:], None, 0
     starts = [place for place, character in enumerate(text) if character == "{"]
     for start in islice(starts, max(0, len(starts) - _MOST_STARTS), None):
@@ -76,5 +79,5 @@ def _last_object(text: str) -> Any:
 
 
 def environment() -> Environment:
-    """Create the environment `grid`."""
+    """Create the environment `grid`, for logic grid puzzles."""
     return Environment(name="grid", check=check, verify=verify)

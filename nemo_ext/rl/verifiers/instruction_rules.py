@@ -98,7 +98,7 @@ class Rule:
 
     @cached_property
     def parameters(self) -> type[BaseModel]:
-        """Pydantic model of the parameters, all of which are required."""
+        """Pydantic model of the rule's parameters, all required."""
         names = [name for name in inspect.signature(self.follows).parameters if name != "count"][1:]
         fields: dict[str, Any] = {name: ({**PARAMETERS, **self.kinds}[name], ...) for name in names}
         return create_model("kwargs", __config__=STRICT, **fields)

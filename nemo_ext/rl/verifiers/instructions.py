@@ -86,7 +86,7 @@ check = functools.partial(checked, Reference, where="reference", strict=True)
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Return correct if the answer follows all instructions.
+    """Return the verdict `correct` if the answer follows all instructions.
 
     An answer with control characters, without words or of more than `max_characters` characters is wrong.
     """
@@ -111,7 +111,7 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
-    """Create the environment `instructions`.
+    """Create the environment `instructions`, for instructions that programmed rules can check.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.

@@ -56,9 +56,10 @@ check = partial(checked, Reference, where="reference", strict=True)
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:
-    """Create the environment `judge`.
+    """Create the environment `judge`, in which a judge compares answers with a reference.
 
     Args:
+        judge: judge, or its settings (`JudgeSettings`).
         max_answer_characters: maximum length of an answer; longer ones are wrong and not shown to the judge, since an
             answer must not escape its verdict by being longer than the judge can read. The default is our choice.
 
@@ -82,7 +83,7 @@ def make_judge(judge: Judge | Mapping[str, Any]) -> Judge:
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """Return the judge's verdict; `error` if it gives none."""
+    """Have the judge decide whether the answer is correct; the verdict is `error` if the judge does not say."""
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")

@@ -104,12 +104,12 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
         except UnknownNotation:
             pass  # math-verify may know it
     if refused:
-        raise ValueError(f"reference.answer={parsed.answer[:80]!r} cannot be read as an expression: {refused}")
+        raise ValueError(f"reference.answer={parsed.answer[:80]!r} is not a valid expression ({refused}): correct it")
     return Reference(answer=text, format=parsed.format)
 
 
 def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
-    """Strip an answer's delimiters and full stop: return (answer, ""), or ("", reason) if it is rejected."""
+    """Remove an answer's delimiters and full stop: return (answer, ""), or ("", reason) if it is rejected."""
     if len(answer) > max_length:
         return "", f"longer than {max_length} characters"
     for begin, end in _DELIMITERS:
@@ -135,7 +135,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
 
 
 def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_length: int = MAX_LENGTH) -> Verdict:
-    """Return correct if the response's answer equals the reference's; `error` if comparing them fails or times out.
+    """Return the verdict `correct` if the response's answer equals the reference's; `error` if comparing fails.
 
     `pool` is the pool of workers that runs `difference`. Answers of more than `max_length` characters are wrong.
     """
@@ -159,9 +159,9 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """Do the same as `verify`, and add math-verify's own verdict on the whole answer, which papers report.
+    """Variant of `verify` that adds math-verify's own verdict on the whole answer, which papers report.
 
-    The added verdict is 1 or 0, under `math_verify` in `more`; `grader` is the pool of workers that runs `graded`, and
+    The verdict's `more["math_verify"]` is 1 or 0. `grader` is the pool of workers that runs `graded`, and
     `settings` are the arguments of `verify`.
     """
     try:
@@ -179,13 +179,13 @@ def environment(
     memory: int = 4096,
     math_verify: bool = False,
 ) -> Environment:
-    """Create the environment `math`.
+    """Create the environment `math`, which compares final answers with a reference.
 
     Args:
         time_limit: time limit of one comparison, in seconds (10 in NeMo Gym's math_with_judge).
         workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
-        memory: address space of a worker process, in MiB.
+        memory: maximum address space of a worker process in MiB.
         math_verify: whether to report math-verify's own verdict on each answer as well; it does not affect the score.
 
     Raises:
@@ -217,7 +217,7 @@ def prepare() -> None:
 
 
 def difference(expected: str, answer: str) -> str:
-    """Return why a prepared answer is wrong, or "" if it is correct.
+    """Return why an answer is wrong, or "" if it is correct; both arguments come from `prepared`.
 
     This runs in a worker, since it may take any amount of time and memory.
     """
@@ -356,7 +356,7 @@ def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
 
 
 def _nesting(text: str) -> tuple[int, bool]:
-    """Return the nesting depth of brackets of all kinds, and whether the braces balance; escaped ones are ignored."""
+    """Return the nesting depth of all kinds of brackets, and whether braces balance; escaped brackets are ignored."""
     deepest = depth = braces = 0
     balanced = True
     for match in _BRACKETS.finditer(text):

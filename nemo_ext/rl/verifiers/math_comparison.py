@@ -39,7 +39,7 @@ def operations(text: str) -> set[str]:
 def worked_out(node: Node) -> bool:
     """Return whether a node is fully evaluated: a number, or a tuple, list, set, interval or inequality of numbers.
 
-    It may follow "x =".
+    An initial "x =" is allowed.
     """
     return _literal(node) and any(part.kind in ("number", "time") for part in node.walk())
 
@@ -478,7 +478,7 @@ class _Comparison(Values):
         return True
 
     def rounded(self, expected: Node, actual: Node, first: Number, second: Number) -> bool:
-        """Return whether the less precise of two numbers is the other one rounded to at least six significant digits.
+        """Return whether the less precise number is the more precise one rounded to at least six significant digits.
 
         `first` and `second` are the values of `expected` and `actual`, at least one of which is a decimal.
         """
@@ -503,7 +503,7 @@ class _Comparison(Values):
     # Sets of real numbers.
 
     def same_members(self, expected: Node, actual: Node) -> bool | None:
-        """Return whether two sets have the same members; None if their end points do not show this."""
+        """Return whether two sets have the same members; None if their end points cannot decide this."""
         names = [
             frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
             for node in (expected, actual)
@@ -571,8 +571,7 @@ def _ends(node: Node) -> Iterator[Node]:
 def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
     """Return whether a position on the number line is in a set.
 
-    Positions are numbered from left to right: end points have even numbers, the gaps between them odd ones. `places`
-    maps end points to their positions.
+    `at` is even at an end point and odd between two; `places` maps the end points to their positions.
     """
     parts = node.parts
     if node.kind == "named":
@@ -646,7 +645,7 @@ def _both(node: Node) -> list[Node]:
 def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
     """Split a quantity such as 5 m/s into a number, its unit's size in base units, and the powers of its dimensions.
 
-    Returns None if it contains other symbols than units.
+    Returns None if it contains symbols other than units.
     """
     if node.kind == "symbol" and node.value in UNITS:
         dimension, size = UNITS[node.value]
@@ -672,7 +671,7 @@ def _are_matrices(*nodes: Node) -> bool:
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
-    """Split dimensions with powers into words that say "more" or "fewer", of which there are rarely any, and units."""
+    """Split dimensions with powers into words of comparison (more, fewer; usually none) and real dimensions."""
     ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
     return ways, [(name, power) for name, power in dimensions if name not in MORE]
 

@@ -308,7 +308,7 @@ class _Parser:
         return self.tokens[self.at - 1]
 
     def take(self, *texts: str) -> str | None:
-        """Consume the next token and return its text if it is one of these signs; otherwise return None."""
+        """Consume the next token and return its text if it is one of `texts`; otherwise return None."""
         if self.kind() in ("sign", "command") and self.peek() in texts:
             return self.next().text
         return None

@@ -90,7 +90,7 @@ class Values:
             yield from others
 
     def close(self, first: Number, second: Number) -> bool:
-        """Return whether two numbers agree to the current precision, less 10 % and 20 digits for rounding errors."""
+        """Return whether two numbers agree to 90 % of the current digits less 20, which allows for rounding errors."""
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         first, second = self.lift(first), self.lift(second)
@@ -241,9 +241,7 @@ def _product(left: _Matrix, right: _Matrix) -> _Matrix:
 
 
 def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Yield sample points, mappings from symbols to integers and fractions of both signs.
-
-    The same symbols always have the same points.
+    """Yield sample points: mappings from symbols to integers and fractions of both signs, fixed for given symbols.
 
     The last two points are far out on either side, beyond the kinks of expressions such as |x + 5|.
     """

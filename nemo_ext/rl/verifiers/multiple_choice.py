@@ -67,7 +67,10 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Return correct if the response names the correct choice and no other; all boxes must name the same choice."""
+    """Return the verdict `correct` if the response names the correct choice and no other.
+
+    All boxes must name the same choice.
+    """
     text, form = response.answer, reference.format
     if not text:
         return Verdict.wrong("no answer")
@@ -93,7 +96,7 @@ def verify(response: Response, reference: Reference) -> Verdict:
 
 
 def environment() -> Environment:
-    """Create the environment `multiple_choice`."""
+    """Create the environment `multiple_choice`, for questions with lettered choices."""
     return Environment(name="multiple_choice", check=check, verify=verify)
 
 

@@ -75,10 +75,10 @@ def check(reference: Mapping[str, Any], *, known: Mapping[str, Any]) -> Referenc
 
 
 def verify(response: Response, reference: Reference, *, checkers: Mapping[str, Any]) -> Verdict:
-    """Return correct if the answer follows all instructions (strict); `error` if a checker raises.
+    """Return the verdict `correct` if the answer follows all instructions (strict); `error` if a checker raises.
 
     Further metrics, as in IFEval's section 3: `loose`, and the shares of all instructions, `instruction_strict` and
-    `instruction_loose`. The loose ones also accept the answer without its first or last line or without asterisks.
+    `instruction_loose`. The loose metrics also accept the answer without its first or last line or without asterisks.
 
     Args:
         checkers: mapping from id to the checker's class.
@@ -113,10 +113,10 @@ def verify(response: Response, reference: Reference, *, checkers: Mapping[str, A
 
 
 def environment(*, library: str) -> Environment:
-    """Create the environment `published_instructions`.
+    """Create the environment `published_instructions`, for evaluation with the published checkers.
 
     Args:
-        library: `ifeval`, lm-evaluation-harness's checkers of its 25 rules; `ifbench`, the checkers of allenai/IFBench.
+        library: `ifeval`, lm-evaluation-harness's checkers of IFEval's 25 rules; `ifbench`, allenai/IFBench's checkers.
 
     Raises:
         ValueError: the library is unknown, or it or its data are not installed.

@@ -70,13 +70,13 @@ def check(reference: Mapping[str, Any]) -> Reference:
     try:
         text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
         if "$schema" in schema and validator_for(schema, default=None) is None:
-            raise ValueError(f"unknown $schema {schema['$schema']!r}; name a draft of JSON Schema, or remove $schema")
+            raise ValueError(f"$schema={schema['$schema']!r} is unknown: name a draft of JSON Schema, or remove it")
         compiled = validator(text)
     except SchemaError as error:
         path = "".join(f".{part}" for part in error.absolute_path)
         raise ValueError(f"reference.schema{path} is not a valid JSON schema: {error.message[:200]}") from None
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"reference.schema cannot be written as JSON: {error}") from None
+        raise ValueError(f"reference.schema cannot be written as JSON ({error}): use only JSON values") from None
     except ValueError as error:
         raise ValueError(f"reference.schema is not a valid JSON schema: {error}") from None
     for path, part in _parts(schema, "reference.schema"):
@@ -96,7 +96,7 @@ def verify(
     max_length: int = MAX_LENGTH,
     max_depth: int = MAX_DEPTH,
 ) -> Verdict:
-    """Return correct if the answer is valid JSON under the schema, alone or in one ```json fence.
+    """Return the verdict `correct` if the answer is valid JSON under the schema, alone or in one ```json fence.
 
     Answers longer than `max_length` characters or nested deeper than `max_depth` are wrong. `pool` is the pool of
     workers that runs `problem`.
@@ -125,14 +125,14 @@ def environment(
     max_depth: int = MAX_DEPTH,
     memory: int = 4096,
 ) -> Environment:
-    """Create the environment `structured_output`.
+    """Create the environment `structured_output`, for answers that must be JSON under a schema.
 
     Args:
         time_limit: time limit for one answer, in seconds.
         workers: maximum number of worker processes; if None, one per core, at most eight.
         max_length: maximum length of an answer in characters; longer ones are wrong.
         max_depth: maximum nesting depth of objects and arrays; deeper answers are wrong.
-        memory: address space of a worker process, in MiB.
+        memory: maximum address space of a worker process in MiB.
 
     Raises:
         ValueError: a setting is out of range.
@@ -159,7 +159,7 @@ def unfenced(text: str) -> str:
         return text
     blocks = fences(text)
     if len(blocks) != 1 or blocks[0][2:] != (0, text.count("\n")) or blocks[0][0] not in ("", "json"):
-        raise NotJsonError("not JSON alone or in a single fenced block")
+        raise NotJsonError("the answer must be JSON, alone or in a single fenced block")
     return blocks[0][1]
 
 
@@ -175,9 +175,9 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     except RecursionError:
         deep = True
     except ValueError as error:  # also an integer of more than 4300 digits
-        raise NotJsonError(f"not JSON: {str(error)[:100]}") from None
+        raise NotJsonError(f"the answer is not JSON: {str(error)[:100]}") from None
     if deep:
-        raise NotJsonError(f"nested deeper than {max_depth}")
+        raise NotJsonError(f"the JSON is nested deeper than {max_depth} levels")
     return value
 
 

@@ -88,7 +88,7 @@ def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
 
 
 def verify(response: Response, reference: Reference, *, style: Style = "any") -> Verdict:
-    """Return correct if the response makes the expected calls and no others.
+    """Return the verdict `correct` if the response makes the expected calls and no others.
 
     `style` is the format of calls written in the response's text.
     """
@@ -126,7 +126,7 @@ def verify(response: Response, reference: Reference, *, style: Style = "any") ->
 
 
 def environment(*, style: Style = "any") -> Environment:
-    """Create the environment `tool_calls`.
+    """Create the environment `tool_calls`, for single turns that must make the expected tool calls.
 
     Args:
         style: format of calls in raw text; see `nemo_ext.chat.tool_calls`.
@@ -143,7 +143,7 @@ def environment(*, style: Style = "any") -> Environment:
 
 
 def check_style(style: Any) -> None:
-    """Raise ValueError if the style is unknown."""
+    """Raise ValueError if `style` is not a known format of tool calls."""
     if style not in STYLES:
         raise ValueError(f"style must be one of {', '.join(STYLES)}, not {style!r}")
 

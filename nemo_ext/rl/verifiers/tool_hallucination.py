@@ -44,7 +44,7 @@ class _Answer:
 
 
 class Verifier:
-    """Checks that a response calls only declared tools; its settings are those that `environment` takes."""
+    """Checks that a response calls only declared tools; its settings are the arguments of `environment`."""
 
     def __init__(
         self, *, environments: Mapping[str, Mapping[str, Any]] | None, search_reasoning: bool, style: Style
@@ -76,10 +76,10 @@ class Verifier:
         try:
             return Reference(tools=tools, answer=(environment, environment.check(check.reference)))
         except ValueError as error:
-            raise ValueError(f"reference.answer.reference does not suit environment {name}: {error}") from None
+            raise ValueError(f"reference.answer.reference is invalid for environment {name}: {error}") from None
 
     def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
-        """Return wrong if an undeclared tool is called or a call is invalid; otherwise check the answer."""
+        """Return the verdict `wrong` if a call is invalid or its tool undeclared; otherwise check the answer."""
         message = Message(
             role="assistant",
             content=response.answer,
@@ -123,7 +123,7 @@ def environment(
     search_reasoning: bool = True,
     style: Style = "any",
 ) -> Environment:
-    """Create the environment `tool_hallucination`.
+    """Create the environment `tool_hallucination`, in which calls to undeclared tools are wrong.
 
     Args:
         environments: settings of the environments that check answers, such as {math: {time_limit: 10}}.

@@ -85,14 +85,14 @@ class WorkerPool:
     """
 
     def __init__(self, function: str, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
-        """Set up the pool; no process is started yet.
+        """Prepare the pool; no worker starts yet.
 
         Args:
             function: `module:name` of a function that takes and returns JSON values. If the module has a function
                 `prepare`, for slow imports, each worker calls it once before it counts as started.
             time_limit: maximum number of seconds per call.
             workers: maximum number of processes; if None, one per core that this process may use, at most eight.
-            memory: address space of a process, in MiB.
+            memory: maximum address space of a worker process in MiB.
 
         Raises:
             ValueError: a number is not positive.
@@ -164,13 +164,13 @@ class WorkerPool:
             if worker.process.poll() is None:
                 return worker
             self._discard(worker)  # it was killed while idle, by the out-of-memory killer for example
-        raise WorkerError("the worker pool is closed; create a new one")
+        raise WorkerError("the worker pool is closed: create another one")
 
     def _start(self) -> _Worker:
         try:
             worker = _Worker(self._function, self._memory)
         except OSError as error:
-            raise WorkerError(f"cannot start a worker process ({error}); lower workers") from error
+            raise WorkerError(f"cannot start a worker process ({error}): lower workers") from error
         self._alive.add(worker)
         try:
             ready = worker.receive(START_LIMIT)
@@ -181,7 +181,7 @@ class WorkerPool:
             ) from None
         except (EOFError, OSError):
             status = self._discard(worker)
-            raise WorkerError(f"a worker process exited with status {status} while starting") from None
+            raise WorkerError(f"a worker process exited with status {status} while starting: lower workers") from None
         except BaseException:
             self._discard(worker)
             raise
@@ -204,7 +204,7 @@ class WorkerPool:
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
             raise TimeLimitError(f"the call exceeded the time limit of {self.time_limit:g} s (time_limit)")
-        raise WorkerError(f"a worker process exited with status {status} during a call")
+        raise WorkerError(f"a worker process exited with status {status} during a call: raise memory if it ran out")
 
     def _discard(self, worker: _Worker) -> int:
         self._alive.discard(worker)

@@ -1,9 +1,9 @@
 """Multi-turn conversations of the Berkeley Function-Calling Leaderboard (BFCL v3), with its own simulated programs.
 
 The programs come from the package `bfcl-eval` (Apache-2.0), version 2026.3.23 or compatible; they only change their own
-state. As in its `multi_turn_checker`, after each user turn the state must equal the state that the expected calls lead
-to, and the results so far must include the expected calls' results. Calls go to methods that the leaderboard documents,
-and nothing is evaluated.
+state. As in its `multi_turn_checker`, after each user turn the state must equal the state after the expected calls, and
+the results so far must include the results of those calls. Only methods that the leaderboard documents can be called,
+and no code is evaluated.
 """
 
 import ast
@@ -59,7 +59,9 @@ class Reference:
     def __post_init__(self) -> None:
         if len(self.question) != len(self.ground_truth):
             turns = f"{len(self.question)} turns of `question`"
-            raise ValueError(f"ground_truth must have calls for each of the {turns}, not {len(self.ground_truth)}")
+            raise ValueError(
+                f"ground_truth must have one list for each of the {turns}, not {len(self.ground_truth)} lists"
+            )
         for name in self.involved_classes:
             _documents(name)
         for calls in self.ground_truth:
@@ -83,7 +85,7 @@ def _documents(program: str) -> list[Any]:
     config = _package("constants.executable_backend_config")
     files = config.MULTI_TURN_FUNC_DOC_FILE_MAPPING
     if program not in files or program in config.OMIT_STATE_INFO_CLASSES:  # these search the web or keep files
-        raise ValueError(f"unknown program {program!r}: {nearest(program, files)}")
+        raise ValueError(f"involved_classes: unknown program {program!r}: {nearest(program, files)}")
     file = resources.files("bfcl_eval") / "data" / "multi_turn_func_doc" / files[program]
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
@@ -102,7 +104,7 @@ def _parsed(call: str) -> tuple[str, list[Any], dict[str, Any]]:
     try:
         tree = ast.parse(call.strip(), mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-            raise ValueError("not a call")
+            raise ValueError("expected NAME(ARGUMENTS)")
         named = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
         return tree.func.id, [ast.literal_eval(each) for each in tree.args], named
     except (SyntaxError, ValueError) as error:
@@ -137,7 +139,7 @@ class Programs:
         return f"Error during execution: name {name!r} is not defined"
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the programs' public attributes."""
+        """Return each program's public attributes, by program."""
         return {
             name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
             for name, instance in self.instances.items()
@@ -146,14 +148,14 @@ class Programs:
 
 @contextmanager
 def _restored_precision() -> Iterator[None]:
-    """Context for one call at a time, which restores the precision of mpmath (per process) and decimal (per thread)."""
+    """Context manager for one call at a time, after which the precision of mpmath and decimal is restored."""
     mpmath = sys.modules.get("mpmath")
     with _CALLING, localcontext(), nullcontext() if mpmath is None else mpmath.workprec(mpmath.mp.prec):
         yield
 
 
 def _exceeds(value: Any, most: int) -> bool:
-    """Return whether a value is NaN or a number above `most`, also as a string that mpmath reads as a number."""
+    """Return whether a number, or a string that mpmath reads as one, is NaN or more than `most` in absolute value."""
     try:
         return not abs(float(value)) <= most
     except OverflowError:
@@ -194,7 +196,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the conversation has ended."""
+        """True once the conversation has ended."""
         return bool(self.failure) or self.turn >= len(self.reference.question)
 
     def _carried_out(self, call: ToolCall) -> Message:
@@ -234,5 +236,5 @@ class Session:
 
 
 def environment() -> Environment:
-    """Create the environment `bfcl_multi_turn`."""
+    """Create the environment `bfcl_multi_turn`, for the leaderboard's multi-turn conversations."""
     return Environment(name="bfcl_multi_turn", check=check, begin=Session, max_turns=_MOST_TURNS)

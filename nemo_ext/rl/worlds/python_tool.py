@@ -43,10 +43,10 @@ _LAST_CALL = "[no calls are left: give the final answer]"
 
 @dataclass(frozen=True, kw_only=True)
 class PythonTool:
-    """The tool with its limits, and the verifier of final responses; shared by all conversations of an environment.
+    """Python tool with its limits, and verifier of final responses; shared by all conversations of an environment.
 
     Attributes:
-        settings: settings of the environment as JSON, from which an unpickled conversation restores it.
+        settings: settings of the environment as JSON, from which an unpickled conversation restores the tool.
         verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
             verdict depends on the session.
         limits: limits of each call.
@@ -66,7 +66,7 @@ class PythonTool:
 
 @dataclass
 class Conversation:
-    """Response to a task with calls of the tool; see `nemo_ext.rl.environments.Conversation`.
+    """Conversation in which the model may call the Python tool; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
         name: name of the Python session.
@@ -183,7 +183,7 @@ def _without_calls(response: Response, style: Style, function: Tool = TOOL) -> t
 
 
 def _shortened(text: str, most: int, *, more: bool) -> str:
-    """Omit the middle of a text of more than `most` characters; `more` is True if part of it was already dropped."""
+    """Omit the middle of a text of more than `most` characters; `more` says that the text was already truncated."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -208,7 +208,7 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """Create the environment `python_tool`.
+    """Create the environment `python_tool`, for tasks in which the model may run Python.
 
     Args:
         verifier: environment that verifies the last response, and whose references the tasks have.

@@ -1,7 +1,7 @@
 """Shell in the sandbox or in a container, for tasks in a terminal and in a repository, whose outcome a test checks.
 
 Nemotron 3 Nano, section 3.1.2 (terminal use, software engineering). As in Mini-SWE-Agent, the only tool is a shell, and
-each command has its own subshell. Containers are started by a command of the user's (docker, podman, apptainer).
+each command has its own subshell. Containers are started by user-supplied commands (docker, podman, apptainer).
 """
 
 import base64
@@ -96,7 +96,7 @@ def check(reference: Mapping[str, Any], *, needs_image: bool) -> Reference:
 class Container:
     """Commands of a container engine, as lists of arguments in which {name} and {image} are replaced.
 
-    Exit status 125 means that the engine failed, not the command that it runs.
+    Exit status 125 means that the engine itself failed.
 
     Attributes:
         start: starts a container in the background.
@@ -116,7 +116,7 @@ class Shells(Sessions):
         """Do nothing: the first call starts the session."""
 
     def call(self, name: str, before: Sequence[str], code: str) -> Run:
-        """Execute a command; the result's error is the exit status, if that is not 0."""
+        """Execute a command; a nonzero exit status is reported as the error in the result's `value`."""
         run = super().call(name, [_SHELL.format(command=each) for each in before], _SHELL.format(command=code))
         if error := error_of(run):
             run = replace(run, value=_value(error.strip().rpartition("SystemExit: ")[2]))
@@ -138,14 +138,16 @@ class Containers:
         """Start a container; raise SandboxError if that fails."""
         status, output = self._run(self._container.start, name, image=image, seconds=600)
         if status:
-            raise SandboxError(f"container: start failed with exit status {status}: {_last(output)}")
+            raise SandboxError(
+                f"container.start exited with status {status} ({_last(output)}): correct it or the image"
+            )
 
     def call(self, name: str, before: Sequence[str], code: str) -> Run:
         """Execute a command in a container; raise SandboxError if the container itself fails."""
         limited = ["timeout", "-k", "1", f"{self._seconds:g}", "bash", "-c", code]
         status, output = self._run(self._container.run, name, *limited, seconds=self._seconds + _GRACE)
         if status == 125:
-            raise SandboxError(f"container: a command cannot be run: {_last(output)}")
+            raise SandboxError(f"container.run exited with status 125 ({_last(output)}): correct it")
         stopped = status in (124, 137) or status < 0
         error = f"[stopped after {self._seconds:g} s]" if stopped else f"[exit status {status}]" if status else ""
         measured = {"stderr": b"", "seconds": 0.0, "cpu_seconds": 0.0}
@@ -157,7 +159,7 @@ class Containers:
             self._run(self._container.stop, name, seconds=_GRACE)
 
     def _run(self, command: Sequence[str], name: str, *more: str, image: str = "", seconds: float) -> tuple[int, bytes]:
-        """Run a command and return its exit status and output; it is killed if the output is too long."""
+        """Run a command and return its exit status and the start of its output; too much output ends the command."""
         names = {"{name}": f"nemo_ext_{name}", "{image}": image}
         words = [_replaced(word, names) for word in command]
         process = subprocess.Popen(
@@ -223,7 +225,7 @@ class Conversation(python_tool.Conversation):
         shells.start(self.name, self.reference.image)
         run = shells.call(self.name, (), script)
         if (error := error_of(run)) != "":
-            raise SandboxError(f"terminal: the task's files or setup failed: {_last(run.stdout)} {error or run}")
+            raise SandboxError(f"reference.files or reference.setup failed: {_last(run.stdout)} {error or run}")
         self.executed.append(script)
 
 
@@ -242,7 +244,7 @@ def environment(
     isolation: str = "auto",
     strict: bool = False,
 ) -> Environment:
-    """Create the environment `terminal`.
+    """Create the environment `terminal`, for tasks that the model solves in a shell.
 
     Args:
         container: commands of a container engine (`Container`); None for shells in the sandbox.

@@ -407,7 +407,7 @@ def _update(database: Database, table: str, key: str, **given: Any) -> Any:
 
 
 def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Return the ids and rows with all words of the query in `columns` and with all given values; None matches any."""
+    """Return the rows, with ids, that have all query words in `columns` and match all values in `given` except None."""
     words = query.casefold().split()
     return [
         {"id": key, **row}

@@ -47,7 +47,7 @@ class Database:
 
     Args:
         tables: initial rows, which are never modified.
-        changed: mapping from (table, id) to the row as changed, or None if it was deleted; updated in place.
+        changed: mapping from (table, id) to the changed row, or None if it was deleted; updated in place.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:
@@ -68,7 +68,7 @@ class Database:
         """Return a row of a table by its id.
 
         Raises:
-            ToolError: there is no such row.
+            ToolError: the row does not exist.
         """
         row = self._changed.get((table, key), self._tables[table].get(key))
         if row is None:
@@ -89,7 +89,7 @@ class Database:
         """Set the given columns of the row with the id `key`.
 
         Raises:
-            ToolError: there is no such row.
+            ToolError: the row does not exist.
         """
         self._changed[table, key] = {**self.get(table, key), **values}
 
@@ -97,7 +97,7 @@ class Database:
         """Delete the row with the id `key`.
 
         Raises:
-            ToolError: there is no such row.
+            ToolError: the row does not exist.
         """
         self.get(table, key)
         self._changed[table, key] = None

@@ -122,7 +122,7 @@ def cpu_policy(ray_cluster: None) -> ModuleType:
 @pytest.fixture
 def on_cpu(cpu_policy: ModuleType, nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """NeMo-RL with the policy and the generation of cpu_policy.py in place of its workers."""
-    for module in (nemo_rl, importlib.import_module("nemo_rl.algorithms.dpo")):
+    for module in (importlib.import_module(f"nemo_rl.algorithms.{name}") for name in ("grpo", "distillation", "dpo")):
         for name, kind in cpu_policy.REPLACED.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, kind)

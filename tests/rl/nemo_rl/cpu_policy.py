@@ -170,10 +170,16 @@ class CpuPolicy(ColocatablePolicyInterface):
     def shutdown(self) -> bool:
         return True
 
-    def get_topk_logits(self, *arguments: Any, **keywords: Any) -> Any:
-        raise NotImplementedError("distillation has no place here")
+    @torch.no_grad()
+    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None) -> Any:
+        parts = data["input_ids"].split(micro_batch_size or self.cfg["logprob_batch_size"])
+        found = [self._logits(self.model.eval(), ids).topk(k) for ids in parts]
+        logits, places = (torch.cat(values) for values in zip(*found, strict=True))
+        return BatchedDataDict(topk_logits=logits, topk_indices=places)
 
-    calibrate_qkv_fp8_scales = get_topk_logits
+    def calibrate_qkv_fp8_scales(self, *arguments: Any, **keywords: Any) -> Any:
+        raise NotImplementedError("FP8 has no place here")
+
     prepare_for_training = finish_training = prepare_for_lp_inference = finalize_async_save = _nothing
     offload_before_refit = offload_after_refit = prepare_refit_info = print_node_ip_and_gpu_id = _nothing
 
@@ -310,7 +316,7 @@ class Kept(Logger):
 KEPT: list[Kept] = []
 """Loggers of all runs of this process."""
 REPLACED = {"Policy": CpuPolicy, "VllmGeneration": CpuGeneration, "RayVirtualCluster": CpuCluster, "Logger": Kept}
-"""What is replaced in NeMo-RL's modules of GRPO and DPO."""
+"""What is replaced in NeMo-RL's modules of GRPO, distillation and DPO."""
 
 
 def _named(name: str) -> Any:

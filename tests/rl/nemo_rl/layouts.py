@@ -49,6 +49,7 @@ PLACES = {
     "genrm_training": NANO,
     "llama_nemotron_grpo": Place("llama_nemotron_ultra_253b", 72, 8, 80),
     "llama_nemotron_rlhf": Place("llama_nemotron_ultra_253b", 72, 8, 80),
+    "logit_distillation": Place("olmo3_7b", 4, 8, 80),
     "mopd": Place("nemotron3_nano_30b", 33, 8, 80),
     "nemotron3_rlhf": NANO,
     "nemotron3_rlvr": NANO,
@@ -100,6 +101,8 @@ def words(preset: str, backend: str, below: Path) -> list[str]:
         *sizes,
         *(f"{path}.{key}=x" for path in JUDGES.get(preset, ()) for key in ("endpoint", "model")),
         *(["rl.distillation.teachers.default=x", "rl.asynchronous={max_age: 1}"] if preset in ("opd", "mopd") else []),
+        # Its setup reads the teacher's config.
+        *([f"rl.distillation.teachers.default={folder(place.model, below)}"] if preset == "logit_distillation" else []),
         *(["precision=fp8_blockwise"] if place.model == "llama_nemotron_ultra_253b" else []),
     ]
 

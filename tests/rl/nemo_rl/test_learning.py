@@ -67,14 +67,24 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
     return tokenizer
 
 
-def make_model(folder: Path, steps: int) -> Path:
-    """Llama of two layers after a little SFT, which knows the format of the answers and some answers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_model(folder: Path, steps: int, *, start: Path | None = None, rows: tuple[int, int] = (24, 12)) -> Path:
+    """Llama of two layers after a little SFT, which knows the format of the answers and some answers.
+
+    Args:
+        folder: folder for model and tokenizer.
+        steps: number of steps of SFT.
+        start: folder of the model to start from; None for a random one.
+        rows: numbers of sums and of objects per step.
+    """
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     examples = tasks(400, seed=1)
     prompts = Prompts.load(TEMPLATE, eos=SPECIAL[-1])
     texts = [(prompts.prompt(prompts.in_mode(task))[0], solved(task) + SPECIAL[-1]) for task in examples]
-    tokenizer = make_tokenizer([text for pair in texts[:100] for text in pair])
+    if start is None:
+        tokenizer = make_tokenizer([text for pair in texts[:100] for text in pair])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(start)
     tokenizer.chat_template = Template.load(TEMPLATE).source
     ids = [[tokenizer(text, add_special_tokens=False).input_ids for text in pair] for pair in texts]
     torch.manual_seed(1)
@@ -83,14 +93,16 @@ def make_model(folder: Path, steps: int) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokenizer), tie_word_embeddings=True, max_position_embeddings=512, **sizes, **ends
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config) if start is None else LlamaForCausalLM.from_pretrained(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     random = np.random.default_rng(1)
     for _ in range(steps):
         # Sums are short and there are a hundred of them; objects are long, and any that fits the schema will do.
-        for kind, rows in ((0, 24), (1, 12)):
-            batch = [ids[2 * at + kind] for at in random.choice(len(ids) // 2, rows)]
+        for kind, count in enumerate(rows):
+            if not count:
+                continue
+            batch = [ids[2 * at + kind] for at in random.choice(len(ids) // 2, count)]
             whole = [torch.tensor(before + after) for before, after in batch]
             tokens = pad_sequence(whole, batch_first=True)
             labels = pad_sequence(whole, batch_first=True, padding_value=-100)
@@ -291,24 +303,27 @@ def test_the_reward_rises(runs: Runs, small_model: Path, task_file: Path) -> Non
     assert reward[-20:].mean() > reward[:10].mean() + 0.05
 
 
+def noisy(model: Path, folder: Path, seed: int, scale: float = 0.2) -> Path:
+    """A model with noise, whose deviation is `scale` times each weight's."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight += scale * weight.std() * torch.randn(weight.shape, generator=random)
+    teacher.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 def test_two_teachers_on_the_policys_own_answers(
     runs: Runs, small_model: Path, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Teachers of the two environments are the policy with noise; NeMo-RL routes, scores and trains."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     opd = pytest.importorskip("nemo_rl.algorithms.opd")
-    places = {}
-    for seed, name in enumerate(MAKERS):
-        teacher = AutoModelForCausalLM.from_pretrained(small_model)
-        random = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in teacher.parameters():
-                weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=random)
-        places[name] = tmp_path / name
-        teacher.save_pretrained(places[name])
-        AutoTokenizer.from_pretrained(small_model).save_pretrained(places[name])
+    places = {name: noisy(small_model, tmp_path / name, seed) for seed, name in enumerate(MAKERS)}
     monkeypatch.setattr(opd, "reserve_teacher_clusters", lambda *arguments, **keywords: {})
     monkeypatch.setattr(opd, "create_teacher_worker_groups", runs.policy.teachers)
     teachers = ", ".join(f"{name}: {place}" for name, place in places.items())

@@ -13,6 +13,7 @@ from nemo_ext.rl.nemo_rl.checkout import Checkout, leaves
 from nemo_ext.rl.nemo_rl.draft import section_of
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.rendering import Rendered
+from nemo_ext.rl.teachers import divergence
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 # Keys as 0.5 has them, in the forms that NeMo-RL writes them in.
@@ -67,6 +68,11 @@ def loaded(preset: str, real: Checkout) -> Algorithm:
     if preset in TEACHERS and not real.distils:
         pytest.skip("this version has no teachers outside NeMo Gym")
     return load(preset, {"asynchronous": {"max_age": 1}} if preset == "opd" else None)
+
+
+def module_of(algorithm: Algorithm) -> ModuleType:
+    modules = {"grpo": compat.grpo, "distillation": compat.distillation, "dpo": compat.dpo}
+    return modules[section_of(algorithm)]()
 
 
 @pytest.fixture
@@ -199,12 +205,16 @@ def test_every_key_is_known_and_every_preset_whole(real: Checkout, preset: str, 
 @pytest.mark.parametrize("preset", presets())
 def test_the_real_config_and_loss_accept_it(real: Checkout, nemo_rl: ModuleType, preset: str) -> None:
     algorithm = loaded(preset, real)
-    module = compat.grpo() if isinstance(algorithm, PolicyGradient) else compat.dpo()
+    module = module_of(algorithm)
     config = real.config(section_of(algorithm), render(algorithm, real).settings)
 
     made = compat.master_config(module, config)
 
-    if isinstance(algorithm, PolicyGradient):
+    if isinstance(algorithm, PolicyGradient) and algorithm.logits is not None:
+        loss = module.DistillationLossFn(compat.setting(made, "loss_fn"))
+        assert (loss.kl_type, loss.mixed_kl_weight) == ("mixed", algorithm.logits.forward_share)
+        assert compat.setting(made, "distillation", "topk_logits_k") == algorithm.logits.top_k
+    elif isinstance(algorithm, PolicyGradient):
         loss = module.ClippedPGLossFn(compat.setting(made, "loss_fn"))
         assert loss.ratio_clip_c == algorithm.loss.dual_clip
         assert loss.reference_policy_kl_penalty == algorithm.loss.kl.coefficient
@@ -217,6 +227,46 @@ def test_the_real_config_and_loss_accept_it(real: Checkout, nemo_rl: ModuleType,
         assert loss.reference_policy_kl_penalty == algorithm.loss.beta
         assert loss.preference_average_log_probs == algorithm.loss.length_normalised
         assert loss.sft_loss_weight == algorithm.loss.sft_weight
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_divergence_is_that_of_nemo_rl(real: Checkout, nemo_rl: ModuleType, share: float) -> None:
+    """Our formula, with which TRL trains, gives the loss and the gradient of NeMo-RL's loss."""
+    from nemo_rl.algorithms.loss.utils import prepare_loss_input
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    algorithm = load("logit_distillation", {"distillation": {"logits": {"top_k": 5, "forward_share": share}}})
+    assert isinstance(algorithm, PolicyGradient) and algorithm.logits is not None
+    module = compat.distillation()
+    config = compat.master_config(module, real.config("distillation", render(algorithm, real).settings))
+    loss_fn = module.DistillationLossFn(compat.setting(config, "loss_fn"))
+    torch.manual_seed(1)
+    policy, teacher = torch.randn(2, 6, 9, requires_grad=True), torch.randn(2, 6, 9)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]])
+    logits, places = teacher.topk(5)
+    data = BatchedDataDict(
+        input_ids=torch.zeros(2, 6, dtype=torch.long),
+        token_mask=mask,
+        sample_mask=torch.ones(2),
+        teacher_topk_logits=logits,
+        teacher_topk_indices=places,
+    )
+    counts = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": mask[:, 1:].sum()}
+
+    inputs, data = prepare_loss_input(policy, data, loss_fn)
+    theirs, _ = loss_fn(data=data, **inputs, **counts)
+    ours = (divergence(policy, teacher, algorithm.logits)[:, :-1] * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, policy)[0] for loss in (ours, theirs)))
+
+
+def test_one_teacher_gives_nemo_rl_its_logits(real: Checkout) -> None:
+    teachers = {"distillation": {"teachers": {"math": "a", "default": "b"}}}
+    with pytest.raises(ValueError, match="has one teacher"):
+        render(load("logit_distillation", teachers), real)
+    every = load("logit_distillation", {"distillation": {"logits": {"top_k": None}}})
+    assert "distillation.logits.top_k" in render(every, real).inexpressible
 
 
 def test_masking_is_reported_if_a_version_only_truncates(real: Checkout) -> None:

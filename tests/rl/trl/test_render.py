@@ -40,7 +40,9 @@ def loss(**changes: Any) -> dict[str, Any]:
 
 def loaded(preset: str) -> Algorithm:
     """A preset in a form that TRL can train."""
-    return load(preset, {"generations_per_prompt": 2, "prompts_per_step": 512} if preset == "mopd" else None)
+    halved = {"mopd": 512, "logit_distillation": 64}
+    changes = {"generations_per_prompt": 2, "prompts_per_step": halved[preset]} if preset in halved else None
+    return load(preset, changes)
 
 
 def test_a_single_response_per_prompt_is_rejected() -> None:

@@ -118,7 +118,7 @@ def test_an_endpoint_measures_as_a_folder_does(model: Path, tmp_path: Path, endp
 
 
 def test_divergences_are_sums_by_teacher() -> None:
-    from nemo_ext.rl.trl.teachers import divergences
+    from nemo_ext.rl.teachers import divergences
 
     policy, teachers = torch.tensor([[-1.0, -2.0], [-1.0, -3.0]]), torch.tensor([[-1.5, -9.0], [-1.0, -3.0]])
 

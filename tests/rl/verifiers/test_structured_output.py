@@ -156,7 +156,7 @@ def test_schemas_may_refer_to_themselves(structured: Environment) -> None:
         ({"schema": {"pattern": "("}}, "not a regular expression of ECMA 262"),
         ({"schema": {"patternProperties": {"[": {}}}}, "not a regular expression of ECMA 262"),
         ({"schema": {"$defs": {"a": {"$id": "https://example.org/a"}}}}, r"\$id"),
-        ({"schema": {"$schema": "https://example.org/mine"}}, r"unknown \$schema"),
+        ({"schema": {"$schema": "https://example.org/mine"}}, r"\$schema='https://example.org/mine' is unknown"),
         ({"schema": {"const": float("nan")}}, "not a valid JSON schema: Out of range"),
         ({"schema": {"const": {1, 2}}}, "not JSON"),
         ({"schema": {}, "strict": "yes"}, "true or false"),

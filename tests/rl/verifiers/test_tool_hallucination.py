@@ -156,7 +156,7 @@ def test_undeclared_tools_are_wrong() -> None:
         ({"answer": {"environment": "tool_hallucination", "reference": {}}}, "cannot check one answer on its own"),
         (
             {"answer": {"environment": "tool_calls", "reference": {}}},
-            r"reference\.answer\.reference does not suit environment tool_calls: reference",
+            r"reference\.answer\.reference is invalid for environment tool_calls: reference",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_container_that_fails_is_an_error_and_not_a_wrong_answer(engine: dict[
         folder.rename(tmp_path / "gone")
 
     assert "no image nowhere" in missing.verdict().reason
-    assert "files or setup failed" in setup.verdict().reason
+    assert "reference.setup failed" in setup.verdict().reason
     assert "no container" in lost.verdict().reason
     assert {each.verdict().outcome for each in (missing, setup, lost)} == {"error"}
 

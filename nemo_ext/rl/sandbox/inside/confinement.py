@@ -24,7 +24,7 @@ _FIRST_USER, _USERS = 1_200_000_000, 1_000_000
 
 @dataclass(kw_only=True)
 class Confinement:
-    """How programs are confined.
+    """Confinement that applies to programs.
 
     Attributes:
         namespaces: True if there are process, mount, network, IPC and host name namespaces, and a root that contains

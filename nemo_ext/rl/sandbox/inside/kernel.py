@@ -54,7 +54,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root and put the old one at `old`."""
+    """Make `new` the root directory and move the previous root to `old`."""
     machine = os.uname().machine
     if machine not in _PIVOT_ROOT:
         raise OSError(f"pivot_root: unknown system call number on {machine}")
@@ -122,13 +122,13 @@ class Landlock:
         write: files and folders that it may also change.
 
     Raises:
-        OSError: the kernel has no Landlock.
+        OSError: the kernel does not support Landlock.
     """
 
     def __init__(self, read: list[str], write: list[str]) -> None:
         version = landlock_version()
         if not version:
-            raise OSError("the kernel has no Landlock")
+            raise OSError("the kernel does not support Landlock (Linux 5.13 or later)")
         # From ABI 5 on also ioctl on devices.
         all_rights = (1 << _RIGHTS.get(version, 16)) - 1
         # From ABI 4 on TCP, from 6 on abstract sockets and signals.

@@ -78,7 +78,7 @@ class Process:
         place: resources shared with the other processes of the same answer.
         job: function that runs in the new process and does not return.
         limits: mapping from the names of limits, the fields of `Limits`, to their values.
-        keep: descriptor that `job` needs besides its streams.
+        keep: descriptor that `job` needs in addition to its standard streams.
         compiler: True for the C++ compiler, which may start processes.
     """
 
@@ -140,7 +140,7 @@ class Process:
         return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
     def _end(self) -> tuple[float, int]:
-        """Kill the process and all it started; return its processor seconds and exit code, negative for a signal."""
+        """Kill the process and everything it started; return processor seconds and exit code, negative for a signal."""
         # Not reaped yet, so the process ID is still valid even if it has exited.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
@@ -254,10 +254,9 @@ class Session(Process):
             os.close(wake)
 
     def call(self, code: bytes, limits: Mapping[str, Any]) -> tuple[Ended, bool]:
-        """Execute code; return the result, and whether the process still exists.
+        """Execute code; return the result, and whether the process is still running.
 
-        The process is killed if it exceeds a limit. Otherwise, everything that it started is stopped until the next
-        call.
+        The process is killed if it exceeds a limit. Nothing that it has started runs until the next call.
 
         Raises:
             HostGoneError: the host is gone; the process has been killed.

@@ -115,7 +115,7 @@ def _members(confinement: Confinement) -> list[int]:
 
 
 def bytes_on_disk(directory: str, most: int) -> int:
-    """Count the bytes on disk below a directory, stopping above `most`; each file and folder adds one memory page."""
+    """Count the bytes on disk below a directory, stopping once it exceeds `most`; each file or folder adds a page."""
     total, pending = 0, [directory]
     while pending and total <= most:
         with contextlib.suppress(OSError):

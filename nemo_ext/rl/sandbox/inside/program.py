@@ -98,7 +98,7 @@ def _executed(source: str, namespace: dict[str, Any], name: str) -> str:
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Return the lines of the prelude that import a name used in the source; raises `symtable`'s errors."""
+    """Return the lines of the prelude that import a name used in the source; raises the errors of `symtable`."""
     if not prelude:
         return ""
     tables = [symtable.symtable(source, "main.py", "exec")]  # type: ignore[arg-type]

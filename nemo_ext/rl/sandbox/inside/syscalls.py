@@ -42,7 +42,7 @@ _THREAD = 0x00010000
 
 @functools.cache
 def refusals(machine: str, *, signals_only_to: int | None = None, processes: bool = True) -> bytes:
-    """Compile the filter.
+    """Compile the seccomp filter and return its BPF instructions.
 
     Args:
         machine: machine name from os.uname(), a key of `MACHINES`.

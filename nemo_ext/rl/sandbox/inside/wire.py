@@ -17,7 +17,7 @@ def send(connection: socket.socket, header: Mapping[str, Any], blobs: Sequence[b
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Read the next message and return its header and byte strings; None if the other side is gone.
+    """Read the next message and return its header and byte strings; None if the connection is closed.
 
     Raises:
         TimeoutError: the connection timed out.
