@@ -269,7 +269,7 @@ class GroupReward:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Logits:
-    """Distillation from the teacher's distribution at each generated token: the loss is a KL divergence."""
+    """Settings of distillation from the teacher's distribution at each generated token; the loss is a KL divergence."""
 
     # number of the teacher's most likely tokens, among which both distributions are normalised; null for all tokens
     top_k: PositiveInt | None = None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> None:
-    """Reject a teacher that has other tokens than the policy, as it would score others than the policy sampled.
+    """Raise ValueError if a teacher's tokens differ from the policy's, since it could not score what was sampled.
 
     Args:
         name: name of the teacher.
@@ -21,7 +21,7 @@ def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_co
         trust_remote_code: whether Python files in the folder may run.
 
     Raises:
-        ValueError: the vocabularies differ; the message has the number of tokens and the first one.
+        ValueError: the vocabularies differ; the message has the number of differing tokens and the first one.
     """
     theirs = import_module("transformers").AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     ours, other = tokenizer.get_vocab(), theirs.get_vocab()
@@ -36,7 +36,7 @@ def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_co
 def divergences(
     names: Sequence[str], teachers: "Tensor", policy: "Tensor", generated: "Tensor"
 ) -> Mapping[str, tuple[float, int]]:
-    """Return by teacher the sum of the tokens' estimates of the KL divergence, in nats, and the number of tokens.
+    """Map each teacher to the sum of its tokens' estimated KL divergences, in nats, and the number of tokens.
 
     The estimate of KL(policy || teacher) is k3 (http://joschu.net/blog/kl-approx.html).
 

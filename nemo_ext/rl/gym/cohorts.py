@@ -35,7 +35,7 @@ class Cohorts[M, R]:
 
         Args:
             key: key that identifies the group.
-            place: place in the group; a request repeated after a lost connection has the same place.
+            place: identifies the member within the group; a request that is sent again has the same place.
         """
         cohort = self._open.get(key)
         if cohort is None:

@@ -139,7 +139,7 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
 
 
 def set_up_distillation(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `distillation.setup`, return its results as named attributes; ValueError if their number is unexpected."""
+    """Call `distillation.setup` and return its results by name; raise ValueError if their number is unexpected."""
     items, names = distillation().setup(config, tokenizer, dataset, val_dataset), _ELEVEN.split()
     if len(items) != len(names):
         raise ValueError(
@@ -175,7 +175,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_distillation(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
-    """Run distillation to its end; `ready` are the results of `set_up_distillation`, and others as in `train_grpo`."""
+    """Run distillation to its end; `ready` has `set_up_distillation`'s results, the rest is as in `train_grpo`."""
     first = (ready.policy, ready.teacher, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer)
     then = (ready.logger, ready.checkpointer, ready.save_state, ready.config)
     distillation().distillation_train(*first, ready.loss_fn, dict(environments), val_environments, *then)
