@@ -50,7 +50,7 @@ class Row:
         pieces: Megatron's tensors, or slices of them.
         roles: roles of the Hugging Face tensors.
         shapes: shapes of the Hugging Face tensors.
-        rule: rule that converts between the two sides.
+        rule: rule that converts between Megatron's and Hugging Face's tensors.
         fp32: whether the parameter stays fp32 when a checkpoint is cast to another dtype.
     """
 
@@ -90,7 +90,8 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
 def _prediction(description: Description, stacked_experts: bool) -> Iterator[Row]:
     """Yield the rows of all depths of multi-token prediction.
 
-    A depth's input norms and projection count as parameters of its first block, its final norm as one of its last.
+    A depth's input norms and projection count as parameters of its first block, its final norm as a parameter of its
+    last block.
     """
     hidden, length = description.architecture.hidden_size, len(description.architecture.pattern.mtp)
     for place, block in enumerate(description.prediction):

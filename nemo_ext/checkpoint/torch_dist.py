@@ -74,7 +74,9 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not (folder / METADATA).is_file():
         complete = sorted(file.parent.name for file in root.glob(f"*/{METADATA}"))
-        raise CheckpointError(f"{folder} is not a complete checkpoint; available: {', '.join(complete) or 'none'}")
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: choose a complete one (available: {', '.join(complete) or 'none'})"
+        )
     return folder
 
 

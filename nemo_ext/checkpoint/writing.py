@@ -112,7 +112,9 @@ def write_checkpoint(
         identity: everything that determines the folder's content, as JSON values.
         finish: function that adds all files except tensors to the folder.
         arguments: arguments for Megatron's loader (see `megatron_arguments`).
-        verify: read every tensor back at the end and compare checksums.
+        finite: whether NaN and infinity are rejected.
+        verify: whether every tensor is read back at the end, and its checksum compared.
+        progress: whether a progress bar is shown.
         remarks: notes for the user, stored in the folder's record.
 
     Raises:

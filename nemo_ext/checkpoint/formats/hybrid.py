@@ -125,6 +125,8 @@ def write_hybrid(
     """Return the config.json of a hybrid model.
 
     Args:
+        model_type: `model_type` of config.json.
+        name: class name in `architectures`.
         by_block: keys that are omitted because each block has its own value; the others hold for all blocks.
 
     Raises:
