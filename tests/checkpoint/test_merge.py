@@ -318,7 +318,7 @@ def test_tensors_that_differ_are_named(
 ) -> None:
     change(three[2], name, tensor)
 
-    with pytest.raises(ValueError, match=f"/c does not hold the same tensors as .*/a, so they cannot be averaged: .*{said}"):
+    with pytest.raises(ValueError, match=f"/c does not hold the same tensors as .*/a, so they cannot.*: .*{said}"):
         plan(three, tmp_path / "soup", Settings())
 
 

@@ -69,7 +69,7 @@ class Format:
     prefixes: tuple[str, ...] = ()
 
     def as_named(self, names: Iterable[str]) -> "Format":
-        """Return the format with the prefix that the tensor `names` of a checkpoint have, if the class loads several."""
+        """Return the format with the prefix that a checkpoint's tensor `names` have, if the class loads several."""
         found = {prefix for prefix in self.prefixes if any(name.startswith(prefix) for name in names)}
         own = next((prefix for prefix in self.prefixes if self.layer.startswith(prefix)), "")
         if len(found) != 1 or own in found:

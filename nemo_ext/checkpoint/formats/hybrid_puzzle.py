@@ -1,8 +1,8 @@
 """Puzzle children of hybrid models: `NemotronHPuzzleForCausalLM`, the format of Nemotron 3 Puzzle 75B.
 
 config.json has the keys of `NemotronHForCausalLM`, and `block_configs` with one entry per block, whose keys override
-the top-level ones. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and the
-configuration file next to the weights; transformers loads it with the modelling file.
+the top-level ones. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and
+the configuration file next to the weights; transformers loads it with the modelling file.
 """
 
 from dataclasses import replace
