@@ -230,7 +230,10 @@ def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> Non
     if on != expected:
         missing, more = sorted(expected - on), sorted(on - expected)
         problem = f"ModelOpt has no quantizer {missing[0]}" if missing else f"ModelOpt quantises {more[0]} too"
-        raise RuntimeError(f"{problem} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many)")
+        raise RuntimeError(
+            f"{problem} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many): try another ModelOpt "
+            "version"
+        )
 
 
 def enabled_quantizers(model: "PreTrainedModel") -> set[str]:

@@ -107,7 +107,7 @@ def plan(
         Disjoint groups; empty if the limits exclude all.
 
     Raises:
-        ValueError: the dependency belongs to another model or lacks pairs of a group.
+        ValueError: the dependency belongs to another model, or a pair of a group was not measured.
     """
     if max_bytes is not None:
         width = width_of_bytes(description, max_bytes, precision)
@@ -156,7 +156,7 @@ def _cut(
 ) -> list[Group]:
     """Divide a run of FFN blocks into groups, so that the fewest blocks remain, with lengths as equal as possible.
 
-    Blocks that fit in no group are left out.
+    Blocks that fit in no group are omitted.
 
     Args:
         numbers: 0-based numbers of the run's blocks, in order.
@@ -243,7 +243,7 @@ def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`."""
+    """Return work items that write the checkpoint of the fused model, given a reader of the original checkpoint."""
     target = fused(description, groups)
     starts = _by_first(description, groups)
     inside = {number for group in groups for number in group.blocks}
