@@ -66,6 +66,8 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
     """Write `model/NAME.yaml`, so that `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
 
     Args:
+        folder: folder of the checkpoint, in which the file is written.
+        sections: config sections `model` and `megatron`.
         name: final name of the checkpoint's folder, from which the file name is derived.
         comment: origin of the weights, written as a comment on the second line.
     """

@@ -149,7 +149,13 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """Yield the rows of a block's norm, which Megatron stores in its first linear layer or, if post-norm, its last."""
+    """Yield the rows of a block's norm, which Megatron stores in the block's first linear layer or, if post-norm, last.
+
+    Args:
+        number: 0-based index of the block.
+        first: key of the first linear layer in Megatron's checkpoint.
+        last: key of the last linear layer.
+    """
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

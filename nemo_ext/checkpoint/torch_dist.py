@@ -229,7 +229,7 @@ class _Shard:
             records = torch._C.PyTorchFileReader(archive)
             if "byteorder" in records.get_all_records() and records.get_record("byteorder") != sys.byteorder.encode():
                 raise ValueError(
-                    "the archive has a different byte order"
+                    "the archive has a different byte order than this machine"
                 )  # torch would crash on swapping the bytes of a meta tensor
             archive.seek(0)
             stored = torch.load(archive, map_location="meta", weights_only=True)

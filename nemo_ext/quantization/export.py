@@ -33,7 +33,7 @@ SCALES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
 
 @contextlib.contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Redirect ModelOpt's output to stderr."""
+    """Context manager that redirects what ModelOpt prints to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

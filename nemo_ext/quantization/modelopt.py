@@ -212,7 +212,7 @@ def share_scales(model: "PreTrainedModel", listed: Sequence[Matrix], names: Mapp
 
 
 def _quantizers(model: "PreTrainedModel", parameter: str) -> list[Any]:
-    """Return the quantizers of a weight: one, or one for each of stacked experts."""
+    """Return the quantizers of a weight: one, or one per expert if experts are stacked."""
     if parameter.endswith(".weight"):
         return [model.get_submodule(f"{parameter.removesuffix('weight')}weight_quantizer")]
     quantizers: Any = model.get_submodule(f"{parameter}_weight_quantizers")

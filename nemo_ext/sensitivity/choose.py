@@ -84,6 +84,7 @@ def propose(
         budget: maximum loss of a plan, in nats per token.
         measure: function that returns the loss with several units in FP8.
         everything: loss with all units in FP8.
+        attempts: maximum number of plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:

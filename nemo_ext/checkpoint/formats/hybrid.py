@@ -281,7 +281,7 @@ def read_depths(keys: Keys, blocks: int) -> int:
     """
     depths = keys.integer(_DEPTHS)
     if depths * blocks > MAX_BLOCKS:
-        raise ValueError(f"config.json: {_DEPTHS}={depths} makes more than {MAX_BLOCKS} blocks, which is not supported")
+        raise ValueError(f"config.json: {_DEPTHS}={depths} makes more than {MAX_BLOCKS} blocks: correct it")
     return depths
 
 

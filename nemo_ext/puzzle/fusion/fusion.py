@@ -99,6 +99,9 @@ def plan(
         dependency: dependency measured on calibration data; without it, groups are in model order.
         largest_dependency: maximum mean dependency over a group's pairs; groups above it are neither fused nor divided
             further (`max_blocks` does that). It requires `dependency`.
+        max_width: maximum FFN width of a fused block.
+        max_blocks: maximum number of blocks in a group.
+        max_groups: maximum number of groups.
         keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
         max_bytes: maximum bytes of a fused block's weights and norm, summed over tensor-parallel ranks.
         precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.

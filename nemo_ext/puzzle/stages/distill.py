@@ -232,6 +232,8 @@ def train_group(
 
     Args:
         parent, library, trained, batches, training, advance, inputs: as in `distill`.
+        group: the variants.
+        file: main file of the group's checkpoint, from which an interrupted group is resumed.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]

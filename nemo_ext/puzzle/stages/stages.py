@@ -232,7 +232,7 @@ class Stages:
             data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
-        """Write every variant's costs."""
+        """Write every variant's costs to a CSV file, with measured or given latencies if configured."""
         serving, architecture = self.chosen.serving, self.description.architecture
         costs = Costs(
             outside_costs(architecture, serving),
