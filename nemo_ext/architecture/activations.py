@@ -85,8 +85,7 @@ def block_activation_bytes(
 
     - every block: its input h; the norm's output h [layernorm]
     - attention: queries, keys and values q + 2k; the output projection's input q; with QK norms their input, a view
-      of all q + 2k;
-      per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+      of all q + 2k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
     - MLP: outputs of the first linear and of the activation [mlp]
     - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
       linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times

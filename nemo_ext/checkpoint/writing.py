@@ -163,9 +163,9 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _finished_parts_named(output: Output) -> Iterator[None]:
-    """Context manager that completes the error about a rejected tensor.
+    """Context manager that adds the location of the finished parts to the error about a rejected tensor.
 
-    The location of the finished parts is added to the message; if there are none, the temporary files are removed.
+    If no part is finished, the temporary files are removed instead.
     """
     try:
         yield

@@ -138,9 +138,9 @@ def within_bits(options: Sequence[Sequence[Option]], budget: float) -> list[Opti
 
 
 def random_within_bits(options: Sequence[Sequence[Option]], budget: float, seed: int) -> list[Option]:
-    """Choose one option per unit at random within a budget of bits, and use up what is left of the budget.
+    """Choose one option per unit at random within a budget of bits, and return the options.
 
-    For the latter, units get the largest option that still fits, in random order.
+    To use up the budget, units are then raised, in random order, to the largest option that still fits.
     """
     random = np.random.default_rng(seed)
     chosen = [min(each, key=lambda option: option.bits) for each in options]

@@ -302,7 +302,7 @@ class Stages:
         }
 
     def _named(self, names: Sequence[str]) -> list[Variant]:
-        """Return the variant with the given name for each block."""
+        """Return the named variant of each block; `names` has one name per block, in order."""
         return [next(v for v in each if v.name == name) for each, name in zip(self.variants, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
