@@ -117,7 +117,7 @@ def plot(
         points: Points from `sweep`.
         resource: Resource on the horizontal axis.
         parent: The parent's choice, one index per block, to be marked; None to mark none.
-        child: The child's choice, likewise.
+        child: The child's choice, in the same form.
 
     Raises:
         ValueError: No point has a solution.

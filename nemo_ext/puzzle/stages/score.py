@@ -54,7 +54,8 @@ def score_blocks(
     stale = next((score for score in known.values() if score.tokens != total), None)
     if stale is not None:
         raise ValueError(
-            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove the file"
+            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove the file "
+            "to score again"
         )
     cache = CachedInputs(parent, calibration)
     for block_variants in by_block:
