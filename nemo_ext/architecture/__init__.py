@@ -1,1 +1,1 @@
-"""Block patterns: notation, cost model and pipeline cuts. Pure Python without torch; imports only our `job`."""
+"""Block patterns of models: notation, cost model and pipeline cuts. Pure Python without torch."""

@@ -16,14 +16,14 @@ def activation_bytes(
 ) -> int:
     """Estimate the peak bytes of activations kept on one GPU of a pipeline rank.
 
-    They are the bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with
-    1F1B, and (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule.
-    Full recomputation keeps only each group's input, plus one group's activations while it is recomputed. The last
-    stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
-    fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth of multi-token
-    prediction adds the same amount again, plus its blocks and the inputs and outputs of its projection, or with full
-    recomputation its two inputs, from which one depth at a time is recomputed. If the weights are frozen (with
-    `mtp_only`, in the first stage), nothing is kept, and the peak is the largest single block.
+    The estimate is the bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank
+    with 1F1B, and (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved
+    schedule. Full recomputation keeps only each group's input, plus one group's activations while it is recomputed.
+    The last stage adds the inputs of the output layer and of the final norm, and the logits: in the training
+    precision, in fp32, and with z-loss also their gradient. These are freed before recomputation starts. Each depth
+    of multi-token prediction adds the same amount for its own loss, plus the activations of its blocks and the inputs
+    and outputs of its projection; with full recomputation it keeps only its two inputs, and one depth at a time is
+    recomputed. A frozen stage (with `mtp_only`, only the first) keeps nothing; its peak is that of its largest block.
 
     Args:
         architecture: The model.
@@ -85,8 +85,7 @@ def block_activation_bytes(
 
     - every block: its input h; the norm's output h [layernorm]
     - attention: queries, keys and values q + 2k; the output projection's input q; with QK norms their input, a view
-      of all q + 2k;
-      per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+      of all q + 2k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
     - MLP: outputs of the first linear and of the activation [mlp]
     - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
       linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times

@@ -19,7 +19,7 @@ def parallel_sizes(
 
 
 def expert_sizes(blocks: Iterable[Block], ranks: int, most: int) -> list[int]:
-    """Return the EP sizes up to `most` that divide `ranks` and the experts of every MoE block; [1] without any."""
+    """Return the EP sizes up to `most` that divide `ranks` and every MoE block's experts; [1] without MoE blocks."""
     counts = [block.size("experts") for block in blocks if block.kind == "E" and not block.is_linear]
     if not counts:
         return [1]

@@ -416,7 +416,7 @@ def per_stage(architecture: Architecture, layout: Layout, *, seq_length: int | N
 
 
 def _on_gpu(counted: Parameters, layout: Layout) -> tuple[int, int]:
-    """Return the numbers of one GPU's parameters outside experts and in them."""
+    """Return the number of parameters that one GPU holds outside routed experts, and in routed experts."""
     dense = counted.sharded // layout.tensor_parallel + counted.replicated
     expert = counted.experts // (layout.expert_parallel * layout.expert_tensor)
     return dense, expert + counted.experts_replicated // layout.expert_parallel

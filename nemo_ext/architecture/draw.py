@@ -180,7 +180,7 @@ def _written(name: str, value: object) -> str:
 
 
 def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
-    """Arrange all tiles except the first, the embedding, in rows of similar width; also return the inches per FLOP."""
+    """Arrange all tiles but the first (the embedding) in rows of similar width; return the rows and inches per FLOP."""
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
     rows = max(1, -(-len(body) // _TILES_PER_ROW))

@@ -36,8 +36,8 @@ class Link:
     Attributes:
         gather: bytes/s that a GPU sends in a ring: all-gather, reduce-scatter.
         all_to_all: bytes/s that a GPU sends in an all-to-all, or to one GPU.
-        latency: seconds of a message without bytes.
-        mesh: whether each pair of GPUs has its own link, so that a part of the node reaches a part of the rate.
+        latency: seconds that an empty message takes.
+        mesh: whether each pair of GPUs has its own link, so that a group of fewer GPUs reaches only part of the rates.
     """
 
     gather: Rate
@@ -59,16 +59,16 @@ class Gpu:
         network: peak share of the node's network bandwidth, in bytes/s one way.
         host: bandwidth from host memory in bytes/s.
         matmul: FLOP/s of matrix products by precision and the smallest of the product's three sizes.
-        grouped: FLOP/s of the experts' grouped products by precision and smallest size; tokens are an expert's.
+        grouped: FLOP/s of the experts' grouped products by precision and smallest size, with one expert's tokens.
         attention: FLOP/s of attention.
-        scan: FLOP/s of Mamba-2's scan in both passes, by the cost model's FLOPs and twice as many backward.
-        memory: bytes/s of kernels that memory bounds.
+        scan: FLOP/s of Mamba-2's scan over both passes; the backward pass counts twice the cost model's FLOPs.
+        memory: bytes/s that memory-bound kernels reach.
         node: rates between GPUs of a node.
         between: rates between nodes, for each GPU of the node.
-        grouped: FLOP/s of the experts' grouped products by precision and smallest size; the tokens are one expert's.
-            limits the clock and communication takes multiprocessors.
-        estimates: names of rates that no measurement or publication states.
-        source: GPU, date and versions of a measurement.
+        sustained: share of the rates of dense BF16 products and of attention that remains in a run of hours, where
+            power limits the clock and communication occupies SMs.
+        estimates: names of the rates that are estimates, neither measured nor published.
+        source: GPU, date and software versions of the measurement.
     """
 
     memory_gib: PositiveFloat
@@ -90,10 +90,11 @@ class Gpu:
     source: str = ""
 
     def product(self, grouped: bool, precision: Literal["bf16", "fp8"], *sizes: float) -> float:
-        """Return the sustained FLOP/s of a product whose smallest size is that of `sizes`.
+        """Return the sustained FLOP/s of a matrix product, which depends on the smallest of its three `sizes`.
 
-        Between two sizes of the table, the rate is interpolated over the logarithm of the size. Above the largest, it
-        is constant; below the smallest, it is proportional to the size.
+        With `grouped`, it is the experts' grouped product; otherwise, a dense one. Between two sizes in the GPU's
+        file, the rate is interpolated over the logarithm of the size. Above the largest, it is constant; below the
+        smallest, it is proportional to the size.
 
         Raises:
             ValueError: there are no rates for the precision.
@@ -125,7 +126,7 @@ def read_gpu(text: str, name: str) -> Gpu:
     try:
         content: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not YAML: {error}") from error
+        raise ValueError(f"{name}: not YAML, correct it: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: expected a mapping as in hydra_conf/rates, got {type(content).__name__}")
     return checked(Gpu, content, name)

@@ -73,7 +73,7 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if bool(self.mtp) != (self.depths > 0):
-            raise ValueError(f"{self.depths} depths of multi-token prediction with {len(self.mtp)} blocks each")
+            raise ValueError(f"pass mtp and depths together, not {len(self.mtp)} MTP blocks and {self.depths} depths")
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
         if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
             raise ValueError(

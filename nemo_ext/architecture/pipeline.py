@@ -183,10 +183,10 @@ def _ends(known: BlockCosts) -> list[float]:
 
 
 def _smallest_maximum(known: BlockCosts, stages: int) -> float:
-    """Compute the cost of the most costly stage under optimal cuts, in O(stages x blocks x log blocks).
+    """Return the lowest possible cost of the most costly stage, in O(stages x blocks x log blocks).
 
-    best[j] is this cost for the first j blocks in `stage` stages. It grows with j, while the last stage gets cheaper
-    the later it starts, so bisection finds the start at which the two are equal.
+    Dynamic programming over the stages, for every number of leading blocks. The later the last stage starts, the
+    cheaper it is and the more costly are the stages before it, so bisection finds the best start.
     """
     sums, blocks = _ends(known), len(known.blocks)
     best = list(sums)

@@ -171,7 +171,7 @@ class Selector:
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)(%?)", where):
             count, percent = int(found[2]), bool(found[3])
             if percent and count > 100:
-                raise ValueError(f"precision_plan.rules: {text!r} selects more than 100 % of the blocks")
+                raise ValueError(f"precision_plan.rules: {text!r} selects more than 100 % of the blocks: lower it")
             if found[1] == "first":
                 return cls(part=part, first=count, percent=percent)
             return cls(part=part, last=count, percent=percent)
@@ -309,7 +309,7 @@ class Plan:
         return self._uses("nvfp4")
 
     def bits(self, precision: str) -> float:
-        """Return the bits of a number of a stored weight, including the scales of blocks."""
+        """Return the bits per number of a weight stored in a precision, including block scales."""
         if precision == "nvfp4":
             return NVFP4_BITS
         return 8 * BYTES[precision] + (SCALE_BITS[self.recipe] if precision == "fp8" else 0)
@@ -350,7 +350,7 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
         if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
             raise ValueError(
                 f"precision_plan.rules: {rule.text!r} names block {beyond[0]}, but the model has blocks 0 to "
-                f"{len(kinds) - 1}"
+                f"{len(kinds) - 1}: correct the rule"
             )
         if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
             raise ValueError(
@@ -390,7 +390,7 @@ def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
 
 
 def multiple(plan: Plan, precision: str) -> tuple[str, int]:
-    """Return the scaling of a precision, and the number of which a weight's sizes must be multiples in its products."""
+    """Return the scaling used for a precision, and the divisor that its products require of a weight's sizes."""
     if precision == "nvfp4":
         return "nvfp4", NVFP4_MULTIPLE
     return (plan.recipe, RECIPES[plan.recipe]) if precision == "fp8" else (precision, 1)

@@ -109,12 +109,24 @@ class _Shape(NamedTuple):
 class _Work(NamedTuple):
     """Work of a set of blocks for a micro-batch on one GPU.
 
-    Seconds of forward kernels: `dense` of products outside routed experts, with `mlp` and `moe` the parts in blocks of
-    these kinds; `experts` of routed experts, `scores` of attention, `scan`. `backward` is the seconds of attention's
-    backward pass. `pairs` is the number of pairs of linear layers, `routers` that of MoE blocks, and `rings` that of
-    attention blocks. `routed` is the number of values per token sent to experts; `near` and `far` those that leave the
-    GPU within its node and between nodes. Context parallelism sends `keys` values per token around the ring and
-    `exchanged` values by all-to-all. The other fields are parameter counts of the blocks before a layout divides them.
+    Attributes:
+        dense: seconds of forward products outside routed experts.
+        mlp: part of `dense` in MLP blocks.
+        moe: part of `dense` in MoE blocks.
+        experts: seconds of the routed experts' forward products.
+        scores: seconds of attention's forward pass.
+        backward: seconds of attention's backward pass.
+        scan: seconds of Mamba-2's forward scan.
+        pairs: number of pairs of linear layers.
+        routed: values per token sent to experts.
+        near: values per token sent to experts on other GPUs of the node.
+        far: values per token sent to experts on other nodes.
+        routers: number of MoE blocks.
+        rings: number of attention blocks.
+        keys: values per token that context parallelism sends around the ring.
+        exchanged: values per token that context parallelism sends by all-to-all.
+        sharded, replicated, expert_weights, expert_biases: parameter counts of the blocks, before a layout divides
+            them.
     """
 
     dense: float = 0
@@ -230,9 +242,10 @@ class TimeModel:
         return StepTime(**times, bubble=bubble, data=after[0], optimizer=after[1])
 
     def _idle_micro_batches(self, pattern: Pattern, ranks: int, virtual: int, count: float) -> float:
-        """Return the idle time of the slowest pipeline rank in a step of `count` micro-batches, in micro-batches of it.
+        """Return the idle time of the slowest pipeline rank in a step of `count` micro-batches.
 
-        At most `SIMULATED` times the number of ranks are simulated; the last half gives what each further one adds.
+        The unit is the rank's time for one micro-batch. At most `SIMULATED` times the number of ranks are simulated;
+        the idle time of further micro-batches is extrapolated from the second half of those.
         """
         if ranks == 1:
             return 0.0
@@ -282,7 +295,7 @@ class TimeModel:
         return flops * (in_low + (1 - low) / self.gpu.product(bool(grouped), "bf16", *sizes))
 
     def _block(self, block: Block, layer: int, shape: _Shape, low: float) -> _Work:
-        """Return the work of a block; `layer` is the number of any equal block."""
+        """Return the work of a block; `layer` is the 1-based number of any equal block."""
         model, gpu, hidden, ways = self.architecture, self.gpu, self.architecture.hidden_size, shape.tensor
         counted = cost.block_parameters(model, layer)
         weights = {
@@ -333,7 +346,7 @@ class TimeModel:
         )
 
     def _copies(self, topk: int, shape: _Shape) -> tuple[float, float]:
-        """Return how many copies of a token leave its GPU for others of the node, and its node, on average.
+        """Return the mean number of copies of a token sent to other GPUs of its node, and to other nodes.
 
         Experts are chosen evenly. Between nodes, `flex` sends one copy to each node, which passes it on to its ranks.
         """
@@ -352,7 +365,7 @@ class TimeModel:
         return up + self._product(ffn / shape.tensor, width, shape, low, grouped=grouped)
 
     def _sum(self, shape: _Shape) -> list[_Work]:
-        """Return the work of the first n blocks, for every n."""
+        """Return cumulative work: item n is the work of the first n blocks; item 0 is empty."""
         model = self.architecture
         first: dict[tuple[Block, float], int] = {}
         works = []
@@ -463,7 +476,7 @@ class TimeModel:
         return start + among + times * local * NUMBER * max(near, far)
 
     def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
-        """Estimate the seconds of what happens once per step.
+        """Estimate the seconds per step of data-parallel communication and of the optimizer.
 
         Args:
             layout: parallel layout.
@@ -500,7 +513,7 @@ class TimeModel:
         return (self.gpu.node if self._near(ranks, stride) >= ranks else self.gpu.between).latency
 
     def _inside(self, rate: float, near: int) -> float:
-        """Return the bytes/s that a GPU sends to `near` - 1 others of its node, of the rate to all of them."""
+        """Return the bytes/s that a GPU sends to `near` - 1 others of its node, given its `rate` to all of them."""
         return rate * max(1, near - 1) / max(1, self.per_node - 1) if self.gpu.node.mesh else rate
 
     def _ring(self, ranks: int, stride: int) -> float:

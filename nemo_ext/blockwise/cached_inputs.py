@@ -11,6 +11,7 @@ class CachedInputs:
     """Inputs of the current block, and the hidden states before the output layer, for every batch.
 
     Args:
+        parent: the model.
         batches: this rank's batches of tokens, each `[batch, seq]`.
     """
 
@@ -21,7 +22,7 @@ class CachedInputs:
         self.last: list[Tensor] = []
 
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield, for each batch, its tokens `[batch, seq]`, the input of the block, and that of the output layer.
+        """Yield, for each batch, its tokens `[batch, seq]`, the input of the block, and the input of the output layer.
 
         Both inputs are `[seq, batch, hidden]`, and the block's number counts from 0. Moving to a later block runs the
         blocks in between; moving to an earlier block runs the whole model.

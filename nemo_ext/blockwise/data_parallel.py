@@ -26,7 +26,7 @@ def count() -> int:
 
 
 def share[T](items: Sequence[T]) -> Sequence[T]:
-    """Return every `count()`-th item, starting at this rank's number."""
+    """Return this rank's share of the items: every `count()`-th, starting at this rank's number."""
     return items[number() :: count()]
 
 

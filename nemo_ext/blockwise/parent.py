@@ -77,7 +77,7 @@ class Parent:
         return layer
 
     def fresh(self, number: int, block: Block) -> torch.nn.Module:
-        """Build a layer like `layer` does for the same arguments, but with newly initialised weights."""
+        """Build the layer that `layer` builds for this number and block, but with newly initialised weights."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 
@@ -130,7 +130,7 @@ class Parent:
             return self._run(tokens)
 
     def run_to(self, last: int, tokens: Tensor, first: int = 0, hidden: Tensor | None = None) -> None:
-        """Run tokens `[batch, seq]` through the blocks up to number `last`, to be `recorded`.
+        """Run tokens `[batch, seq]` through the blocks up to number `last`, so that `recorded` records their inputs.
 
         If `hidden` `[seq, batch, hidden]`, the input of block `first`, is given, the pass starts at that block.
         """

@@ -153,6 +153,7 @@ def share_out(
         fsdp: `SHARD` or `OFFLOAD`.
         fill: sets a block's weights, called with the block, its name prefix in Megatron's checkpoint and its 0-based
             number.
+        advance: called with 1 after every block.
     """
     parent.share = partial(SharedOut, host=fsdp == OFFLOAD)
     for number, block in enumerate(parse(parent.model_config.pattern).blocks):

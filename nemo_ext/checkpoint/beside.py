@@ -31,6 +31,10 @@ def is_hugging_face(path: Path) -> bool:
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
     """Find the config next to a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
 
+    Args:
+        source: path that the user named: run directory, checkpoints directory or checkpoint.
+        folder: folder of the checkpoint itself.
+
     Returns:
         The config, with sections `model` and `megatron`; None if there is none.
     """
@@ -62,6 +66,8 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
     """Write `model/NAME.yaml`, so that `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
 
     Args:
+        folder: folder of the checkpoint, in which the file is written.
+        sections: config sections `model` and `megatron`.
         name: final name of the checkpoint's folder, from which the file name is derived.
         comment: origin of the weights, written as a comment on the second line.
     """
@@ -81,7 +87,13 @@ def model_name(name: str) -> str:
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Find the folder with the tokenizer and other files of a Megatron checkpoint, or of one it was trained from.
+    """Find the folder with the tokenizer and other Hugging Face files that belong to a Megatron checkpoint.
+
+    If the checkpoint has none, the checkpoints from which its training started are searched.
+
+    Args:
+        source: path that the user named: run directory, checkpoints directory or checkpoint.
+        folder: folder of the checkpoint itself.
 
     Returns:
         The folder; None if there is none.
@@ -100,7 +112,7 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
-    """Return the checkpoint that a run started from; None if there is none, or it is in `seen`, the paths visited."""
+    """Return the checkpoint that a run started from; None if there is none or it is in `seen` (visited before)."""
     if not (run / "config.yaml").is_file():
         return None
     start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
@@ -132,14 +144,15 @@ def extra_files(source: Path) -> list[Path]:
 
 
 def kept_keys(extras: Path | None, hf_format: Format) -> dict[str, Any]:
-    """Return the keys to copy from the original config.json into the one of an export.
+    """Return the keys, with values, to copy from the original config.json into an export's config.json.
 
     Args:
         extras: folder with the original config.json, if any.
+        hf_format: format of the export.
 
     Returns:
-        All keys except those that describe RoPE, layer types, quantisation and dtype; only the token ids if the
-        original is for another class. A token id without a known value is None.
+        All keys except those that describe RoPE, layer types, quantisation and dtype. If there is no original, or it
+        is for another model class, only the token ids; unknown ones are None.
     """
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():

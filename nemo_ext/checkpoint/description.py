@@ -137,7 +137,7 @@ class Description:
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Check the 0-based Hugging Face layer numbers of blocks."""
+    """Reject Hugging Face layer numbers (0-based, one per block) that do not suit the blocks or the layer count."""
     if len(layers) != len(blocks):
         raise ValueError(
             f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
@@ -434,9 +434,10 @@ _SHOWN = 8
 
 
 def differences(checkpoint: Description, model: Description) -> dict[str, str]:
-    """Compare two models; return a mapping from short name to a line for the user that names the config key.
+    """Compare two models' descriptions, and return one line for the user per setting that differs.
 
-    The short names of rotary embedding settings, on which no weight depends, start with `rope.`.
+    Lines name the config key, and are keyed by a short name of the setting. The short names of rotary embedding
+    settings, on which no weight depends, start with `rope.`.
     """
     different: dict[str, str] = {}
 

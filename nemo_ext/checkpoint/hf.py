@@ -338,6 +338,8 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
     """Reject config keys that have no effect on the model in a checkpoint.
 
     Args:
+        config: sections `model` and `megatron`, including the keys to check.
+        section: section that contains the keys.
         keys: mapping whose keys are checked; its values are not used.
 
     Raises:
@@ -372,8 +374,8 @@ def _plan_to_hf(
     targets = list(hf_format.entries(description))
     if [entry.pieces for entry in targets] != [entry.pieces for entry in entries]:
         raise ValueError(
-            f"{hf_format.architecture} stores experts differently than the source: convert to Megatron first, then to "
-            "it"
+            f"{hf_format.architecture} stores experts differently than the source: convert the source to Megatron "
+            "first, and then the result to this architecture"
         )
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]

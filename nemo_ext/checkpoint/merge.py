@@ -276,7 +276,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def _work(plan: Plan, target: Target, name: str) -> Work:
     """Create the work item that averages the tensor `name`; checkpoints of weight 0 are not read.
 
-    If only one checkpoint has another weight, its tensor is copied.
+    If only one checkpoint has a nonzero weight, its tensor is copied.
     """
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)

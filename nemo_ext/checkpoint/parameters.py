@@ -50,7 +50,7 @@ class Row:
         pieces: Megatron's tensors, or slices of them.
         roles: roles of the Hugging Face tensors.
         shapes: shapes of the Hugging Face tensors.
-        rule: rule that converts between the two sides.
+        rule: rule that converts between Megatron's and Hugging Face's tensors.
         fp32: whether the parameter stays fp32 when a checkpoint is cast to another dtype.
     """
 
@@ -90,7 +90,8 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
 def _prediction(description: Description, stacked_experts: bool) -> Iterator[Row]:
     """Yield the rows of all depths of multi-token prediction.
 
-    A depth's input norms and projection count as parameters of its first block, its final norm as one of its last.
+    A depth's input norms and projection count as parameters of its first block, its final norm as a parameter of its
+    last block.
     """
     hidden, length = description.architecture.hidden_size, len(description.architecture.pattern.mtp)
     for place, block in enumerate(description.prediction):
@@ -148,7 +149,13 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """Yield the rows of a block's norm, which Megatron stores in its first linear layer or, if post-norm, its last."""
+    """Yield the rows of a block's norm, which Megatron stores in the block's first linear layer or, if post-norm, last.
+
+    Args:
+        number: 0-based index of the block.
+        first: key of the first linear layer in Megatron's checkpoint.
+        last: key of the last linear layer.
+    """
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

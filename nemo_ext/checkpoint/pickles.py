@@ -48,7 +48,7 @@ _MISSING = object()
 
 
 class Unsafe(CheckpointError):
-    """Raised if a pickled file names something other than data."""
+    """Raised if a pickled file refers to anything other than plain data, and could thus run code."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -68,13 +68,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: bytes, file: Path) -> Any:
-    """Unpickle checkpoint records.
+    """Unpickle checkpoint records without running any code that the pickle names.
 
     Args:
         data: bytes of the pickle.
+        file: file that contains the pickle, named in error messages.
 
     Raises:
-        Unsafe: the pickle names anything other than these records; none of its code has run.
+        Unsafe: the pickle refers to anything other than known record classes; none of its code has run.
         CheckpointError: the pickle cannot be read.
     """
     try:
@@ -194,7 +195,7 @@ def only_data() -> None:
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise CheckpointError(f"{self.path}: reading the metadata of a single rank is not supported")
+            raise CheckpointError(f"{self.path}: metadata of a single rank is not supported: read it without rank")
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

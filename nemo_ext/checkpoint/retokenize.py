@@ -110,7 +110,7 @@ class Vocabulary:
     def new_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the token ids of a config.json or generation_config.json to the new vocabulary.
 
-        Ids of tokens that the new vocabulary lacks are dropped. If none remains, the key gets the id that the new
+        Ids of tokens that are not in the new vocabulary are dropped. If none remains, the key gets the id that the new
         tokenizer has for this role, or None if it has none. `eos_token_id` always includes the new tokenizer's own.
 
         Returns:
@@ -132,9 +132,12 @@ class Vocabulary:
 
 
 def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces") -> Vocabulary:
-    """Determine the rows of another tokenizer's tokens.
+    """Determine from which old rows the row of each token of a new tokenizer is made.
 
     Args:
+        old: folder with the checkpoint's tokenizer.
+        new: folder with the new tokenizer.
+        rows: number of rows in the checkpoint's embedding.
         new_rows: initialisation of tokens missing from the old tokenizer: mean of the rows of their old pieces
             (`pieces`), mean of all rows (`mean`), or `zero`.
 

@@ -105,7 +105,7 @@ def _check_same_tensors(first: Checkpoint, other: Checkpoint) -> None:
             f"{other.path} and {first.path} do not have the same multi-token prediction ({listed(sorted(differing))}): "
             "convert the checkpoints that have it with mtp=drop"
         )
-    refuse_any(f"{other.path} does not hold the same tensors as {first.path}: ", *problems)
+    refuse_any(f"{other.path} does not hold the same tensors as {first.path}, so they cannot be averaged: ", *problems)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
     for checkpoint, config in configs:
         try:
             if config is None:
-                raise ValueError("no config is next to it")
+                raise ValueError("there is no config next to it")
             described.append((checkpoint.path, from_config(config)))
         except ValueError as reason:
             remarks.append(

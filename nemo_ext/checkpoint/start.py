@@ -107,9 +107,10 @@ def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]
 
 
 def with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the model of another, such as the one next to a checkpoint, and its prediction depths.
+    """Return a training config with its model replaced by that of `beside`, such as the config next to a checkpoint.
 
-    MTP flags are left out unless the model has such depths or `train.new_mtp` adds them.
+    Depths of multi-token prediction are kept. MTP flags are omitted unless the model has such depths or
+    `train.new_mtp` adds them.
     """
     description = from_config(beside)
     changed = with_model(config, description, str(beside["model"].get("name") or config["model"]["name"]))
@@ -119,7 +120,7 @@ def with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> d
 
 
 def with_main_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """Return a config with a model, called `name`, without its multi-token prediction and flags of it."""
+    """Return a training config with another model, called `name`, but without multi-token prediction and its flags."""
     return _without_mtp_flags(with_model(config, description.without_prediction(), name))
 
 
@@ -129,10 +130,10 @@ def _without_mtp_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_depths(config: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the number of prediction depths and the MTP flags of another, if it has such depths.
+    """Return a config with the number of prediction depths and the MTP flags of `origin`, if both have such depths.
 
-    A description, from which the config comes, has depths with the same weights only once. Whether they have the same
-    weights is taken from the other config alone; other MTP flags that the config sets, such as loss weights, are kept.
+    This is for a config made from a description, in which depths that share their weights occur only once. Whether
+    they share weights is taken from `origin` alone; other MTP flags of the config, such as loss weights, are kept.
     """
     pattern = parse(str(config["model"]["pattern"]))
     depths = parse(str(origin["model"]["pattern"])).depths

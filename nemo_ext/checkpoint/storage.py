@@ -102,6 +102,7 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
     """Check that a checkpoint has exactly a model's tensors, with the right shapes and supported types.
 
     Args:
+        expected: mapping from the names of the model's tensors to their shapes.
         ignored: names of tensors that may be present but are not read.
 
     Raises:
@@ -119,7 +120,7 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
         ("of a different shape", shapes),
         (NO_TYPE, types),
     )
-    refuse_any(f"{reader.path} does not hold the tensors of its model: ", *problems)
+    refuse_any(f"{reader.path} does not match its model (copy it again, or correct the config): ", *problems)
 
 
 def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:

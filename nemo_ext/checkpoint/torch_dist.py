@@ -74,7 +74,9 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not (folder / METADATA).is_file():
         complete = sorted(file.parent.name for file in root.glob(f"*/{METADATA}"))
-        raise CheckpointError(f"{folder} is not a complete checkpoint; available: {', '.join(complete) or 'none'}")
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: choose a complete one (available: {', '.join(complete) or 'none'})"
+        )
     return folder
 
 
@@ -227,7 +229,7 @@ class _Shard:
             records = torch._C.PyTorchFileReader(archive)
             if "byteorder" in records.get_all_records() and records.get_record("byteorder") != sys.byteorder.encode():
                 raise ValueError(
-                    "the archive has a different byte order"
+                    "the archive has a different byte order than this machine"
                 )  # torch would crash on swapping the bytes of a meta tensor
             archive.seek(0)
             stored = torch.load(archive, map_location="meta", weights_only=True)

@@ -112,7 +112,9 @@ def write_checkpoint(
         identity: everything that determines the folder's content, as JSON values.
         finish: function that adds all files except tensors to the folder.
         arguments: arguments for Megatron's loader (see `megatron_arguments`).
-        verify: read every tensor back at the end and compare checksums.
+        finite: whether NaN and infinity are rejected.
+        verify: whether every tensor is read back at the end, and its checksum compared.
+        progress: whether a progress bar is shown.
         remarks: notes for the user, stored in the folder's record.
 
     Raises:
@@ -161,9 +163,9 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _finished_parts_named(output: Output) -> Iterator[None]:
-    """Context manager that completes the error about a rejected tensor.
+    """Context manager that adds the location of the finished parts to the error about a rejected tensor.
 
-    The location of the finished parts is added to the message; if there are none, the temporary files are removed.
+    If no part is finished, the temporary files are removed instead.
     """
     try:
         yield

@@ -53,6 +53,11 @@ def healing_run(
     """Return the config of a child's training run.
 
     Args:
+        config: the compression's config.
+        description: the child's description.
+        heal: settings of the run.
+        run_dir: directory of the run.
+        tokens: number of tokens to train on.
         start: run or checkpoint whose weights the run starts from.
         distillation: changes to the config's `distillation` section; None for ordinary training.
     """

@@ -141,8 +141,8 @@ def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
     Every new token is counted at full context, so a limit on it is conservative.
 
     Raises:
-        ValueError: `new_tokens` is not positive, candidates already have the resource, or they lack one that it is
-            computed from.
+        ValueError: `new_tokens` is not positive, candidates already have the resource, or do not have one that it
+            is computed from.
     """
     return add_resource(problem, REQUEST_SECONDS, weights=_request_weights(new_tokens))
 

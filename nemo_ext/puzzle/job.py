@@ -180,7 +180,7 @@ class Job:
     def _run_stages(self, stages: Sequence[str]) -> None:
         """Run the unfinished ones among consecutive stages.
 
-        Stages that run on ranks come together, as the ranks are started once for all; others come alone.
+        The stages are either several that run on ranks, which are started once for all of them, or one other stage.
         """
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:

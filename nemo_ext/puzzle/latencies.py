@@ -107,7 +107,7 @@ def read_table(
     if missing := [name for name in names if name not in latencies]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{file} lacks the latencies of {', '.join(missing[:3])}{more}: add them, or narrow puzzle.variants"
+            f"{file} has no latencies of {', '.join(missing[:3])}{more}: add them, or narrow puzzle.variants"
         )
     return latencies
 

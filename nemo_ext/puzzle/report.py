@@ -120,7 +120,10 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
     """Add a plot of the losses above the parent's against the number of parameters, with confidence intervals.
 
-    The rows of evaluation.json (`states`) include the child's states; of the others, only baselines are shown.
+    Args:
+        report: the report.
+        states: rows of evaluation.json: the child in every state.
+        tried: the parent, candidate choices and baselines; of these, only the baselines are shown.
     """
     from matplotlib import colormaps
 

@@ -32,7 +32,7 @@ def limit(where: str, value: Any, *, at_least: bool = False) -> Limit:
     `where` is the config key of the value, for error messages.
 
     Raises:
-        ValueError: it is neither, its bounds cross, or it has an upper bound despite `at_least`.
+        ValueError: the value is neither, its bounds cross, or it has an upper bound despite `at_least`.
     """
     if value == {}:
         raise ValueError(f"{where}={{}}: expected a number, or {{lower: ..., upper: ...}}")

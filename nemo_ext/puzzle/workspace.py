@@ -235,7 +235,7 @@ class Workspace:
 
 
 def _without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stage's settings without the `train` keys at their default, which earlier versions may not have had."""
+    """Return a stage's settings without default `train` keys, which records of earlier versions may not contain."""
     if "train" not in settings:
         return dict(settings)
     defaults = {field.name: field.default for field in fields(TrainSettings)}

@@ -156,7 +156,7 @@ def _packed(data: str) -> Path | None:
 
 
 def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple[list[Ids], int]:
-    """Read distinct samples from packs in random order, as many as the settings ask for.
+    """Read distinct samples from packs in random order, as many as the settings require.
 
     Prints a note if the packs were made with another tokenizer than the one in the directory `model`.
 
@@ -190,7 +190,7 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Tokenise conversations in random order, as many as the settings ask for; repeated conversation ids are skipped.
+    """Tokenise conversations in random order, as many as the settings require; repeated conversation ids are skipped.
 
     Args:
         settings: source and amount of the data.

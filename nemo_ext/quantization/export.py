@@ -33,7 +33,7 @@ SCALES = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
 
 @contextlib.contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Redirect ModelOpt's output to stderr."""
+    """Context manager that redirects what ModelOpt prints to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -84,13 +84,13 @@ def _prediction(source: SafetensorsReader) -> dict[str, "Tensor"]:
 
 
 def _by_layer(alone: dict[str, Any], plan: Plan, listed: Sequence[Matrix]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rewrite the algorithms of single layers, in hf_quant_config.json (`alone`), with the checkpoint's module names.
+    """Rewrite the per-layer algorithms in ModelOpt's hf_quant_config.json (`alone`) with the checkpoint's module names.
 
     Returns:
         hf_quant_config.json, and the `quantization_config` for config.json, which ModelOpt derives from it.
 
     Raises:
-        CheckpointError: ModelOpt has other algorithms than the plan.
+        CheckpointError: ModelOpt used algorithms that differ from the plan's.
     """
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 

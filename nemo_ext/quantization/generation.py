@@ -59,7 +59,7 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """List the names of linear modules outside FP8, without what precedes `layers.`; experts of a block are one module.
+    """List the names of linear modules outside FP8, without the prefix before `layers.`; a block's experts are one.
 
     Modules that engines never run in FP8 are omitted: routers, convolutions, embedding and output layer.
     """

@@ -212,7 +212,7 @@ def share_scales(model: "PreTrainedModel", listed: Sequence[Matrix], names: Mapp
 
 
 def _quantizers(model: "PreTrainedModel", parameter: str) -> list[Any]:
-    """Return the quantizers of a weight: one, or one for each of stacked experts."""
+    """Return the quantizers of a weight: one, or one per expert if experts are stacked."""
     if parameter.endswith(".weight"):
         return [model.get_submodule(f"{parameter.removesuffix('weight')}weight_quantizer")]
     quantizers: Any = model.get_submodule(f"{parameter}_weight_quantizers")
@@ -230,7 +230,10 @@ def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> Non
     if on != expected:
         missing, more = sorted(expected - on), sorted(on - expected)
         problem = f"ModelOpt has no quantizer {missing[0]}" if missing else f"ModelOpt quantises {more[0]} too"
-        raise RuntimeError(f"{problem} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many)")
+        raise RuntimeError(
+            f"{problem} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many): try another ModelOpt "
+            "version"
+        )
 
 
 def enabled_quantizers(model: "PreTrainedModel") -> set[str]:

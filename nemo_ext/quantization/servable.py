@@ -80,7 +80,10 @@ def check_servable(
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Describe each matrix in `low` whose rows or columns are not multiples of `step`, even if vLLM fuses it."""
+    """Describe each matrix in `low` whose rows or columns are not multiples of `step`.
+
+    In Mamba-2's input projection, blockwise scaling requires this of the rows of each part (z, x, B, C, dt).
+    """
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape

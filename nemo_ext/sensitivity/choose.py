@@ -1,6 +1,6 @@
 """Search for the best plan within a budget, using Puzzle's integer program.
 
-With a budget of loss, the plan has the fewest BF16 bytes; with a budget of bits per weight, the least sum of losses.
+With a budget of loss, the plan has the fewest BF16 bytes; with a budget of bits per weight, the lowest sum of losses.
 
 The sensitivities of single units add up only roughly. Plans are therefore measured, and the budget given to the program
 is bisected until its plan's measured loss is as close as possible to the requested budget. Does not import torch.
@@ -45,7 +45,16 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
 
 
 def _lowest(costs: Sequence[Sequence[float]], amounts: Sequence[Sequence[float]], budget: float) -> tuple[int, ...]:
-    """Choose an option for each unit, so that the costs add up to the least, and the amounts to at most `budget`."""
+    """Choose one option per unit with the lowest sum of costs and a sum of amounts of at most `budget`.
+
+    Args:
+        costs: costs of each unit's options.
+        amounts: amounts of each unit's options.
+        budget: maximum sum of amounts.
+
+    Returns:
+        0-based index of each unit's option.
+    """
     program = Program(
         objective=[np.array(each) for each in costs],
         rows=[np.array(each)[:, None] for each in amounts],
@@ -75,6 +84,7 @@ def propose(
         budget: maximum loss of a plan, in nats per token.
         measure: function that returns the loss with several units in FP8.
         everything: loss with all units in FP8.
+        attempts: maximum number of plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:
@@ -117,7 +127,7 @@ class Option:
 
 
 def within_bits(options: Sequence[Sequence[Option]], budget: float) -> list[Option]:
-    """Choose an option for each unit so that the losses add up to the least, within a sum of bits.
+    """Choose one option per unit with the lowest sum of losses within a budget of bits.
 
     Args:
         options: the options of each unit.
@@ -128,7 +138,10 @@ def within_bits(options: Sequence[Sequence[Option]], budget: float) -> list[Opti
 
 
 def random_within_bits(options: Sequence[Sequence[Option]], budget: float, seed: int) -> list[Option]:
-    """Choose options at random that use up a sum of bits: units in random order are raised as far as it allows."""
+    """Choose one option per unit at random within a budget of bits, and return the options.
+
+    To use up the budget, units are then raised, in random order, to the largest option that still fits.
+    """
     random = np.random.default_rng(seed)
     chosen = [min(each, key=lambda option: option.bits) for each in options]
     left = budget - sum(option.bits for option in chosen)

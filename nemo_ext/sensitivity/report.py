@@ -87,7 +87,13 @@ def _write_within_bits(
     scores: Mapping[str, Sensitivity],
     result: Mapping[str, Any],
 ) -> Path:
-    """Write the report and the plan of a budget of bits; the arguments are as for `write_report`."""
+    """Write the report and the proposed plan for a budget of bits, and return the report's path.
+
+    Args:
+        workspace, chosen, config, architecture: as for `write_report`.
+        scores: scores of single units, keyed by name.
+        result: content of the workspace's `result`.
+    """
     plan = Plan.from_config(config["precision_plan"])
     every, (tried,) = units(plan, architecture, chosen.per), result["tried"]
     choice = {unit: tried["precisions"][unit.selector] for unit in every}

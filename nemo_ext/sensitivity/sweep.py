@@ -1,7 +1,7 @@
 """Measurements of a sweep on one rank. Every rank holds the whole model; ranks split the data, and rank 0 writes files.
 
-FP8 and NVFP4 are `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to
-rounding.
+FP8 and NVFP4 are computed by `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same
+numbers up to rounding.
 """
 
 import json

@@ -81,8 +81,8 @@ def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
 def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
     """Return the plan with additional rules for weights that it puts in FP8.
 
-    They are inserted after its leading rules that select neither FP8 nor NVFP4, so that `2 bf16` leaves a router in
-    FP32.
+    They are inserted after its leading rules for FP32 and BF16, which thus take precedence: a router that such a rule
+    puts in FP32 stays there despite a new rule `2 bf16`.
     """
     leading = tuple(takewhile(lambda rule: rule.precision not in LOW, plan.rules))
     return replace(plan, rules=(*leading, *rules, *plan.rules[len(leading) :]))

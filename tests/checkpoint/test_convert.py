@@ -565,7 +565,7 @@ BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
     "metadata cut": (lambda made: shorten(made / "release" / METADATA, 200), "release/.metadata cannot be read"),
     "metadata missing": (
         lambda made: (made / "release" / METADATA).unlink(),
-        "is not a complete checkpoint; available",
+        "is not a complete checkpoint: choose a complete one",
     ),
     "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp is truncated at"),
     "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp is missing"),

@@ -318,7 +318,7 @@ def test_tensors_that_differ_are_named(
 ) -> None:
     change(three[2], name, tensor)
 
-    with pytest.raises(ValueError, match=f"/c does not hold the same tensors as .*/a: .*{said}"):
+    with pytest.raises(ValueError, match=f"/c does not hold the same tensors as .*/a, so they cannot.*: .*{said}"):
         plan(three, tmp_path / "soup", Settings())
 
 
@@ -464,7 +464,7 @@ def test_one_config_is_enough(number: int, three: list[Path], tmp_path: Path) ->
 
     assert planned.remarks == [
         f"{sources[number] / 'release'}: only names, shapes and types are compared, as its config cannot be used ("
-        "no config is next to it)"
+        "there is no config next to it)"
     ]
     assert loader_arguments(soup)["hybrid_layer_pattern"] == "*-*-"
     assert [file.stem for file in (soup / "model").iterdir()] == ["soup"]

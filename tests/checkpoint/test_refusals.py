@@ -173,7 +173,7 @@ def test_a_block_of_our_own_format_has_no_other_settings() -> None:
     block = {"kind": "mlp", "intermediate_size": 24, "multiplier": 2.0}
     config = {"architectures": ["NemoExtBlocksForCausalLM"], "vocab_size": 40, "hidden_size": 16, "blocks": [block]}
 
-    with pytest.raises(ValueError, match=r"block 1 \(mlp\) has unknown keys: multiplier"):
+    with pytest.raises(ValueError, match=r"block 1 \(mlp\): remove the unknown keys multiplier"):
         read(config)
 
 

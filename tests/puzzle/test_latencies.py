@@ -65,7 +65,7 @@ def test_a_filled_in_template_can_be_read(tmp_path: Path) -> None:
             lambda table: table.update(batch=8),
             "a scenario that differs from puzzle.serving (batch: 8 -> 4); make them agree",
         ),
-        (lambda table: table["latencies"].pop(), "lacks the latencies of outside: add them, or narrow puzzle.variants"),
+        (lambda table: table["latencies"].pop(), "has no latencies of outside: add them, or narrow puzzle.variants"),
         (lambda table: table["latencies"].append(table["latencies"][1]), " twice: remove one entry"),
         (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a valid block ("),
         (lambda table: table["latencies"][0].update(prefill_seconds=-1.0), "prefill_seconds=-1.0: "),

@@ -104,7 +104,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "convert it to Megatron with `nemo-ext convert`" in about(key, *train, f"{key}={hf}")[0]
     assert not about(key, *train, f"{key}={whole}")
     (whole / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "is not a complete checkpoint; available: release" in about(key, *train, f"{key}={whole}")[0]
+    assert "choose a complete one (available: release)" in about(key, *train, f"{key}={whole}")[0]
     convert = ("job=convert", f"to={tmp_path}/to", "cluster=testbed")
     assert about("from", *convert, f"from={empty}")
     assert "no weights" in about("from", *convert, f"from={hf}")[0]

@@ -62,7 +62,8 @@ def dense_description(
 ) -> Description:
     """Build a description from the keys shared by all dense families.
 
-    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes.
+    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes. `settings` are further fields
+    of `Architecture`, and `own` of `Description`.
     """
     if blocks is None:
         layer = [*equal_attention(keys), Block.from_values("-", ffn=keys.integer("intermediate_size"))]
@@ -190,7 +191,8 @@ def _write_llama(description: Description) -> dict[str, Any]:
 def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any) -> Description:
     """Build a description from a config.json with Llama's keys.
 
-    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes.
+    Without `blocks`, the model has alternating attention and MLP blocks of equal sizes. `own` are further fields of
+    `Description`.
     """
     keys.only("hidden_act", "silu")
     return dense_description(

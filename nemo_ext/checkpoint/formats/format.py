@@ -47,7 +47,8 @@ class Format:
         code: files in `nemo_ext.checkpoint.remote_code` that are copied into a checkpoint.
         remarks: function from a description to notes for users of the export.
         known: config.json keys that have no effect in Megatron, or only affect blocks that a model may not have.
-        prefixes: beginnings of names outside `prediction` that the class loads alike; it writes the one in `layer`.
+        prefixes: alternative prefixes of tensor names outside `prediction` that the class can load; it writes the one
+            in `layer`.
     """
 
     architecture: str
@@ -68,7 +69,7 @@ class Format:
     prefixes: tuple[str, ...] = ()
 
     def as_named(self, names: Iterable[str]) -> "Format":
-        """Return the format with the prefix of a checkpoint's tensors, if the class loads several."""
+        """Return the format with the prefix that a checkpoint's tensor `names` have, if the class loads several."""
         found = {prefix for prefix in self.prefixes if any(name.startswith(prefix) for name in names)}
         own = next((prefix for prefix in self.prefixes if self.layer.startswith(prefix)), "")
         if len(found) != 1 or own in found:
@@ -123,12 +124,12 @@ class Format:
 
 
 def one_layer_a_block(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Each block's layer number, and the number of layers, if every layer is one block."""
+    """Return each block's layer number and the number of layers, for formats in which every layer is one block."""
     return list(range(len(blocks))), len(blocks)
 
 
 def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Each block's layer number, and the number of layers, if attention and an MLP right after it share a layer."""
+    """Return each block's layer number and the number of layers; attention and an MLP right after it share a layer."""
     layers: list[int] = []
     for number, block in enumerate(blocks):
         joins = block.kind == "-" and number > 0 and blocks[number - 1].kind == "*"
@@ -217,9 +218,13 @@ def described(
     """Build a description from the keys shared by all config.json files.
 
     Args:
+        keys: the config.json.
+        blocks: the model's blocks.
+        settings: further fields of `Architecture`.
         vocabulary: default of `vocab_size`; if None, the key is required.
         hidden: default of `hidden_size`; if None, the key is required.
         prediction: blocks of a depth of multi-token prediction, and the number of depths.
+        own: further fields of `Description`.
     """
     size = keys.integer("vocab_size", vocabulary)
     architecture = Architecture(

@@ -125,6 +125,8 @@ def write_hybrid(
     """Return the config.json of a hybrid model.
 
     Args:
+        model_type: `model_type` of config.json.
+        name: class name in `architectures`.
         by_block: keys that are omitted because each block has its own value; the others hold for all blocks.
 
     Raises:
@@ -279,7 +281,7 @@ def read_depths(keys: Keys, blocks: int) -> int:
     """
     depths = keys.integer(_DEPTHS)
     if depths * blocks > MAX_BLOCKS:
-        raise ValueError(f"config.json: {_DEPTHS}={depths} makes more than {MAX_BLOCKS} blocks, which is not supported")
+        raise ValueError(f"config.json: {_DEPTHS}={depths} makes more than {MAX_BLOCKS} blocks: correct it")
     return depths
 
 

@@ -1,8 +1,8 @@
 """Puzzle children of hybrid models: `NemotronHPuzzleForCausalLM`, the format of Nemotron 3 Puzzle 75B.
 
-config.json is that of `NemotronHForCausalLM` with an entry of `block_configs` per block, whose keys replace those of
-the top level. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and the
-configuration file next to the weights; transformers loads it with the modelling file.
+config.json has the keys of `NemotronHForCausalLM`, and `block_configs` with one entry per block, whose keys override
+the top-level ones. vLLM serves the format with its own NemotronH class (vllm/model_executor/models/nemotron_h.py) and
+the configuration file next to the weights; transformers loads it with the modelling file.
 """
 
 from dataclasses import replace
@@ -85,14 +85,16 @@ def _read(keys: Keys) -> Description:
 
 
 def _read_blocks(keys: Keys, name: str, letters: str, types: str) -> tuple[tuple[Block, ...], dict[str, Router]]:
-    """Read a list of blocks, and check the keys that repeat their kinds.
+    """Read a list of blocks from config.json, and check the optional keys that repeat the kinds of its blocks.
 
     Args:
-        letters: key with one letter per block, if it is set.
-        types: key with the list of block types, if it is set.
+        name: key of the list, such as `block_configs`.
+        letters: optional key with one letter per block.
+        types: optional key with the list of block types.
 
     Returns:
-        The blocks with all their sizes, and the expert routing of MoE blocks by their place in config.json.
+        The blocks with all their sizes, and the expert routing of each MoE block, keyed by its path in config.json,
+        such as `block_configs[3]`.
     """
     entries = keys.get(name)
     if not isinstance(entries, list) or not entries:

@@ -138,7 +138,7 @@ def _read_block(number: int, values: dict[str, Any]) -> Block:
         )
     unknown = sorted(values.keys() - {"kind", "linear", BIAS, *SIZES[kind]})
     if unknown:
-        raise ValueError(f"config.json: block {number} ({KINDS[kind]}) has unknown keys: {', '.join(unknown)}")
+        raise ValueError(f"config.json: block {number} ({KINDS[kind]}): remove the unknown keys {', '.join(unknown)}")
     if values.get("linear"):
         return Block.from_values(kind, linear=True)
     flags = {BIAS: True} if values.get("bias") else {}

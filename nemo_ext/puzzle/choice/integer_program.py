@@ -165,7 +165,7 @@ class _Reduced:
         """Solve the program with HiGHS, and return the best choice found and the bound.
 
         Args:
-            deadline: time at which it stops anyway, by `time.monotonic`.
+            deadline: latest time at which the search stops, by `time.monotonic`.
 
         Raises:
             RuntimeError: HiGHS failed for numerical reasons.

@@ -140,6 +140,11 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
     """Return the maximum number of seconds that a batch may take at a minimum throughput.
 
+    Args:
+        tokens_per_second: throughput of the whole batch.
+        batch: number of sequences.
+        tokens: number of tokens generated per sequence.
+
     Raises:
         ValueError: an argument is not positive.
     """

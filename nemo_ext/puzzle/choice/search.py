@@ -118,9 +118,10 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
 
 
 def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -> Solution | None:
-    """Solve an integer program, and return its solution as one of the problem; None if the program is infeasible.
+    """Solve an integer program, and return the problem's solution; None if the program is infeasible.
 
     Args:
+        problem: the problem, which names the candidates and gives their scores and costs.
         program: the problem's program (`to_program`), possibly with further rows that exclude some choices.
         gap: relative optimality gap of the score.
         time_limit: time limit in seconds.

@@ -67,8 +67,8 @@ def sweep(
 def _monotone(points: list[Point]) -> list[Point]:
     """Make scores non-increasing: give a point the solution of the previous, tighter limit if that has a lower score.
 
-    This happens because a solution may be worse than the best one by up to the gap. `points` are in ascending order of
-    their limits.
+    A looser limit may have a higher score, as a solution may be worse than the best one by up to the gap. `points` are
+    in ascending order of their limits.
     """
     better: list[Point] = []
     for point in points:
@@ -117,7 +117,7 @@ def plot(
         points: Points from `sweep`.
         resource: Resource on the horizontal axis.
         parent: The parent's choice, one index per block, to be marked; None to mark none.
-        child: The child's choice, likewise.
+        child: The child's choice, in the same form.
 
     Raises:
         ValueError: No point has a solution.

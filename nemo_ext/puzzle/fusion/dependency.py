@@ -160,7 +160,7 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """Return 1 - cosine of two tensors' vectors along the last dimension, which the result lacks.
+    """Return the cosine distance (1 - cosine) of two tensors along their last dimension, which is reduced.
 
     It is computed as half the squared distance between unit vectors, to avoid cancellation. The distance between two
     zero vectors is 0, and between a zero and a nonzero vector 0.5.

@@ -99,6 +99,9 @@ def plan(
         dependency: dependency measured on calibration data; without it, groups are in model order.
         largest_dependency: maximum mean dependency over a group's pairs; groups above it are neither fused nor divided
             further (`max_blocks` does that). It requires `dependency`.
+        max_width: maximum FFN width of a fused block.
+        max_blocks: maximum number of blocks in a group.
+        max_groups: maximum number of groups.
         keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
         max_bytes: maximum bytes of a fused block's weights and norm, summed over tensor-parallel ranks.
         precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.
@@ -107,7 +110,7 @@ def plan(
         Disjoint groups; empty if the limits exclude all.
 
     Raises:
-        ValueError: the dependency belongs to another model or lacks pairs of a group.
+        ValueError: the dependency belongs to another model, or a pair of a group was not measured.
     """
     if max_bytes is not None:
         width = width_of_bytes(description, max_bytes, precision)
@@ -156,7 +159,7 @@ def _cut(
 ) -> list[Group]:
     """Divide a run of FFN blocks into groups, so that the fewest blocks remain, with lengths as equal as possible.
 
-    Blocks that fit in no group are left out.
+    Blocks that fit in no group are omitted.
 
     Args:
         numbers: 0-based numbers of the run's blocks, in order.
@@ -243,7 +246,7 @@ def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Return work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`."""
+    """Return work items that write the checkpoint of the fused model, given a reader of the original checkpoint."""
     target = fused(description, groups)
     starts = _by_first(description, groups)
     inside = {number for group in groups for number in group.blocks}

@@ -40,7 +40,7 @@ class BlockInputs:
         return int(data_parallel.summed(torch.tensor(int(complete)))) == data_parallel.count()
 
     def read(self, number: int, steps: Iterable[int]) -> Iterator[Tensor]:
-        """Yield this rank's inputs of a block for each of the steps, in host memory; the next one is read meanwhile."""
+        """Yield this rank's inputs of a block for each of the steps, in host memory, reading one step ahead."""
 
         def read(step: int) -> Tensor:
             hidden = load_file(self._file(number, step))["hidden"]

@@ -163,7 +163,10 @@ class _InTraining:
         self._spread()
 
     def _set_gradients(self, error: Tensor, *, again: bool) -> Tensor:
-        """Set the gradients of the masters and return their norm over all ranks; `again` allows a further call."""
+        """Set the gradients of this rank's master weights, and return their norm over all ranks. Collective.
+
+        Gradients of `error` are averaged over ranks. `again` keeps the graph, so that this can be called again.
+        """
         weights = [weight for bucket in self.buckets for weight in bucket]
         gradients = [
             *torch.autograd.grad(
@@ -229,6 +232,8 @@ def train_group(
 
     Args:
         parent, library, trained, batches, training, advance, inputs: as in `distill`.
+        group: the variants.
+        file: main file of the group's checkpoint, from which an interrupted group is resumed.
         after: 0-based number of the block whose inputs the next group needs; None for the last group.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]

@@ -55,7 +55,7 @@ class Library:
     def _weights_of(self, block: Block | None) -> tuple[str, dict[str, int]] | None:
         """Return a block's kind and the values on which its weights in the library depend.
 
-        Values of none are left out, as notes of earlier versions lack values unknown to them.
+        Values that are none are omitted, as files of earlier versions do not mention values introduced later.
         """
         if block is None:
             return None
@@ -189,9 +189,9 @@ def importance(parent: Parent, description: Description, calibration: Sequence[T
 
 
 def _measured_modules(parent: Parent, description: Description) -> Iterator[tuple[int, str, Any, Any]]:
-    """Yield what to measure: the block's number, the field of `Importance`, the module, and a function of its pass.
+    """Yield what to measure: the block's number, the field of `Importance`, the module, and a function.
 
-    The function returns a sum over tokens from the module's arguments and output.
+    The function computes the importance, summed over tokens, from the module's arguments and output in a forward pass.
     """
 
     def squares(args: Any, output: Any) -> Tensor:

@@ -54,7 +54,8 @@ def score_blocks(
     stale = next((score for score in known.values() if score.tokens != total), None)
     if stale is not None:
         raise ValueError(
-            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove it to score again"
+            f"{file} has scores on {stale.tokens} tokens, but the calibration set has {total}: remove the file "
+            "to score again"
         )
     cache = CachedInputs(parent, calibration)
     for block_variants in by_block:
@@ -126,7 +127,7 @@ def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool 
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors `[batch, seq, ...]` into chunks of rows; the first holds logits, which decide the chunk size."""
+    """Split tensors `[batch, seq, ...]` into chunks of rows, whose size depends on the first tensor, the logits."""
     size = tensors[0].shape[-1]
     rows = max(1, (CACHED if tensors[0].device.type == "cpu" else ON_GPU) // size)
     for each in zip(*tensors, strict=True):  # by sample, so that no memory layout needs a copy

@@ -86,7 +86,7 @@ def run(config_path: str, names: Sequence[str]) -> None:
 class Stages:
     """One child's stages, each a method of the same name as the stage.
 
-    Models are opened without multi-token prediction, which the blocks are searched and measured without.
+    Models are opened without multi-token prediction, as blocks are searched and measured without it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class Stages:
             )
 
     def score(self) -> None:
-        """Score every variant by replacing its block with it."""
+        """Score every variant by the loss of the parent with the variant in place of its block."""
         scores, whole = self.workspace.scores, self.workspace.shard is None
         order = [(variant.number + 1, variant.name) for each in self.variants for variant in each]
         by_block = self._of_shard(self.variants)
@@ -232,7 +232,7 @@ class Stages:
             data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
-        """Write every variant's costs."""
+        """Write every variant's costs to a CSV file, with measured or given latencies if configured."""
         serving, architecture = self.chosen.serving, self.description.architecture
         costs = Costs(
             outside_costs(architecture, serving),
@@ -302,7 +302,7 @@ class Stages:
         }
 
     def _named(self, names: Sequence[str]) -> list[Variant]:
-        """Return the variant with the given name for each block."""
+        """Return the named variant of each block; `names` has one name per block, in order."""
         return [next(v for v in each if v.name == name) for each, name in zip(self.variants, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
@@ -323,7 +323,11 @@ class Stages:
         return sum((self._costs[block][resource] for block in blocks), outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Evaluate baselines with the child's limit on one resource, and a search limited by that resource alone."""
+        """Evaluate baselines with the child's limit on one resource, and a search limited by that resource alone.
+
+        Returns:
+            True if baselines.json was written; False if baselines are disabled.
+        """
         if not self.chosen.baselines:
             return False
         choices = json.loads((self.workspace.folder / "choices.json").read_text())
@@ -510,7 +514,7 @@ def _compared(
     Args:
         row: results of the evaluated model, with `losses` per sequence.
         parent: the parent's results; the difference is added as `from_parent`.
-        chosen: the chosen child's results, likewise for `from_child`; None to leave it out.
+        chosen: the chosen child's results, likewise for `from_child`; None to omit it.
     """
     sides = {"from_parent": parent, "from_child": chosen}
     return row | {
