@@ -91,6 +91,7 @@ class Barrier(Stage):
         Args:
             units: features of every unit, in order.
             mark: function that sets verdicts; see `Mark`.
+            memory: memory to use, in bytes.
         """
         raise NotImplementedError
 

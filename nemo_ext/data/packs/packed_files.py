@@ -297,7 +297,7 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
     """Check that all packs of a run were made with the same tokenizer.
 
     Raises:
-        ValueError: they were made with different ones.
+        ValueError: packs were made with different tokenizers.
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
@@ -380,7 +380,7 @@ def _gather(
 ) -> tuple[npt.NDArray[Any], Mask]:
     """Read samples, opening each file once and reading it forwards; return their tokens and loss mask, concatenated.
 
-    Samples are counted over all files; of each, the first tokens are read, as many as `lengths` says.
+    Samples are numbered over all files; `lengths` is the number of tokens to read from the start of each.
     """
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())

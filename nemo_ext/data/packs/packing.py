@@ -131,7 +131,7 @@ def pack(
         Packs that contain every sample once.
 
     Raises:
-        ValueError: a length is below 1 or above the capacity, or the capacity is no multiple of `align`.
+        ValueError: a length is below 1 or above the capacity, or the capacity is not a multiple of `align`.
     """
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")

@@ -1,4 +1,4 @@
-"""Files of tokenised samples, which are the input of packing; each process can write separate ones.
+"""Files of tokenised samples, which are the input of packing; several processes can each write their own.
 
 BASE.tokens          token ids of all samples, concatenated, in `ids_type` of the vocabulary
 BASE.loss            loss mask: one byte per token, 1 for tokens to train on

@@ -127,7 +127,7 @@ def counts_path(output: Path) -> Path:
 
 
 def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Yield the content of each line of a part, built from the file `records`, and its row; update `counts`."""
+    """Yield (content, row) for each line of a part, built from the file `records`; update `counts`."""
     source = work.source
     for same in gathered(records):
         if source.kind == "genrm":
@@ -154,7 +154,7 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
 
 
 def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Iterator[Group]:
-    """Yield the groups of `same`, records with one id: one for each set of declared tools, or one per existing pair."""
+    """Group the records with one id, `same`: one group for each set of declared tools, or for each existing pair."""
     groups: list[Group] = []
     for placed in same:
         try:

@@ -6,7 +6,7 @@ A record has a prompt and either a list of generations or one answer:
     {id?, messages | prompt, tools?, response | text | message, model?, score?, correct?, label?}
     {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      existing pairs
 
-Records with the same id form one group, of which only one record needs the prompt. Without an id, the prompt is the id.
+Records with the same id form one group; only one of them needs the prompt. Without an id, the prompt is the id.
 The answers in a run's rollouts.jsonl have no prompts; the tasks of `nemo-ext rl_tasks` have them under the same ids.
 Answers with `truncated: true` are skipped.
 """
@@ -93,7 +93,7 @@ def to_group(
     """Convert one record to a group, with an empty prompt if it has none.
 
     Args:
-        side: side of every generation in the record.
+        side: side in delta learning (strong or weak) of every generation in the record; "" for none.
         pairs: True if the record has `chosen` and `rejected`, which become two generations with these labels.
         report: report in which generations with an unfinished trace are skipped; None to raise an error instead.
 

@@ -207,7 +207,7 @@ def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
     if rows is not None and ids > rows:
         raise ValueError(
             f"the tokenizer has {ids} ids, but the model has {rows} (model.vocab_size, or megatron.padded_vocab_size "
-            "if that is not set): use the model's tokenizer, or raise the number"
+            "if that is not set): use the model's tokenizer, or raise that setting"
         )
 
 

@@ -1,7 +1,8 @@
 """Sources that read the user's files, and the package's reader of rows.
 
 `jsonl` and `parquet` files hold many records each. With `text` and `tree` (a directory of source files), each file is
-a document. The first two also read rows that are not documents, such as conversations, pairs and tasks.
+a document. `jsonl` and `parquet` sources also read rows that are not documents, such as conversations,
+pairs and tasks.
 """
 
 import fnmatch

@@ -1,4 +1,4 @@
-"""Deduplication: exact by URL, text, paragraph and long passage, and approximate by MinHash.
+"""Deduplication: exact by URL, text, paragraph or long run of words, and approximate by MinHash.
 
 64-bit hashes of every document are recorded on disk. Sorting them finds repeated ones, in as many parts of the hash
 range as memory requires; the first document in input order is kept. Dolma uses a Bloom filter for paragraphs

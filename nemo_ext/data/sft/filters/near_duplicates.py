@@ -99,8 +99,8 @@ class NearDuplicates:
         """Return the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
 
         Samples are visited in order, and one is dropped if a kept sample shares a band value with it and is similar
-        enough. Only the first 64 kept samples per band value are compared, which bounds the work if very many share one
-        by chance.
+        enough. Only the first 64 kept samples per band value are compared, which bounds the work if very many samples
+        share a value by chance.
         """
         # One in 256 slots with different hashes has an equal low byte by chance.
         least = self.threshold + (1 - self.threshold) / 256
