@@ -81,7 +81,7 @@ class Plan:
         curate: the `curate` section.
         stages: stages in order, keyed by name.
         streams: sources, keyed by stream name.
-        skipped: mapping from each optional stage that does not run to the settings of which it needs one.
+        skipped: optional stages that do not run, each mapped to the settings that it needs (any one of them).
     """
 
     settings: Settings

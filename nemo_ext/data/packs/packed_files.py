@@ -2,7 +2,7 @@
 
     PREFIX.bin, PREFIX.idx              token ids
     PREFIX_loss.bin, PREFIX_loss.idx    loss mask: uint8, 1 for tokens to train on
-    PREFIX.json                         manifest with settings and counts, written last: the other files are complete
+    PREFIX.json                         manifest with settings and counts, written last, after all other files
 
 While they are written, the files are in a folder `.NAME.packing` next to PREFIX, locked by one process.
 The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples, and then their

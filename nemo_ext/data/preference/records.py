@@ -162,7 +162,7 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """Read an answer: a string, a message, or messages of which the first and last are the assistant's.
+    """Read an answer: a string, a message, or messages that begin and end with the assistant's.
 
     `where` is the path of the value in its record, for error messages.
 
@@ -250,7 +250,8 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
             common += 1
         if common == 0:
             raise FormatError(
-                f"the pair has no prompt, and {keys.chosen} and {keys.rejected} do not start with the same messages"
+                f"the pair has no prompt, and {keys.chosen} and {keys.rejected} do not start with the same "
+                "messages: add a prompt"
             )
     prompt = sample.messages if sample is not None and not common else chosen[:common]
     generations = []

@@ -342,7 +342,7 @@ def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List (path below `root`, path) of the files for which `takes`, given the path below `root`, is True; sorted.
+    """List the files whose path below `root` satisfies `takes`, as sorted pairs (path below `root`, path).
 
     Directories that match a glob in `skip_directories` are not entered.
     """

@@ -50,7 +50,7 @@ class _Repeats(Barrier):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameUrl(_Repeats):
-    """Drops documents whose URL equals an earlier one's; documents without a URL are kept."""
+    """Drops documents whose URL equals an earlier document's; documents without a URL are kept."""
 
     kind: ClassVar[str] = "same_url"
 
@@ -64,7 +64,7 @@ class SameUrl(_Repeats):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameText(_Repeats):
-    """Drops documents whose text equals an earlier one's.
+    """Drops documents whose text equals an earlier document's.
 
     Attributes:
         exactly: True to compare bytes, False to compare lower-case words without punctuation.

@@ -140,7 +140,7 @@ def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Group samples that share a band value; return (starts, groups).
 
-    Sample i is in the groups numbered `groups[starts[i] : starts[i + 1]]`, of which there may be none.
+    Sample i is in the groups numbered `groups[starts[i] : starts[i + 1]]`, possibly none.
     """
     members, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     first = 0
