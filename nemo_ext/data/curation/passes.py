@@ -122,11 +122,11 @@ class Work:
         return Units(self.plan.settings.own / str(self.number))
 
     def counts(self, unit: int) -> Counts:
-        """Return the counts of a finished unit."""
+        """Return the counts of a finished unit of the input."""
         return checked(Counts, json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
-        """Return the features that the barrier recorded for a finished unit."""
+        """Return the features that the barrier recorded for a finished unit of the input."""
         path = self.units.file(unit, VALUES)
         try:
             ends = np.load(self.units.file(unit, ENDS), mmap_mode="r")
@@ -216,7 +216,7 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
 
 
 def run_unit(work: Work, unit: Unit) -> None:
-    """Run a pass over one unit: write the documents it keeps, the barrier's features, and last the counts.
+    """Run a pass over one unit of the input: write the documents it keeps, the barrier's features, and last the counts.
 
     Raises:
         ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.
@@ -234,7 +234,7 @@ def run_unit(work: Work, unit: Unit) -> None:
 
 
 class Flow:
-    """Documents of a unit on their way through a pass, which are counted at each step.
+    """Documents of one unit of the input on their way through a pass, counted at each step.
 
     Each step is a generator; dropped documents are written according to `curate.keep_dropped`.
 

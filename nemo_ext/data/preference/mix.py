@@ -33,6 +33,7 @@ def mixed(
         sources: lines of each source.
         limits: limit of each source; None for no limit.
         limit: limit of all sources together; None for no limit.
+        reports: report of each source.
     """
     selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()

@@ -89,7 +89,7 @@ def spread(
 
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
-    """Yield the records of each id in a part, in the order of the ids' digests; the records of an id are sorted."""
+    """Yield the records of each id in a part's file, by the order of the ids' digests; records of one id are sorted."""
     if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
         for piece in pieces:
             yield from gathered(piece)
@@ -102,7 +102,7 @@ def gathered(path: Path) -> Iterator[list[Placed]]:
 
 
 def _divided(path: Path) -> list[Path]:
-    """Divide a part into smaller parts, in the order of the digests; return an empty list if it has only one id."""
+    """Divide a part's file into smaller ones, in the order of the digests; return [] if it has only one id."""
     with open(path, encoding="ascii") as file:
         keys = [int(line[:16], 16) for line in file]
     low, high = min(keys), max(keys)
