@@ -173,7 +173,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _planned(config: Mapping[str, Any]) -> Plan:
-    """Make the plan of the runs.
+    """Plan the runs that a composed config describes.
 
     Raises:
         ValueError: see `check`.

@@ -128,7 +128,7 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if, by their manifest, a stream's files were made with a tokenizer other than `tokenizer`.
+    """Raise ValueError if the manifest of a stream's files names a tokenizer other than `tokenizer`.
 
     Files made by other tools have no manifest and are accepted.
     """

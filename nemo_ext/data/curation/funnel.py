@@ -19,7 +19,7 @@ class Amount:
     tokens: int = 0
 
     def add(self, other: "Amount") -> None:
-        """Add another amount."""
+        """Add another amount to this one."""
         self.documents += other.documents
         self.bytes += other.bytes
         self.tokens += other.tokens

@@ -98,7 +98,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """Return a one-line summary for the user."""
+        """Return a one-line summary of the packs for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"

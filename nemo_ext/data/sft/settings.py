@@ -82,7 +82,7 @@ class SftSettings:
 
     @cached_property
     def screen(self) -> Screen:
-        """Filters of single samples."""
+        """Filters of single samples, built from the settings in `filters`."""
         return load_filters(self.filters)
 
     def thinking_share(self, task: str) -> float | None:

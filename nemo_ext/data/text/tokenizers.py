@@ -122,7 +122,7 @@ def load_tokenizer(config: object, where: str = "data.tokenizer") -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
 
     Args:
-        where: key that holds it, for messages.
+        where: config key of the tokenizer, for messages.
 
     Raises:
         ValueError: A kind or key is unknown, a value has the wrong type, or a file cannot be used.

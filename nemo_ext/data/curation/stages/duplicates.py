@@ -233,7 +233,7 @@ class NearDuplicates(Barrier):
     ) -> npt.NDArray[np.float64]:
         """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots.
 
-        Documents are counted over all units; `firsts` are the numbers of the first document of each unit.
+        Documents are numbered over all units; `firsts` are the numbers of the first document of each unit.
         """
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))
