@@ -81,7 +81,7 @@ BYTE_TOKENIZER = Job(
 
 
 def _passes(config: Config) -> int:
-    """Return the number of curation passes; each pass requires all units of the previous one."""
+    """Return the number of curation passes; each pass needs the whole output of the previous one."""
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 

@@ -334,7 +334,7 @@ Drawn = Mapping[Reading, Mapping[str, int]]
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
-    """Return an upper bound on the sequences read before each phase, keyed by phase, reading and prefix of the stream.
+    """Return an upper bound on the sequences read before each phase, keyed by phase, `Reading` and stream prefix.
 
     Args:
         shares: for each phase, its streams' shares keyed by prefix.
@@ -356,7 +356,7 @@ def _readings(phase: Phase, mixed: Mapping[str, Any] | None) -> dict[Reading, in
 
 
 def most_drawn(share: float, count: int) -> int:
-    """Return an upper bound, at most a few too high, on a stream's sequences among a blend's first `count`.
+    """Return an upper bound, at most a few too high, on the sequences that a stream gets among a blend's first `count`.
 
     Megatron's blend takes the next sequence from the stream that lags most behind its share
     (megatron/core/datasets/helpers.cpp, build_blending_indices), so no stream gets more than one sequence ahead.
@@ -399,7 +399,7 @@ def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs
             if before.get(prefix)
         ]
         if resumed:
-            lines.append(f"{phase.name} resumes {some_of(resumed)}")
+            lines.append(f"phase {phase.name} resumes {some_of(resumed)}")
         for prefix, share in shares[phase.name].items():
             if (index := Path(f"{prefix}.idx")).is_file():
                 tokens = share * phase.steps * phase.tokens_per_step
@@ -411,6 +411,7 @@ def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs
     ]
     if often:
         lines.append(
-            f"data: some streams are read more than max_epochs={max_epochs:g} times over all phases: {some_of(often)}"
+            f"data: some streams are read more than max_epochs={max_epochs:g} times over all phases: {some_of(often)}; "
+            "add text or lower their shares"
         )
     return lines

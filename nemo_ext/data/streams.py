@@ -33,9 +33,9 @@ ValidationShare = Annotated[float, Field(ge=0, lt=1)]
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextSettings:
-    """Keys of `nemo-ext tokenize` except `data`, described in hydra_conf/tokenize.yaml and text.yaml.
+    """Settings of `nemo-ext tokenize` other than `data`: the user's files, and settings that override a blend's.
 
-    They are the user's files, and settings that take precedence over a blend's.
+    hydra_conf/tokenize.yaml and text.yaml describe them.
     """
 
     input: Annotated[Places, Field(min_length=1)] | None

@@ -1,4 +1,4 @@
-"""Turn a training config's data into Megatron's arguments: a blend or packs, optionally as rows of mixed lengths."""
+"""Conversion of a training config's data (a blend, rows of mixed lengths, or packs) to Megatron's arguments."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,7 +9,7 @@ from nemo_ext.job.settings import strings
 
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the number of nodes, which is 1, and of GPUs: as many as a run's training or its evaluation needs."""
+    """Return the numbers of nodes (always 1) and GPUs that a run needs: the larger of training and evaluation."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 

@@ -103,7 +103,7 @@ class Plan:
     def made_of(self) -> dict[str, Any]:
         """Settings that determine the runs, and thus must not change when a job is resumed.
 
-        The number of runs, the benchmarks and the limits are not among them.
+        The number of runs, the benchmarks and the limits may change.
         """
         streams = zip(self.streams.names, self.streams.sizes.tolist(), self.streams.prior.tolist(), strict=True)
         values = {"train": self.settings.train, "streams": list(streams), "tokens": self.streams.tokens}
@@ -125,7 +125,7 @@ class Plan:
 
 
 def check(config: Mapping[str, Any], *, files: bool = True) -> None:
-    """Make the checks that the job makes before its first run.
+    """Check the job's settings and data, as the job itself does before its first run.
 
     Args:
         files: True if the streams' tokenised files must exist.
@@ -173,7 +173,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _planned(config: Mapping[str, Any]) -> Plan:
-    """Make the plan of the runs.
+    """Plan the runs that a composed config describes.
 
     Raises:
         ValueError: see `check`.
@@ -256,7 +256,7 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
 
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
-    """Return the shares of each run, keyed by name; the mixtures of an earlier start are kept."""
+    """Return the shares of each run, keyed by name; mixtures that the job sampled earlier are kept."""
     mixture, streams = plan.settings.mixture, plan.streams
     count = mixture.runs or RUNS_PER_STREAM * len(streams.leaves)
     before = noted(plan.settings.own / _MIXTURES) or {}

@@ -1,4 +1,4 @@
-"""Mixtures sampled around a prior, each with a separate random generator."""
+"""Sampling of mixtures around a prior; each has its own random generator, so more can be added later."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ def sample(
                 break
         else:
             raise ValueError(
-                f"mixture: no new mixture {number} within the limit on passes was found in {_TRIES:,} draws; raise "
+                f"mixture: {_TRIES:,} draws gave no new mixture {number} within the limit on passes; raise "
                 "mixture.repeats or mixture.strengths, or lower mixture.runs or train.tokens of the runs"
             )
         mixtures.append(drawn)

@@ -164,10 +164,11 @@ def test_notices_about_streams_of_several_phases(tmp_path: Path) -> None:
 
     resumed, often = describe_shared_streams(first, planned(run), max_epochs=3)
 
-    assert resumed == f"two resumes {tmp_path / 'b'} after 200 sequences of 64"
+    assert resumed == f"phase two resumes {tmp_path / 'b'} after 200 sequences of 64"
     assert (
         often
-        == f"data: some streams are read more than max_epochs=3 times over all phases: {tmp_path / 'b'} 3.84 times"
+        == f"data: some streams are read more than max_epochs=3 times over all phases: {tmp_path / 'b'} 3.84 times; "
+        "add text or lower their shares"
     )
 
 

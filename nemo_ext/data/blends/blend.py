@@ -66,7 +66,7 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
         tokens: number of tokens read from this blend; None for the whole run's tokens.
 
     Raises:
-        ValueError: a stream without a source has no tokenised files or files of a different tokenizer, the blend is
+        ValueError: a stream without a source has no tokenised files, or files of a different tokenizer; the blend is
             invalid (see `plan_blend`), the validation share is 0, or the vocabulary is invalid (see
             `check_vocabulary`).
     """
@@ -128,7 +128,7 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the manifest of a stream's files names a different tokenizer.
+    """Raise ValueError if the manifest of a stream's files names a tokenizer other than `tokenizer`.
 
     Files made by other tools have no manifest and are accepted.
     """
@@ -143,7 +143,7 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
 
 
 def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return a warning about streams whose order differs from that before the run was resumed; None if there are none.
+    """Return a warning about streams that Megatron shuffles differently after resuming; None if there are none.
 
     Megatron's GPTDataset shuffles all epochs of a run together, so a stream's order depends on its number of epochs.
     Packs, mixed lengths and phases keep their order.

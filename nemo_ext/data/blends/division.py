@@ -15,8 +15,8 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
     A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
     epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
-    gives tiers with a share their share, and the remainder to the other tiers in proportion to children x decay^k,
-    where k counts these tiers from 0, so that a child gets `decay` times as much as a child of the tier above.
+    gives tiers with a share their share, and the remainder to the other tiers in proportion to n x decay^k, for the
+    k-th of these tiers (from 0) with n children, so that a child gets `decay` times as much as one in the tier above.
 
     A child that would exceed its cap gets the cap, and the excess goes to its siblings in proportion to their parts,
     until no child exceeds its cap. A group is limited to the sum of its children's limits: if all children are capped,
@@ -47,7 +47,7 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """Return each child's part of the group by the group's rule, before caps, in order; the parts sum to 1.
+    """Return the fraction of a group's tokens that its rule gives to each child before caps; the fractions sum to 1.
 
     Raises:
         ValueError: The rule requires a size that is unknown.

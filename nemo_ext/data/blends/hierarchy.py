@@ -71,7 +71,7 @@ class Group:
 
     Attributes:
         key, where, cap_epochs: See `Leaf`; the cap applies to passes over all of the group's streams together.
-        amount: Share or epochs, depending on the parent's rule; a tier's part of 1, or None if it shares the remainder.
+        amount: Share or epochs, depending on the parent's rule; for a tier, its share, or None to share the remainder.
         by: Rule: `shares`, `epochs`, `temperature` or `tiers`.
         setting: Alpha of `temperature` or decay of `tiers`.
         children: Children in the config's order.
@@ -130,7 +130,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reader of a tree, holding the directory and the name pattern that apply at the current node."""
+    """Reader of a blend's tree; holds the directory and the name pattern that apply at the current node."""
 
     directory: Path
     names: str = "*"
@@ -181,7 +181,8 @@ class _Reader:
         amounts = _AMOUNTS[parent]
         if section is not None and not amounts:
             raise ValueError(
-                f"{where}: the group is divided by {parent}, so its children have no amounts; remove {section!r}"
+                f"{where}: the group is divided by {parent}, so its children must not have shares or "
+                f"epochs; remove {section!r}"
             )
         values = {} if section is None else {amounts[0]: section}
         return self._leaf(str(key), where, self._amount(where, values, parent, short=True), {})
@@ -310,14 +311,14 @@ def _check_tiers(group: Group) -> None:
     elif total != 1:
         raise ValueError(
             f"{group.where}: the shares of tiers sum to {float(total):g}, not 1; remove one, so that its tier gets the "
-            "rest"
+            "remainder"
         )
 
 
 def positive(
     where: str, value: object, *, zero: bool = False, most: int | None = None, excludes: bool = False
 ) -> Fraction:
-    """Return a setting's number as an exact fraction of its decimal digits, so that 0.1 is 1/10.
+    """Check a setting's number and return it as an exact fraction of its decimal digits, so that 0.1 is 1/10.
 
     Args:
         where: key of the setting, for the message.

@@ -21,7 +21,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of `nemo-ext blend`, except the recipe and its data, described in hydra_conf/blend.yaml."""
+    """Settings of `nemo-ext blend` other than the recipe and its data; hydra_conf/blend.yaml describes them."""
 
     tokens: Positive | None
     output: Place | None
@@ -74,7 +74,8 @@ def audit(config: Mapping[str, Any]) -> None:
             console.print(f"report: {report}", soft_wrap=True)
     if often := _often_in_total([plan for _, plan in plans]):
         console.print(
-            f"warning: some streams are read more than max_epochs times over all phases together: {often}",
+            f"warning: some streams are read more than max_epochs times over all phases together: {often}; "
+            "add text or lower their shares",
             style="red",
             soft_wrap=True,
         )
@@ -122,7 +123,7 @@ def _check_files(plan: BlendPlan) -> None:
 
 
 def _often_in_total(plans: Sequence[BlendPlan]) -> str:
-    """List the streams that exceed `max_epochs` in total, but not in any single blend.
+    """List the streams that are read more than `max_epochs` times in all blends together, but not in any single one.
 
     Returns:
         Names and epochs on one line, for a warning; "" if there are none.

@@ -64,11 +64,11 @@ class BlendPlan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Parts for all nodes, each group before its children."""
+        """All nodes of the tree, each as a `Part`, and each group before its children."""
         return list(self._described(self.root, 0))
 
     def part(self, *path: str) -> Part:
-        """Return the part for the node at a path of keys from the root, such as `part("multilingual", "A")`.
+        """Return the `Part` of the node at a path of keys from the root, such as `part("multilingual", "A")`.
 
         Raises:
             KeyError: There is no such node.
@@ -79,7 +79,7 @@ class BlendPlan:
         return next(part for part in self.parts if part.node is node)
 
     def megatron_words(self, split: str) -> list[str]:
-        """Return Megatron's list for a split: weight, prefix, weight, prefix, ..."""
+        """Return the blend of a split as Megatron's list: weight, prefix, weight, prefix, ..."""
         weights = {name: repr(float(share)) for name, share in self.shares.items()}
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
@@ -99,7 +99,7 @@ class BlendPlan:
         )
 
     def notes(self) -> list[str]:
-        """Return notes on normalised shares, tiers out of order, epochs other than configured, and unknown sizes."""
+        """Return notes for the user: normalised shares, tiers out of order, changed epochs, uncertain sizes."""
         notes = []
         for part in self.parts:
             node = part.node
@@ -108,9 +108,9 @@ class BlendPlan:
         assumed = [name for name, size in self.sizes.items() if size.known == "assumed"]
         unknown = [leaf.name for leaf in self.root.leaves() if leaf.name not in self.sizes]
         if assumed:
-            notes.append(f"sizes assumed, not counted: {some_of(assumed)}")
+            notes.append(f"sizes are assumed, not counted: {some_of(assumed)}")
         if unknown:
-            notes.append(f"sizes and epochs unknown, without files and `tokens`: {some_of(unknown)}")
+            notes.append(f"sizes and epochs are unknown without files or `tokens`: {some_of(unknown)}")
         return notes
 
     def _described(self, node: Node, depth: int) -> Iterator[Part]:
@@ -136,7 +136,7 @@ class BlendPlan:
         alike = len({child.amount for child in group.children}) == 1
         if group.by != "shares" or alike or total in (1, 100):
             return []
-        return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
+        return [f"{group.where}: the shares sum to {float(total):g}; each is divided by this sum"]
 
     def _rising(self, group: Group) -> list[str]:
         """Return notes on tiers whose children get more than the children of the tier above."""
@@ -153,9 +153,9 @@ class BlendPlan:
         ]
 
     def _other_epochs(self, group: Group) -> list[str]:
-        """Return a list with a note on children whose epochs differ by more than 5 % from the config's relative ones.
+        """Return a note, in a list, on children whose epochs in the run differ by more than 5 % from the config.
 
-        It is empty if there are none, or if the run's length is unknown.
+        The list is empty if there are no such children, or if the run's length is unknown.
         """
         if group.by != "epochs" or self.tokens is None:
             return []
@@ -164,7 +164,7 @@ class BlendPlan:
         if not off:
             return []
         changes = [f"{part.node.key} {float(part.node.amount or 0):g} -> {part.epochs:.3g}" for part in off]
-        return [f"{group.where}: epochs are relative, in this run {some_of(changes)}"]
+        return [f"{group.where}: configured epochs are only relative; in this run: {some_of(changes)}"]
 
 
 def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tokenising: bool = False) -> BlendPlan:
@@ -211,5 +211,5 @@ def _count(tokens: float | None) -> str:
 
 
 def some_of(names: list[str], most: int = 8) -> str:
-    """Join the first `most` names, followed by the number of further names."""
+    """Join names for a message: the first `most`, followed by the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -112,7 +112,7 @@ def _plot(report: Report, plan: BlendPlan, title: str) -> None:
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:
-    """Return share, tokens, size and epochs, formatted for a table."""
+    """Return the share, tokens, size and epochs of a group or stream as cells of a table."""
     size = "?" if part.size is None else _tokens(part.size) + ("*" if part.assumed else "")
     epochs = "?" if part.epochs is None else f"{part.epochs:.3g}" if part.epochs < 1000 else f"{part.epochs:,.0f}"
     return (

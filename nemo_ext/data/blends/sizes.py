@@ -15,7 +15,7 @@ _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Number of training tokens, and whether it was read from the `files` or `assumed` by the config."""
+    """Size of a stream in training tokens, and whether it was read from the `files` or `assumed` by the config."""
 
     tokens: int
     known: Literal["files", "assumed"]

@@ -1,4 +1,4 @@
-"""Quality classifiers: a linear model over hashed words and word pairs, or fastText. Their files hold only numbers.
+"""Quality classifiers: a linear model over hashed words and word pairs, or fastText. Their files hold no code.
 
 As in DCLM (arXiv 2406.11794, section 4.4), a linear classifier separates documents of the desired quality from web
 documents, and a threshold determines the share of the web that is kept.
@@ -48,7 +48,7 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text on one line for fastText; `__label__`, its mark of labels, becomes `label`."""
+    """Return the beginning of a text on one line for fastText; its label prefix `__label__` becomes `label`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 
@@ -59,7 +59,7 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
         label: label of the positive class in a fastText model file.
 
     Raises:
-        ValueError: the classifier is missing or damaged, or lacks the label.
+        ValueError: the classifier is missing or damaged, or does not have the label.
     """
     place = Path(path).expanduser()
     if not place.is_dir():

@@ -19,7 +19,7 @@ _OURS = ("id", "text")
 
 
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
-    """Yield documents from parts of a source; their metadata are the record's other keys and `source`, the stream.
+    """Yield documents from parts of a source, with the record's other keys and the stream (`source`) as metadata.
 
     Blank and unencodable documents are only counted. A record keeps its own `id`; its own `source` is kept as
     `source_` and, if `text_key` is a different key, its own `text` as `text_`. Numbers that JSON cannot represent (NaN)

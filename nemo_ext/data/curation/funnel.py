@@ -19,7 +19,7 @@ class Amount:
     tokens: int = 0
 
     def add(self, other: "Amount") -> None:
-        """Add another amount."""
+        """Add another amount to this one."""
         self.documents += other.documents
         self.bytes += other.bytes
         self.tokens += other.tokens
@@ -33,7 +33,7 @@ class Reason:
     examples: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: "Reason") -> None:
-        """Add documents that another unit dropped for the same reason."""
+        """Add the documents that were dropped for the same reason in another unit of the input."""
         self.amount.add(other.amount)
         self.examples = heapq.nsmallest(EXAMPLES, [*self.examples, *other.examples])
 
@@ -64,7 +64,7 @@ class Through:
             reason.examples = sorted(map(_negated, reason.examples))
 
     def add(self, other: "Through") -> None:
-        """Add the counts of another unit."""
+        """Add the stage's counts from another unit of the input."""
         self.came.add(other.came)
         self.kept.add(other.kept)
         self.changed += other.changed

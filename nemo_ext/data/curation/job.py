@@ -50,7 +50,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
 
 
 def _check_folder(plan: Plan) -> dict[str, Any]:
-    """Return the record of settings and input; raises ValueError if the output folder belongs to anything else."""
+    """Return the settings and input to record; raises ValueError if the output folder has other files or settings."""
     folder, now = plan.settings.folder, plan.made_of()
     plan.settings.check_same(now)
     others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -71,7 +71,7 @@ def run(config: Mapping[str, Any]) -> None:
     plan = check(config)
     settings = plan.settings
     for name, missing in plan.skipped.items():
-        notice(f"stage {name} does not run, since it has no {missing}: set curate.blocks.{name}")
+        notice(f"stage {name} is skipped: to run it, set {missing} in curate.blocks.{name}")
     if settings.dry_run:
         _show(plan, json.dumps(config, default=str))
         return
@@ -112,7 +112,7 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
         if left := [unit for unit in units if not work.units.is_done(unit)]:
             notice(
                 f"{label}: shard {settings.shard} is done; {len(left)} of {len(units)} units are "
-                "left to other shards: run any shard again when those are done"
+                "left to other shards: run any shard again when they are done"
             )
             return
         with settings.lock():

@@ -1,4 +1,4 @@
-"""Passes over the documents. A pass is a run of stages up to a barrier, which needs all documents before the next pass.
+"""Passes over the documents: each applies consecutive stages, up to a barrier that needs all documents to decide.
 
 The input is cut into units, independently of shards and workers. A pass over a unit writes its documents, the
 barrier's features and the counts; the counts come last and mark the unit as done. So the output is the same byte for
@@ -79,7 +79,7 @@ def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
 
 
 def units_of(plan: Plan, *, store: bool = True) -> list[Unit]:
-    """Return the units of the input; the first process cuts them and writes the list that the others read.
+    """Return the units of the input; the first process lists them in a file that the other processes read.
 
     Args:
         store: whether to write the list.
@@ -113,7 +113,7 @@ class Work:
 
     @property
     def current(self) -> Pass:
-        """The pass."""
+        """The pass with this number."""
         return passes_of(self.plan.stages)[self.number]
 
     @property
@@ -122,11 +122,11 @@ class Work:
         return Units(self.plan.settings.own / str(self.number))
 
     def counts(self, unit: int) -> Counts:
-        """Return the counts of a finished unit."""
+        """Return the counts of a finished unit of the input."""
         return checked(Counts, json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
-        """Return the features that the barrier recorded for a finished unit."""
+        """Return the features that the barrier recorded for a finished unit of the input."""
         path = self.units.file(unit, VALUES)
         try:
             ends = np.load(self.units.file(unit, ENDS), mmap_mode="r")
@@ -146,7 +146,7 @@ def _plan(config: str) -> Plan:
 
 @lru_cache(maxsize=32)
 def judge_of(config: str, name: str) -> Judge:
-    """Return the function that judges documents in a stage, started once per process."""
+    """Return the function that judges documents in the stage `name` of a config, built once per process."""
     return _plan(config).stages[name].start()
 
 
@@ -216,7 +216,7 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
 
 
 def run_unit(work: Work, unit: Unit) -> None:
-    """Run a pass over one unit: write the documents it keeps, the barrier's features, and last the counts.
+    """Run a pass over one unit of the input: write the documents it keeps, the barrier's features, and last the counts.
 
     Raises:
         ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.
@@ -234,7 +234,7 @@ def run_unit(work: Work, unit: Unit) -> None:
 
 
 class Flow:
-    """Documents of a unit on their way through a pass, which are counted at each step.
+    """Documents of one unit of the input on their way through a pass, counted at each step.
 
     Each step is a generator; dropped documents are written according to `curate.keep_dropped`.
 
@@ -262,7 +262,7 @@ class Flow:
             yield document
 
     def judged(self, name: str, judge: Judge, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents that a stage keeps."""
+        """Yield the documents that the stage `name` keeps; count the others by reason."""
         return self._judged(name, ((document, judge) for document in documents))
 
     def _judged(self, name: str, documents: Iterable[tuple[Document, Judge]]) -> Iterator[Document]:
@@ -314,7 +314,7 @@ class Flow:
 
 
 class _Size:
-    """Size of the current document, remeasured only if its text differs from the last one."""
+    """Measures the size of the current document, and remeasures it only if the text has changed."""
 
     def __init__(self, tokens: Callable[[str], int]) -> None:
         self._tokens = tokens

@@ -64,7 +64,7 @@ _UNITS_PER_TASK = 1000
 
 
 class Block(PipelineStep):
-    """Base class of blocks that belong to a pass; `name` is the stage's name."""
+    """Base class of datatrove pipeline blocks that belong to a pass; `name` is the stage's name."""
 
     type = "nemo_ext"
 
@@ -74,7 +74,7 @@ class Block(PipelineStep):
 
     @contextmanager
     def flow(self, rank: int) -> Iterator[Flow]:
-        """Yield the flow of the task's unit; at the end, add its counts to the stats."""
+        """Yield the `Flow` of the unit with number `rank`; at the end, add its counts to datatrove's stats."""
         with ExitStack() as stack:
             yield (flow := Flow(self.work, units_of(self.work.plan)[rank], stack))
         for label, value in _labels(flow.counts):
@@ -127,7 +127,7 @@ class Decide(Block):
     """Single task after a pass: decides on duplicates, or takes the decision from datatrove's clusters.
 
     Args:
-        name: name of the barrier at its end.
+        name: name of the barrier at the end of the pass.
         removed: datatrove's folder with the numbers of the documents to remove; None to decide here.
     """
 
@@ -148,7 +148,7 @@ class Decide(Block):
 
 
 def _take(work: Work, units: Sequence[Unit], removed: Path) -> None:
-    """Write datatrove's decision, files of document numbers by task, as our verdicts."""
+    """Convert the duplicates that datatrove found, listed by unit in the folder `removed`, to verdicts."""
     for unit in units:
         verdicts = np.zeros(len(np.load(work.units.file(unit.number, ENDS))) - 1, dtype=np.uint8)
         if (numbers := removed / f"{unit.number:06d}.remove").exists():
@@ -168,7 +168,7 @@ class Finish(Block):
 
 
 def by_datatrove(barrier: object) -> TypeGuard[NearDuplicates]:
-    """Return whether datatrove's MinHash makes a barrier's decision; it does not verify candidates by a threshold."""
+    """Return whether datatrove's MinHash makes the decision: the barrier finds near duplicates, without a threshold."""
     return isinstance(barrier, NearDuplicates) and barrier.threshold is None
 
 
@@ -238,7 +238,7 @@ def check(plan: Plan) -> None:
 
 
 def run(plan: Plan, config: str, units: Sequence[Unit]) -> None:
-    """Run the jobs, or queue those for Slurm; datatrove skips completed tasks.
+    """Run the jobs, or queue them on Slurm; datatrove skips completed tasks.
 
     Raises:
         JobFailed: tasks failed.

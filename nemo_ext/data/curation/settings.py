@@ -62,7 +62,7 @@ class Datatrove:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of `nemo-ext curate`, except its text and the `curate` section, described in hydra_conf/curate.yaml."""
+    """Settings of `nemo-ext curate` other than its text and the `curate` section; see hydra_conf/curate.yaml."""
 
     preset: str | None
     output: Annotated[Place, Field(min_length=1)]
@@ -81,7 +81,7 @@ class Plan:
         curate: the `curate` section.
         stages: stages in order, keyed by name.
         streams: sources, keyed by stream name.
-        skipped: settings of which an optional stage needs one, keyed by its name; it does not run.
+        skipped: optional stages that do not run, each mapped to the settings that it needs (any one of them).
     """
 
     settings: Settings
@@ -141,8 +141,7 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     for name in curate.stages:
         if not _NAME.fullmatch(name) or name == "read":
             raise ValueError(
-                f"curate.stages: {name!r} is not a valid stage name; use letters, digits, - and _ (the name read is "
-                "reserved)"
+                f"curate.stages: {name!r} is not a valid stage name; use letters, digits, - and _ (`read` is reserved)"
             )
         if name not in curate.blocks:
             near = (
@@ -157,7 +156,10 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
             continue
         stages[name] = checked(kind, values, where=where)
     if not stages:
-        raise ValueError(f"curate.stages: none of {', '.join(skipped)} can run: set curate.blocks.{name}")
+        raise ValueError(
+            f"curate.stages: none of {', '.join(skipped)} can run without a model, list or test sets: set one in "
+            f"curate.blocks.{name}"
+        )
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
         raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets; remove one of them")

@@ -40,7 +40,7 @@ class Stage:
         """
 
     def reads(self) -> list[Path]:
-        """Return the paths of the files whose content affects the decisions, such as models and lists."""
+        """Return the paths of the files whose content affects the stage's decisions, such as models and lists."""
         return []
 
     def start(self) -> Judge:
@@ -86,11 +86,12 @@ class Barrier(Stage):
         raise NotImplementedError
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        """Set the verdicts of all documents.
+        """Decide on all documents, and set their verdicts.
 
         Args:
             units: features of every unit, in order.
             mark: function that sets verdicts; see `Mark`.
+            memory: memory to use, in bytes.
         """
         raise NotImplementedError
 
@@ -99,7 +100,7 @@ class Barrier(Stage):
 
         Args:
             document: the document from which the features were computed.
-            verdicts: verdicts on its values, or its single verdict.
+            verdicts: verdicts on the document's feature values, or the single verdict on the document.
         """
         raise NotImplementedError
 

@@ -176,7 +176,7 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Write the report; return the path of its HTML page."""
+    """Write the report on a trained classifier; return the path of its HTML page."""
     from scipy.stats import mannwhitneyu
 
     positives, negatives = (scores[name] for name in _NAMES)

@@ -142,7 +142,7 @@ def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -
 
 
 def _used(settings: Settings) -> tuple[Keys, Numbers]:
-    """Return the sorted keys of the prompts that previous curricula trained on, and how often they did."""
+    """Return the sorted keys of the prompts that previous curricula trained on, and how often each was used."""
     if settings.previous is None:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     path = Path(settings.previous).expanduser() / ARRAYS
@@ -235,7 +235,7 @@ def _warn(plan: Plan, candidates: Candidates, steps: Steps) -> None:
         notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; set exhausted=repeat to reuse prompts")
     for name, repeats in zip(candidates.domains, plan.epochs, strict=True):
         if repeats:
-            notice(f"domain {name}: all prompts were drawn, so that drawing started over {repeats} times")
+            notice(f"domain {name}: its prompts ran out and were reused {repeats} times; to avoid this, add prompts")
     missed = np.abs(steps.mean - steps.target) > LATE
     if missed.any():
         first = plan.first_step + int(np.argmax(missed))

@@ -75,7 +75,8 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
         files[number] = path
     if not any((drawn == number).any(axis=1).all() for number in files):
         raise ValueError(
-            "split_domains=true requires a domain with a prompt in every step, by which dataloaders count: raise batch"
+            "split_domains=true requires a domain with a prompt in every step, from which dataloaders know the "
+            "step: raise batch"
         )
     ours = _written(output)
     if foreign := sorted(path for path in (output / DOMAINS).glob("[!.]*.jsonl") if path.stem not in ours):
@@ -88,7 +89,7 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
 
 def remove_order(output: Path) -> None:
-    """Remove an earlier curriculum's order file, and the domain files that were written, even by a killed job."""
+    """Remove an earlier curriculum's order file and domain files, including those left by a killed job."""
     names = _written(output)
     (output / DOMAINS / ORDER).unlink(missing_ok=True)
     for name in names:

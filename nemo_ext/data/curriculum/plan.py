@@ -1,11 +1,11 @@
 """Order in which a run trains on prompts: every step draws its domains' quotas from pools by pass rate.
 
 A pool holds the undrawn prompts of one domain and one pass-rate level, in an order that depends only on the seed and
-their ids. A step takes from the front of each pool the number set by the Gaussian, or all that are left, and fills
-the rest from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt whose text is
-already in the step stays at the front for the next step. So the state after a step is only how often each prompt was
-used. A plan made from that state with the same settings and the same domain shares equals the rest of the original plan
-(the default shares change as prompts are used).
+their ids. A step takes from the front of each pool the number set by a Gaussian around the target pass rate, or all
+that are left, and fills the rest from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2).
+A prompt whose text is already in the step stays at the front for the next step. So the only state after a step is how
+often each prompt was used: a plan made from it with the same settings and domain shares equals the rest of the original
+plan (the default shares change as prompts are used).
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from nemo_ext.data.curriculum.schedule import from_the_largest
 
 
 def ordering_keys(keys: Keys, seed: int) -> Keys:
-    """Hash each key with a seed, using SplitMix64's finaliser; fast enough for ten million keys."""
+    """Hash keys with a seed by SplitMix64's finaliser; sorting by the result is a random but reproducible order."""
     mixed = keys ^ np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -51,7 +51,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Start a pass over `members`, candidates of these levels; the first `carried` ones lead their levels."""
+        """Start a pass over `members`, given each one's level; the first `carried` members lead their levels."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -75,6 +75,8 @@ class DomainPools:
         Args:
             want: [levels] number of prompts wanted from each level.
             quota: sum of `want`.
+            step: number of the step.
+            texts: key of each candidate's text.
             repeated: mask of the candidates that share their text with another candidate; None if no candidates do.
             in_step: texts that are already in the step and must not be drawn again; drawn texts are added. None if no
                 text can be drawn twice.

@@ -82,7 +82,7 @@ def write_profile(
     max_bad_share: float = 0.01,
     workers: int = 1,
 ) -> ReadReport:
-    """Group rollouts by prompt, and write them to a Parquet file, sorted by id.
+    """Write statistics of each prompt's rollouts to a Parquet file, sorted by id; return the counts of records read.
 
     Columns: id, key, rollouts, successes, pass_rate, mean_reward, mean_tokens (null if no rollout has tokens).
 

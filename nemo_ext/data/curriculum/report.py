@@ -53,7 +53,7 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 
 def as_json(steps: Steps) -> dict[str, Any]:
-    """Return the statistics as lists with one entry per step."""
+    """Return the statistics for a JSON file, as lists with one entry per step."""
     numbers = {name: getattr(steps, name).round(4).tolist() for name in ("target", "mean", "spread", "off_target")}
     return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 

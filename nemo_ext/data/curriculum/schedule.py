@@ -61,7 +61,7 @@ def wanted(
 ) -> Counts:
     """Return how many prompts each step requests from each level, [steps, levels]; rows sum to `quota`.
 
-    A step's counts are proportional to the Gaussian's density at the levels. They are rounded by systematic sampling:
+    A step's counts are proportional to a Gaussian's density at the levels. They are rounded by systematic sampling:
     each expectation is rounded up or down such that rounding averages out over the steps. Rounding to the nearest
     number would never draw a level with an expectation below half a prompt.
 

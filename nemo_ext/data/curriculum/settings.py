@@ -21,7 +21,7 @@ class PromptKeys:
     """Keys of a prompt's record; dots lead into nested objects.
 
     Attributes:
-        id: key of the id, a string or a whole number; or `line` or `prompt`.
+        id: key of the id, a string or a whole number; or `line` or `prompt` to use its line number or text.
         prompt: key of the model's input, a string or any other JSON value.
         domain: key of the domain's name; null puts all prompts into one domain.
     """

@@ -22,7 +22,7 @@ ALL: Documents = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Reading:
-    """How streams are read: sequence length, and part of the documents; equal readings have the same order.
+    """How streams are read: sequence length, and part of the documents. Equal readings of a stream have the same order.
 
     Attributes:
         length: sequence length, in tokens.
@@ -95,7 +95,7 @@ class MixedLengths:
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """Return how many sequences the given number of rows contains, keyed by reading.
+    """Return how many sequences the given number of rows contains, keyed by `Reading`.
 
     With `mixed`, there are two readings, long sequences first; otherwise one, of length `seq_length`.
     """
@@ -110,7 +110,7 @@ def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict
 
 @dataclass(frozen=True)
 class RowSchedule:
-    """Schedule of the rows with short sequences, spread as evenly as possible, as a function of the row's number.
+    """Determines from a row's number whether it has short sequences, spreading such rows as evenly as possible.
 
     Among any n consecutive groups of rows, `share` x n have short sequences, to within one group.
 

@@ -2,7 +2,7 @@
 
     PREFIX.bin, PREFIX.idx              token ids
     PREFIX_loss.bin, PREFIX_loss.idx    loss mask: uint8, 1 for tokens to train on
-    PREFIX.json                         manifest with settings and counts, written last: the other files are complete
+    PREFIX.json                         manifest with settings and counts, written last, after all other files
 
 While they are written, the files are in a folder `.NAME.packing` next to PREFIX, locked by one process.
 The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples, and then their
@@ -98,7 +98,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """Return a one-line summary for the user."""
+        """Return a one-line summary of the packs for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -297,7 +297,7 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
     """Check that all packs of a run were made with the same tokenizer.
 
     Raises:
-        ValueError: they were made with different ones.
+        ValueError: packs were made with different tokenizers.
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
@@ -380,7 +380,7 @@ def _gather(
 ) -> tuple[npt.NDArray[Any], Mask]:
     """Read samples, opening each file once and reading it forwards; return their tokens and loss mask, concatenated.
 
-    Samples are counted over all files; of each, the first tokens are read, as many as `lengths` says.
+    Samples are numbered over all files; `lengths` is the number of tokens to read from the start of each.
     """
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())

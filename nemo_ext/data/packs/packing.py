@@ -5,7 +5,7 @@ pack. Samples of equal length are placed together, since a pack with room for an
 the work grows with the number of (pack, length) pairs rather than samples; a million lengths take about a second.
 
 If samples are short compared with a pack, best fit makes some packs of only long samples and some of only short ones,
-for which attention takes very different times. Even packs all have the same mix of lengths: with as many packs as best
+whose attention takes very different times. Even packs all have the same mix of lengths: with as many packs as best
 fit needs, each sample goes into the emptiest pack, and samples that fit nowhere are then placed by best fit.
 """
 
@@ -131,7 +131,7 @@ def pack(
         Packs that contain every sample once.
 
     Raises:
-        ValueError: a length is below 1 or above the capacity, or the capacity is no multiple of `align`.
+        ValueError: a length is below 1 or above the capacity, or the capacity is not a multiple of `align`.
     """
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")

@@ -1,8 +1,8 @@
-"""Files of tokenised samples, which are the input of packing; each process can write separate ones.
+"""Files of tokenised samples, which are the input of packing; several processes can each write their own.
 
 BASE.tokens          token ids of all samples, concatenated, in `ids_type` of the vocabulary
 BASE.loss            loss mask: one byte per token, 1 for tokens to train on
-BASE.lengths.npy     lengths of the samples, written last: the other files are complete
+BASE.lengths.npy     lengths of the samples, written last, after the other files
 """
 
 from collections.abc import Iterable

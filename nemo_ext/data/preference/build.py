@@ -41,7 +41,7 @@ _MAKERS: Mapping[str, Callable[..., list[Pair]]] = {
 
 
 class Row(NamedTuple):
-    """One line of a part.
+    """One line in the file of a part of a source.
 
     Attributes:
         order: random number by which the lines of all sources are sorted.
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Counts:
-    """Counts of one part.
+    """Counts of one part of a source.
 
     Attributes:
         records: records read, and records skipped by reason.
@@ -98,7 +98,7 @@ class Work:
 
 
 def build(work: Work, part: tuple[Path, Path]) -> None:
-    """Build one part, given as (path of its records, path of its output), unless the output exists."""
+    """Build one part of a source, given as (path of its records, path of its output), unless the output exists."""
     records, output = part
     if output.exists():
         return
@@ -115,7 +115,7 @@ def build(work: Work, part: tuple[Path, Path]) -> None:
 
 
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
-    """Read the counts and rows of a finished part."""
+    """Read the counts and rows of a finished part of a source."""
     stored = json.loads(counts_path(output).read_text())
     rows = [Row(*row) for row in stored.pop("rows")]
     return checked(Counts, stored), rows
@@ -127,7 +127,7 @@ def counts_path(output: Path) -> Path:
 
 
 def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[str, Any], Row]]:
-    """Yield the content of each line of a part, built from the file `records`, and its row; update `counts`."""
+    """Yield (content, row) for each line of a part, built from the file `records`; update `counts`."""
     source = work.source
     for same in gathered(records):
         if source.kind == "genrm":
@@ -154,7 +154,7 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
 
 
 def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Iterator[Group]:
-    """Yield the groups of `same`, records with one id: one for each set of declared tools, or one per existing pair."""
+    """Group the records with one id, `same`: one group for each set of declared tools, or for each existing pair."""
     groups: list[Group] = []
     for placed in same:
         try:

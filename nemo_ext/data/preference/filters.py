@@ -1,4 +1,4 @@
-"""Filters of pairs, which give a reason for dropping each.
+"""Filters of preference pairs; every dropped pair gets a reason.
 
 "To mitigate length bias ... the chat and multi-turn data was filtered to ensure that the chosen-vs-rejected length
 difference was less than 100 tokens" (Domyn-Small, section 4.3), so the filters can differ from source to source.
@@ -19,7 +19,7 @@ MULTI_TURN = "multi_turn"
 
 
 class Lengths(NamedTuple):
-    """A pair's lengths in tokens, or in characters without a tokenizer."""
+    """A pair's lengths in tokens, or in characters if there is no tokenizer."""
 
     prompt: int
     chosen: int

@@ -90,7 +90,9 @@ class HallucinationRules:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"call_patterns: {pattern!r} is not a valid regular expression ({error})") from None
+                raise ValueError(
+                    f"call_patterns: {pattern!r} is not a valid regular expression ({error}): correct it"
+                ) from None
 
     @cached_property
     def _calls(self) -> re.Pattern[str]:

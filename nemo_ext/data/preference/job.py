@@ -103,7 +103,7 @@ def _built(
     )
     if not kept:
         reasons = "; ".join(report.summary(examples=1) for report in reports)
-        notice(f"warning: source {source.name} gives no pair; skipped: {reasons}")
+        notice(f"warning: source {source.name} yields no pair; check its kind, keys and filters (skipped: {reasons})")
     return built, counts
 
 

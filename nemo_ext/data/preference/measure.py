@@ -21,8 +21,8 @@ def rendered_pair(
     has reasoning.
 
     Raises:
-        ValueError: the template rejects a side, omits a part of it, or does not start an answer with its generation
-            prompt.
+        ValueError: the template rejects a conversation, omits a part of it, or does not start an answer with its
+            generation prompt.
     """
     thinking = question.thinking
     if thinking is None:
@@ -42,7 +42,7 @@ def rendered_pair(
 
 
 def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = None) -> Lengths:
-    """Measure a pair in tokens, or in characters without a tokenizer.
+    """Measure a pair in tokens, or in characters if there is no tokenizer.
 
     Measured on the rendered texts, if given; otherwise on the contents, reasoning and calls, without template markup.
     """

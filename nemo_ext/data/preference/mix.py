@@ -27,11 +27,13 @@ def mixed(
     """Select the lines to keep, in random order; dropped lines are counted in their source's report.
 
     A pair that is in several sources is kept in the first one. A limit keeps a random subset. It counts pairs or, in a
-    source that has only samples, samples (of which both orders count as one).
+    source that has only reward model samples, samples (a sample and its swapped copy count as one).
 
     Args:
+        sources: lines of each source.
         limits: limit of each source; None for no limit.
         limit: limit of all sources together; None for no limit.
+        reports: report of each source.
     """
     selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()
@@ -58,7 +60,7 @@ def is_validation(row: Row, share: float, seed: int) -> bool:
 def _limited(
     lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Return the lines of a random subset of at most `most` units (see `Row`), in order.
+    """Return the lines of a random subset of at most `most` units (see `Row.unit`), in order.
 
     Args:
         most: maximum number of units; None for no limit.

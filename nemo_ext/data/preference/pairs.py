@@ -114,7 +114,9 @@ def ready(group: Group, rules: Rules, seed: int, report: ReadReport) -> list[Pai
 def balanced(
     group: Group, good: Sequence[Generation], bad: Sequence[Generation], *, limit: int, kind: str, seed: int
 ) -> list[Pair]:
-    """Make distinct pairs that use all answers about equally often, by a random matching.
+    """Pair good answers (chosen) with bad ones (rejected), each pair once and all answers about equally often.
+
+    The matching is random, determined by the seed.
 
     Args:
         limit: maximum number of pairs; above 1, the pairs' ids end with a number.

@@ -6,7 +6,7 @@ A record has a prompt and either a list of generations or one answer:
     {id?, messages | prompt, tools?, response | text | message, model?, score?, correct?, label?}
     {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      existing pairs
 
-Records with the same id form one group, of which only one record needs the prompt. Without an id, the prompt is the id.
+Records with the same id form one group; only one of them needs the prompt. Without an id, the prompt is the id.
 The answers in a run's rollouts.jsonl have no prompts; the tasks of `nemo-ext rl_tasks` have them under the same ids.
 Answers with `truncated: true` are skipped.
 """
@@ -93,7 +93,7 @@ def to_group(
     """Convert one record to a group, with an empty prompt if it has none.
 
     Args:
-        side: side of every generation in the record.
+        side: side in delta learning (strong or weak) of every generation in the record; "" for none.
         pairs: True if the record has `chosen` and `rejected`, which become two generations with these labels.
         report: report in which generations with an unfinished trace are skipped; None to raise an error instead.
 
@@ -162,7 +162,7 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """Read an answer: a string, a message, or messages of which the first and last are the assistant's.
+    """Read an answer: a string, a message, or messages that begin and end with the assistant's.
 
     `where` is the path of the value in its record, for error messages.
 
@@ -250,7 +250,8 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
             common += 1
         if common == 0:
             raise FormatError(
-                f"the pair has no prompt, and {keys.chosen} and {keys.rejected} do not start with the same messages"
+                f"the pair has no prompt, and {keys.chosen} and {keys.rejected} do not start with the same "
+                "messages: add a prompt"
             )
     prompt = sample.messages if sample is not None and not common else chosen[:common]
     generations = []

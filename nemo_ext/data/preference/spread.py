@@ -26,7 +26,7 @@ _UNPACKED = 5  # approximate ratio of the size as JSON to that of compressed or 
 
 
 class Placed(NamedTuple):
-    """A record, its place in the input (for messages), and the side of its file."""
+    """A record, its place in the input (for messages), and the side (strong, weak or "") of its file."""
 
     record: dict[str, Any]
     where: str
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 
 def readers(source: SourceSettings) -> dict[str, RecordSource]:
-    """Return a reader of each side's files, keyed by side.
+    """Return a reader of the files of each side in delta learning (strong, weak or ""), keyed by side.
 
     Raises:
         ValueError: a file is missing, or .parquet files are mixed with others.
@@ -89,7 +89,7 @@ def spread(
 
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
-    """Yield the records of each id in a part, in the order of the ids' digests; the records of an id are sorted."""
+    """Yield the records of each id in a part's file, by the order of the ids' digests; records of one id are sorted."""
     if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
         for piece in pieces:
             yield from gathered(piece)
@@ -102,7 +102,7 @@ def gathered(path: Path) -> Iterator[list[Placed]]:
 
 
 def _divided(path: Path) -> list[Path]:
-    """Divide a part into smaller parts, in the order of the digests; return an empty list if it has only one id."""
+    """Divide a part's file into smaller ones, in the order of the digests; return [] if it has only one id."""
     with open(path, encoding="ascii") as file:
         keys = [int(line[:16], 16) for line in file]
     low, high = min(keys), max(keys)
@@ -121,7 +121,7 @@ def _divided(path: Path) -> list[Path]:
 def _records(
     reader: RecordSource, part: Part, report: ReadReport, keys: RecordKeys
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (digest of its group's key, record, place in the input) for each valid record; others go to `report`."""
+    """Yield (digest of its group's key, record, place in the input) for each valid record; count others in `report`."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
         try:

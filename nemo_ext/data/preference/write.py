@@ -26,7 +26,7 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
     Args:
         parts: paths of each source's parts, from which the contents are read.
         kind: key of the format in `FORMATS`.
-        advance: called with 1, twice per line.
+        advance: called with 1 for each line read; every line is read twice.
     """
     convert = FORMATS[kind]
     columns = Columns()

@@ -58,7 +58,7 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     if not work.encoder.ends_turns:  # fails on an unusable template or tokenizer before anything is read
         notice(
             f"chat template {work.encoder.template.name} does not end turns with a control token of the tokenizer: a "
-            "model trained on these texts may not end its answers"
+            "model trained on these texts may not end its answers; set another template"
         )
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
@@ -101,7 +101,7 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
     }
     record = folder / "made_of.json"
     if (before := noted(record)) not in (None, made_of):
-        notice(f"{folder} was {_difference(before, made_of)}, so that its shards are removed: starting over")
+        notice(f"{folder} was {_difference(before, made_of)}, so its shards are removed: starting over")
         shutil.rmtree(folder)
     elif before is None and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds files that this job did not write: move them, or choose another output")
@@ -109,7 +109,7 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
 
 
 def _difference(before: object, now: Mapping[str, Any]) -> str:
-    """Describe, for a notice, how the record of the existing shards differs from that of this run."""
+    """Describe, for a notice, how the record of the existing shards (`before`) differs from this run's (`now`)."""
     if not isinstance(before, dict) or before.get("version") != now["version"]:
         return "made by another version of nemo_ext"
     changed = list(differing(before, now))

@@ -29,7 +29,7 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One text to train on.
+    """Token ids and loss mask of one text to train on.
 
     Attributes:
         ids: [length] token ids, int32.
@@ -49,7 +49,7 @@ class ChatEncoder:
     Args:
         tokenizer: Hugging Face tokenizer, whose control tokens are its special tokens and any added token that the
             template writes; or byte tokenizer, which has none, so that data and markup cannot be distinguished.
-        allow_missing: True to encode control tokens that the template writes but the tokenizer lacks as ordinary text.
+        allow_missing: True to encode as ordinary text the control tokens that the tokenizer does not have.
 
     Raises:
         ValueError: The template writes a token like `<|im_end|>` that the tokenizer does not have.
@@ -103,7 +103,7 @@ class ChatEncoder:
         return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
 
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
-        """Truncate the text to each budget (in tokens) that it exceeds, at a whole character; keyed by budget."""
+        """Return the text, cut at a whole character, for each budget of tokens that it exceeds, keyed by budget."""
         starts, ends = self._ends(text)
         cuts = {}
         for budget in budgets:

@@ -19,7 +19,7 @@ from nemo_ext.job.settings import REPLACED, STRICT, Place, Share, checked
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of sources: small ones are passed over more often than large ones (Nemotron 3 Nano, 3.1; (choice)).
+    """Sampling of sources: small sources are repeated more often than large ones (Nemotron 3 Nano, 3.1; (choice)).
 
     Attributes:
         tokens: total number of training tokens; None for `passes` times the tokens of all sources.
@@ -82,11 +82,11 @@ class SftSettings:
 
     @cached_property
     def screen(self) -> Screen:
-        """Filters of single samples."""
+        """Filters of single samples, built from the settings in `filters`."""
         return load_filters(self.filters)
 
     def thinking_share(self, task: str) -> float | None:
-        """Return the target share of a task's samples with thinking on; None if it has none and is unchanged."""
+        """Return the target share of a task's samples with thinking on; None to keep the task unchanged."""
         return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 

@@ -185,5 +185,5 @@ def _digest(record: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:
-        raise FormatError(f"the record is nested too deeply to derive an id from it: {error}") from None
+        raise FormatError(f"the record is nested too deeply to derive an id from it ({error}): give it an id") from None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

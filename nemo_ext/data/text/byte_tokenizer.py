@@ -81,7 +81,7 @@ def letters() -> list[str]:
 
 
 def token_bytes(name: str, *, byte_level: bool) -> bytes:
-    """Bytes that a token name stands for in a byte-level or SentencePiece vocabulary (where `\u2581` is a space)."""
+    """Return the bytes of a token by its name in a byte-level or SentencePiece vocabulary (`\u2581` is a space)."""
     if byte_level:
         return b"".join(_byte_of().get(letter) or letter.encode() for letter in name)
     if BYTE_NAME.fullmatch(name):

@@ -79,7 +79,7 @@ class InstalledSource(Source):
             raise ValueError(f"{self.kind} source: package {package!r} of `packages` is not installed; {advice}")
         if not files:
             raise ValueError(
-                f"{self.kind} source: packages={list(self.packages)} have no files that it reads: name other packages"
+                f"{self.kind} source: packages={list(self.packages)} have no files for this source: name other packages"
             )
         return sorted(files.items())
 

@@ -97,7 +97,7 @@ class ReadReport:
         return ", ".join(reasons) or "nothing"
 
     def check_bad_share(self, where: str, most: float) -> None:
-        """Raise ValueError if all records, or more than a fraction `most`, were skipped for a reason in `BAD`."""
+        """Raise ValueError if all records, or more than a fraction `most`, were skipped as malformed (see `BAD`)."""
         bad = sum(self.skipped.get(reason, 0) for reason in BAD)
         if bad > most * self.records or bad == self.records > 0:
             places = [place for reason in BAD for place in self.examples.get(reason, [])]
@@ -165,7 +165,7 @@ class Source:
             yield Document(part.name, text)
 
     def finish(self, report: ReadReport) -> None:
-        """Check the report after a complete read; raises ValueError if too many records are bad."""
+        """Check the report after a complete read; raises ValueError if too many records are malformed."""
 
     # False for installed files, whose times change with every installation although the content does not.
     _times_matter: ClassVar[bool] = True

@@ -104,7 +104,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
         config_hash: hash of the settings and input files.
 
     Raises:
-        ValueError: The file of that name is not a manifest, or its stream has a tokenizer with a different identity.
+        ValueError: `<prefix>.json` exists but is not a manifest, or names a tokenizer with a different identity.
     """
     values = stored(Path(f"{prefix}.json"), _KEYS)
     if values is None:

@@ -1,7 +1,7 @@
 """Benchmark test sets, indexed by word n-grams to find their items in training data.
 
-GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are
-benchmark phrasing and are excluded; the fewer items share one of the others, the more it counts. An item shorter than
+GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams shared by many items are
+benchmark phrasing and are excluded; of the others, those shared by fewer items count more. An item shorter than
 an n-gram must occur as a whole; an item shorter than `min_words` only counts as an entire user message.
 """
 
@@ -239,7 +239,9 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
                 report.skip("no text", files.place(part, number))
             else:
                 place, known = files.place(part, number), ", ".join(sorted(record)) or "none"
-                raise ValueError(f"{where}: {place} has none of the usual keys; set keys to some of its own: {known}")
+                raise ValueError(
+                    f"{where}: {place} has none of the usual keys; set keys to those of its texts, among: {known}"
+                )
 
 
 def _texts(record: dict[str, Any], keys: tuple[str, ...]) -> list[str]:

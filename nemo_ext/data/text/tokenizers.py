@@ -122,7 +122,7 @@ def load_tokenizer(config: object, where: str = "data.tokenizer") -> Tokenizer:
     """Build a tokenizer from `{"kind": "byte"}` or `{"kind": "huggingface", "path": ..., "eod": ...}`.
 
     Args:
-        where: key that holds it, for messages.
+        where: config key of the tokenizer, for messages.
 
     Raises:
         ValueError: A kind or key is unknown, a value has the wrong type, or a file cannot be used.
@@ -207,7 +207,7 @@ def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
     if rows is not None and ids > rows:
         raise ValueError(
             f"the tokenizer has {ids} ids, but the model has {rows} (model.vocab_size, or megatron.padded_vocab_size "
-            "if that is not set): use the model's tokenizer, or raise the number"
+            "if that is not set): use the model's tokenizer, or raise that setting"
         )
 
 

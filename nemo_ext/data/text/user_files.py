@@ -1,7 +1,8 @@
 """Sources that read the user's files, and the package's reader of rows.
 
 `jsonl` and `parquet` files hold many records each. With `text` and `tree` (a directory of source files), each file is
-a document. The first two also read rows that are not documents, such as conversations, pairs and tasks.
+a document. `jsonl` and `parquet` sources also read rows that are not documents, such as conversations,
+pairs and tasks.
 """
 
 import fnmatch
@@ -341,7 +342,7 @@ def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List (path below `root`, path) of the files for which `takes`, given the path below `root`, is True; sorted.
+    """List the files whose path below `root` satisfies `takes`, as sorted pairs (path below `root`, path).
 
     Directories that match a glob in `skip_directories` are not entered.
     """

@@ -79,7 +79,7 @@ class Words:
         return self.hashes[self.starts[text] : self.starts[text + 1]]
 
     def ngrams(self, length: int, *, texts: Collection[int] | None = None) -> tuple[Hashes, Places]:
-        """Return the hashes of n-grams and indices of their first words, both [n-grams]; none crosses texts.
+        """Return the hashes of n-grams and indices of their first words, both [n-grams]; no n-gram spans two texts.
 
         Args:
             length: number of words per n-gram.

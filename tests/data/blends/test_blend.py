@@ -91,11 +91,11 @@ def test_notes_on_normalised_shares_tiers_and_unknown_sizes(section: Section) ->
     notes = plan_blend(section(blend, a=100, b=100), tokens=1800).notes()
 
     assert notes == [
-        "data.blend: the shares sum to 6 and are divided by it",
-        "data.blend.passes: epochs are relative, in this run a 1 -> 2, b 2 -> 4",
+        "data.blend: the shares sum to 6; each is divided by this sum",
+        "data.blend.passes: configured epochs are only relative; in this run: a 1 -> 2, b 2 -> 4",
         "data.blend.tiers: a child of tier B gets more than a child of tier A: 0.9 of the group, against 0.1",
-        "sizes assumed, not counted: code",
-        "sizes and epochs unknown, without files and `tokens`: x, y",
+        "sizes are assumed, not counted: code",
+        "sizes and epochs are unknown without files or `tokens`: x, y",
     ]
 
 

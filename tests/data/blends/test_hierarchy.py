@@ -98,7 +98,7 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: {share: 1, by: temperature, alpha: 2, of: [b]}}", "a.alpha must be a number from 0 to 1, not 2"),
         (
             "{a: {share: 1, by: temperature, alpha: 1, of: {b: 3}}}",
-            "a.of.b: the group is divided by temperature, so its children have no amounts",
+            "a.of.b: the group is divided by temperature, so its children must not have shares or epochs",
         ),
         ("{a: {share: 1, alpha: 1, of: [b]}}", "data.blend.a: unknown key 'alpha'"),
         ("{a: 1, b: {share: 1, of: [a]}}", "data.blend.b.of.a: the name 'a' is already used by data.blend.a"),

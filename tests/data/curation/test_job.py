@@ -76,7 +76,7 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
         (
             {"perplexity": "{models: {}}"},
             ("curate.optional=[perplexity]",),
-            "none of perplexity can run: set curate.bl",
+            "none of perplexity can run without a model, list or test sets: set one in curate.bl",
         ),
         (
             {"perplexity": "{model: en.arpa}"},

@@ -175,10 +175,10 @@ def test_the_reason_for_starting_over_is_reported(
 ) -> None:
     run(prepared())
     run(prepared(turns="whole"))
-    assert "made from other settings or files (turns), so that its shards are removed" in capsys.readouterr().err
+    assert "made from other settings or files (turns), so its shards are removed" in capsys.readouterr().err
     (tmp_path / "out" / ".work" / "made_of.json").write_text('"0123abcd"')
     run(prepared(turns="whole"))
-    assert "made by another version of nemo_ext, so that its shards are removed" in capsys.readouterr().err
+    assert "made by another version of nemo_ext, so its shards are removed" in capsys.readouterr().err
 
 
 def test_files_of_others_are_not_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class Buckets(Barrier):
 
 
 def _rows(units: Sequence[Features]) -> Iterator[Values]:
-    """Yield [documents, 4] blocks: group, score as an integer that sorts alike, bytes, and index in the input."""
+    """Yield [documents, 4] blocks: group, score as an integer of the same order, bytes, and index in the input."""
     first = 0
     for unit in units:
         for block in unit.blocks(3):
@@ -161,7 +161,7 @@ def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
 
 
 def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
-    """Return the parts - 1 bounds (group, score, index) between parts of about equal size, estimated from a sample."""
+    """Return `parts` - 1 bounds (group, score, index) between parts of roughly equal size, estimated from a sample."""
     if parts == 1:
         return []
     step = max(1, documents // (_SAMPLE * parts))

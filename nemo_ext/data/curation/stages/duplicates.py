@@ -1,4 +1,4 @@
-"""Deduplication: exact by URL, text, paragraph and long passage, and approximate by MinHash.
+"""Deduplication: exact by URL, text, paragraph or long run of words, and approximate by MinHash.
 
 64-bit hashes of every document are recorded on disk. Sorting them finds repeated ones, in as many parts of the hash
 range as memory requires; the first document in input order is kept. Dolma uses a Bloom filter for paragraphs
@@ -50,7 +50,7 @@ class _Repeats(Barrier):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameUrl(_Repeats):
-    """Drops documents whose URL equals an earlier one's; documents without a URL are kept."""
+    """Drops documents whose URL equals an earlier document's; documents without a URL are kept."""
 
     kind: ClassVar[str] = "same_url"
 
@@ -64,7 +64,7 @@ class SameUrl(_Repeats):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SameText(_Repeats):
-    """Drops documents whose text equals an earlier one's.
+    """Drops documents whose text equals an earlier document's.
 
     Attributes:
         exactly: True to compare bytes, False to compare lower-case words without punctuation.
@@ -233,7 +233,7 @@ class NearDuplicates(Barrier):
     ) -> npt.NDArray[np.float64]:
         """Return the Jaccard similarity of pairs of documents, [pairs], estimated from their slots.
 
-        Documents are counted over all units; `firsts` are the numbers of the first document of each unit.
+        Documents are numbered over all units; `firsts` are the numbers of the first document of each unit.
         """
         width = self.bands + self._slots // 8
         similarity = np.empty(len(pairs))

@@ -1,4 +1,4 @@
-"""Language identification of documents by py3langid, or by a fastText model of the user's, such as lid.176.bin."""
+"""Language identification of documents by py3langid, or by the user's fastText model, such as lid.176.bin."""
 
 import re
 from collections.abc import Callable

@@ -109,7 +109,7 @@ class Classifier(Stage):
 
     Attributes:
         model: folder written by `nemo-ext curate_classifier`, or a fastText model file.
-        label: label whose probability a fastText model file gives, without `__label__`.
+        label: label of the positive class in a fastText model file, without `__label__`.
         key: document key under which to store the probability.
         least: minimum probability; `recommended` for the threshold in the classifier's folder.
         most: maximum probability, for classifiers that detect unwanted documents.

@@ -130,7 +130,7 @@ def words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class C4(_Rules):
-    """C4's rules: remove lines that are not sentences; drop documents with few sentences, or braces or lorem ipsum."""
+    """C4's rules: remove lines that are not sentences; drop documents with few sentences, braces or lorem ipsum."""
 
     kind: ClassVar[str] = "c4"
     block: ClassVar[type[BaseFilter]] = C4QualityFilter

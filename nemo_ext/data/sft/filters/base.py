@@ -69,12 +69,12 @@ class Texts:
 
 
 class Filter:
-    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, which workers can receive."""
+    """Base class of filters that judge single samples: frozen pydantic dataclasses of settings, sent to workers."""
 
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Check before the job starts that the settings are usable; files are reread.
+        """Check before the job starts that the settings and their files are usable; the files are read again.
 
         Raises:
             ValueError: a setting is invalid; the message names it.

@@ -103,7 +103,10 @@ def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple
         try:
             compiled = re.compile(f"(?:x)|(?:{text})", re.IGNORECASE)  # refuses flags, which must be at the very start
         except re.error as error:
-            raise ValueError(f"{where}: {text!r} is not a valid regular expression in a list ({error})") from None
+            raise ValueError(
+                f"{where}: {text!r} is not a valid regular expression ({error}): correct it, and use no "
+                "flags such as (?i)"
+            ) from None
         if compiled.search(""):
             raise ValueError(f"{where}: {text!r} matches every text: make the pattern more specific")
         if compiled.groups and re.search(r"\\[1-9]|\(\?P=|\(\?\(", text):

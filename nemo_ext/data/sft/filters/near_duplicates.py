@@ -99,8 +99,8 @@ class NearDuplicates:
         """Return the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
 
         Samples are visited in order, and one is dropped if a kept sample shares a band value with it and is similar
-        enough. Only the first 64 kept samples per band value are compared, which bounds the work if very many share one
-        by chance.
+        enough. Only the first 64 kept samples per band value are compared, which bounds the work if very many samples
+        share a value by chance.
         """
         # One in 256 slots with different hashes has an equal low byte by chance.
         least = self.threshold + (1 - self.threshold) / 256
@@ -140,7 +140,7 @@ def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Group samples that share a band value; return (starts, groups).
 
-    Sample i is in the groups numbered `groups[starts[i] : starts[i + 1]]`, of which there may be none.
+    Sample i is in the groups numbered `groups[starts[i] : starts[i + 1]]`, possibly none.
     """
     members, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     first = 0

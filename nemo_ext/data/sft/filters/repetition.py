@@ -30,7 +30,7 @@ class Repetition(Filter):
         ngram: number of words in an n-gram.
         window: number of words in the window.
         window_times: number of occurrences of an n-gram within a window at which a sample is dropped; None to disable.
-        trajectory_times: the same for all of the assistant's texts together, and for a single tool call.
+        trajectory_times: the same limit within all of the assistant's texts together, and within a single tool call.
         characters: length in bytes of a run of a pattern of at most 8 bytes at which a sample is dropped; None to
             disable.
     """

@@ -100,7 +100,7 @@ def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
 
 
 def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
-    """Return the reason to drop a sample whose tool message at `index` answers no preceding call; None if it does."""
+    """Return the reason to drop a sample if its tool message at `index` answers no preceding call; otherwise None."""
     first = index
     while messages[first].role == "tool" and first > 0:
         first -= 1
@@ -115,7 +115,7 @@ def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
 
 
 def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (reason, detail) if arguments violate the tool's schema `parameters` or it is invalid; otherwise None."""
+    """Return (reason, detail) if arguments violate the schema `parameters` or the schema is invalid; otherwise None."""
     if not parameters:
         return None
     try:

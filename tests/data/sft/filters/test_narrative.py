@@ -49,7 +49,7 @@ def test_lists_are_read_from_files(tmp_path: Path, chat: Make) -> None:
         ({"patterns": "(a"}, r"filters\.narrative\.patterns: '\(a' is not a valid regular expression"),
         ({"patterns": "x|a*"}, "matches every text"),
         ({"patterns": r"(a)\1"}, "must not refer to a group"),
-        ({"patterns": "(?i)a"}, r"not a valid regular expression in a list \(global flags"),
+        ({"patterns": "(?i)a"}, r"not a valid regular expression \(global flags"),
         ({"patterns": (), "keywords": "!!"}, "'!!' contains no word"),
         ({"patterns": ()}, "set patterns, keywords or files, or disable it with"),
         ({"files": "nowhere.txt"}, "nowhere.txt"),
