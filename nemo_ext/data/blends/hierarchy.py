@@ -106,7 +106,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
-        raise ValueError("data.blend and data.streams are both set: remove one, with data.blend=null or data=null")
+        raise ValueError("data.blend and data.streams are both set: remove one, with data.blend=null or data.streams=null")
     directory = data.get("directory")
     if not isinstance(directory, str | Path) or not str(directory):
         raise ValueError(f"data.directory must be a path, not {directory!r}")
