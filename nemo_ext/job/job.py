@@ -212,7 +212,8 @@ class Job(Command):
 def reads(function: Reference, files: str = "") -> Callable[[Config, Sequence[Path]], Any]:
     """Turn a function that checks a config into a `Job.check`, which is also called with the paths of earlier jobs.
 
-    `files` names the function's argument that is True if files are to be checked too: if earlier jobs write none.
+    `files` names the function's argument that is True if files are to be checked too, that is, if no earlier job is
+    still to write any.
     """
     return lambda config, coming: invoke(function, config, **({files: not coming} if files else {}))
 

@@ -31,7 +31,7 @@ def in_workers[Item, Result](
 
     Args:
         do: function to apply, in spawned processes or, with one worker, in this process.
-        skip: predicate that is True if an item is done already.
+        skip: function of an item that returns True if the item is done already.
         ordered: whether to yield results in the order of the items rather than as they become ready.
 
     Raises:

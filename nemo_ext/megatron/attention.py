@@ -209,7 +209,7 @@ class BlockSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """Run `SelfAttention`'s method, with one reduction for the norms of queries and keys over all ranks' heads."""
+        """Compute query, key and value as `SelfAttention` does, with one all-reduce for both QK norms if they need it."""
         norm = self.q_layernorm
         deferred = isinstance(norm, HeadsRMSNorm) and norm.tensor_parallel > 1 and split_qkv and not output_gate
         if not deferred:

@@ -41,7 +41,7 @@ TRAINING: Mapping[str, Any] = {
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the numbers of nodes and of GPUs per node that a job with a training config uses; ignore `settings`."""
+    """Return the numbers of nodes and of GPUs per node that a job with a training config uses (not `settings`)."""
     return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
 
 

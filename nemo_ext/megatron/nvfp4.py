@@ -52,8 +52,8 @@ def quantise_nvfp4(
         amax: magnitude `[]` that the two scales together represent, such as a calibrated one; None for the matrix's
             own largest.
         block_rows: rows of a block: 1, or 16 for weights in training.
-        stochastic: True to round to one of both neighbours, with the probability of its nearness, instead of to the
-            nearest (ties to even).
+        stochastic: True to round up or down at random, so that the expected value is exact, instead of to the nearest
+            number (ties to even).
     """
     rows, columns = matrix.shape
     down, across = ceil(rows / block_rows), ceil(columns / BLOCK)
@@ -119,9 +119,9 @@ def packed(values: Tensor) -> Tensor:
 
 
 def rotated(matrix: Tensor) -> Tensor:
-    """Rotate each 16 numbers of a matrix's rows by a Hadamard transform with random signs, which spreads outliers.
+    """Rotate each block of 16 numbers in a row by a Hadamard transform with random signs, which spreads outliers.
 
-    A product along the rows of two rotated matrices is that of the original ones.
+    The product of two matrices along their rows does not change if both are rotated.
 
     Args:
         matrix: `[rows, columns]`; columns are padded with zeros to a multiple of 16.

@@ -160,7 +160,7 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
     """Make Megatron keep the results of writing a checkpoint in this process, if it does not write asynchronously.
 
     Megatron's queue for the results is a separate process (core/dist_checkpointing/strategies/filesystem_async.py) that
-    imports Megatron to read them, which on every rank costs seconds at the first checkpoint and half a gigabyte of
+    imports Megatron to read them. On every rank, this takes seconds at the first checkpoint, and half a gigabyte of
     memory.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -191,9 +191,9 @@ def copy_before_writing(arguments: argparse.Namespace) -> None:
 def resume_with_settings(arguments: argparse.Namespace) -> None:
     """With override_opt_param_scheduler, make a resumed optimizer take rates, betas and epsilon from the config.
 
-    Megatron looks up a checkpoint's parameter groups by learning rate, among others, so a changed rate would end the
-    run, and betas and epsilon would be the saved ones. Groups that differ only in their rates, as with `decoupled_lr`,
-    are paired in the order of their rates.
+    Megatron finds a checkpoint's parameter groups by settings that include the learning rate, so a changed rate would
+    end the run. It also restores the saved betas and epsilon. Groups that differ only in their rates, as with
+    `decoupled_lr`, are paired in the order of their rates.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 

@@ -77,7 +77,7 @@ def spelled(version: Iterable[int]) -> str:
 
 
 def missing(feature: Feature) -> bool:
-    """Return whether the installed Megatron-Core lacks a feature."""
+    """Return whether the installed Megatron-Core is too old to have a feature."""
     return installed() < feature.since
 
 
@@ -92,7 +92,7 @@ def lack(flags: Iterable[str]) -> str | None:
 
 
 def model_of_container(container: Any) -> dict[str, Any]:
-    """Return keyword arguments that make `pretrain` build its config container's model; none from 0.19 on.
+    """Return keyword arguments that make `pretrain` build its config container's model; empty from version 0.19 on.
 
     Megatron-Core 0.18 takes a function that builds one stage, and wraps the stages in `get_model`. This replaces
     `get_model`, so that the container's builder builds and wraps the stages, with the hooks of its config.

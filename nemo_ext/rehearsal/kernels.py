@@ -63,7 +63,7 @@ class _Kernel(torch.autograd.Function):
     """Stand-in for a kernel as an autograd function.
 
     In the forward pass, `makes(*given)` returns the output and a list of tensors to save in addition to the inputs
-    `given`. In the backward pass, `works(*given)` records the work, and the gradients are empty tensors.
+    `given`. In the backward pass, `works(*given)` records the work, and the gradients are uninitialised tensors.
     """
 
     @staticmethod
@@ -215,7 +215,7 @@ def _permute(
 
 
 def _sort_chunks(tokens: Tensor, *_: Any, probs: Tensor | None = None, **__: Any) -> tuple[Tensor, Tensor | None]:
-    """Stand in for `sort_chunks_by_idxs`: one copy in each direction, without a view for every expert of every rank."""
+    """Stand in for `sort_chunks_by_idxs`: copy tokens and probabilities unsorted, which allocates the same memory."""
     return tokens * 1, None if probs is None else probs * 1
 
 

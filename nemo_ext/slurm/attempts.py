@@ -38,7 +38,7 @@ class Attempt:
         lost: number of steps logged after its last checkpoint.
         name: name of the job; "" if not recorded, as in older runs.
         output: path of the job's output; "" if it is not a file or not recorded, as in older runs.
-        given_up: why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
+        given_up: why the job was not requeued after this start; "" if it was; None if not recorded, as in older runs.
     """
 
     job: str
@@ -78,8 +78,8 @@ def begin(
 ) -> list[Attempt]:
     """Record a start, and mark earlier starts without an end as killed with their node or by Slurm; return all starts.
 
-    The mark of a finished run is removed, as it now has more steps to do. `step` is the newest checkpoint's step, None
-    for jobs without steps; the other arguments are fields of `Attempt`.
+    If the run was marked as finished, the mark is removed, as the run now has more steps to do. `step` is the newest
+    checkpoint's step, None for jobs without steps; the other arguments are fields of `Attempt`.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
@@ -107,7 +107,7 @@ def begin(
 
 
 def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
-    """Record the end of the newest start, and return all starts; the arguments are fields of `Attempt`."""
+    """Record the end of the newest start (`step` is its `Attempt.last_step`), and return all starts."""
     attempts = read(run_dir)
     attempts[-1] = replace(attempts[-1], ended=time.time(), last_step=step, reason=reason, given_up=given_up)
     write(run_dir, attempts)

@@ -198,7 +198,7 @@ def is_own(folder: Path, job: str) -> bool:
 
 
 def _is_of(folder: Path, job: str, fields: Mapping[str, str]) -> bool:
-    """True unless the job name or output file in Slurm's fields differs from that of the run's job.
+    """Return False if Slurm's fields give a job name or an output file that does not belong to the run's job.
 
     Times cannot be compared, as requeueing changes them.
     """

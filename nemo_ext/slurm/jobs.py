@@ -50,7 +50,7 @@ def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
         # The whole path, as folder names are not unique.
         return RECORDS / "-".join([name, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory, such as runs/mine")
     return Path(str(config["run_dir"]))
 
 

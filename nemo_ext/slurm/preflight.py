@@ -323,4 +323,4 @@ def _qos(cluster: Cluster) -> str:
 
 
 def _instead(names: Sequence[str]) -> str:
-    return f"cluster.qos={names[0]} does" if names else "no other quality of service of this site does"
+    return f"set cluster.qos={names[0]}, which allows it" if names else "no quality of service of the site allows it"

@@ -43,7 +43,7 @@ _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` releases it",
     "JobHeldAdmin": "held by an administrator",
     "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
-    "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix the other, and submit again",
+    "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix that one, and submit again",
 }
 """Mapping from Slurm's reason to advice, for jobs that wait for an action by the user or an administrator."""
 
@@ -257,7 +257,7 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
     }
     if not runs:
         raise ValueError(
-            f"no run was submitted to Slurm from {', '.join(map(str, places))}; name other run directories"
+            f"no run at or below {', '.join(map(str, places))} was submitted to Slurm; name other run directories"
         )
     return sorted(runs, key=_in_order)
 
@@ -360,8 +360,8 @@ def cancel(run_dir: Path) -> list[str]:
     waiting = [job for job in jobs if job]
     if not waiting:
         last = job_of(runs[-1])
-        others = ", an id that another job has now" if last in queue else ""
-        raise ValueError(f"{run_dir}: no job in the queue that could be cancelled; the last was {last}{others}")
+        others = ", an id that now belongs to another job" if last in queue else ""
+        raise ValueError(f"{run_dir}: no job in the queue, so there is nothing to cancel; the last was {last}{others}")
     # Dependent jobs first, so that they do not start in between.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:

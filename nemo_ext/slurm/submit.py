@@ -237,7 +237,7 @@ def _nodes_of_the_site(
     if launcher["nproc_per_node"] == node.gpus or world % node.gpus:
         return [], []
     nodes = world // node.gpus
-    note = Finding("note", f"{world} GPUs are {nodes} nodes of {node.gpus} on {settings.cluster.name}")
+    note = Finding("note", f"{world} GPUs: {nodes} nodes with {node.gpus} GPUs each on {settings.cluster.name}")
     return [f"launcher.nodes={nodes}", f"launcher.nproc_per_node={node.gpus}"], [note]
 
 
@@ -367,7 +367,7 @@ def variable(stage: str) -> str:
 
 
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
-    """Yield shell lines that submit the job, one for each round.
+    """Yield the shell lines with which a user can submit the job by hand, one for each round.
 
     If later lines need the job id of the pipeline stage `stage`, the last line stores it in the shell variable
     `variable(stage)`.
