@@ -189,7 +189,7 @@ def _main(words: list[str]) -> None:
     if arguments.time_limit is not None and not arguments.time_limit > 0:
         parser.error(f"--time-limit must be above 0 seconds, not {arguments.time_limit:g}")
     if (arguments.install and arguments.engine) or (arguments.extra and not arguments.install):
-        parser.error("--install cannot be combined with engines, and --extra requires --install")
+        parser.error("--install does not accept names of engines, and --extra requires --install")
     try:
         if arguments.install:
             report = install.report(arguments.extra, time_limit=arguments.time_limit or install.TIME_LIMIT)

@@ -58,7 +58,7 @@ def in_workers[Item, Result](
         while running:
             yield from _collect(running, ordered)
     except KeyboardInterrupt:
-        notice("stopping: running shards are finished first, and all finished shards are kept for the next run")
+        notice("stopping once the running shards are finished; all finished shards are kept for the next run")
         raise
     except BrokenProcessPool as error:
         raise JobFailed(

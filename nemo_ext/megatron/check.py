@@ -365,7 +365,7 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
         if together != 1:
             raise ValueError(
                 f"megatron.recompute_num_layers={together}: Megatron-Core recomputes depths of multi-token prediction "
-                "(/ in model.pattern) only with 1"
+                "(/ in model.pattern) only with 1; set it to 1"
             )
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
     try:
@@ -500,7 +500,7 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
 def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
     """Reject a sequence length that ranks cannot split, or attention that context parallelism does not support.
 
-    Transformer Engine reports the latter only in the first forward pass (`attn_forward_func_with_cp` in
+    Transformer Engine itself reports unsupported attention only in the first forward pass (`attn_forward_func_with_cp` in
     context_parallel.py).
 
     Raises:

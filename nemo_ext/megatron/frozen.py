@@ -8,7 +8,7 @@ import torch
 
 
 def freeze(model: list[torch.nn.Module], *, but_mtp: bool = False) -> list[torch.nn.Module]:
-    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
+    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore its own flag.
 
     As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
     keep their expert bias. With `but_mtp`, multi-token prediction is trained, as with the later

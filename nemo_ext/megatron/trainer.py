@@ -342,7 +342,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         return
     architecture, peak = Architecture.from_config(config), peak_flops()
     if peak is not None:
-        print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
+        print(f"MFU is relative to a peak of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
     mtp_only = bool(config["train"].get("mtp_only"))

@@ -105,7 +105,7 @@ def model_of_container(container: Any) -> dict[str, Any]:
 
     def get_model(*_: Any, wrap_with_ddp: bool = True, **others: Any) -> list[Any]:
         if names := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
-            raise TooOld(f"a second model ({', '.join(names)}) needs megatron-core 0.19 or later: upgrade it")
+            raise TooOld(f"get_model with {' and '.join(names)} needs megatron-core 0.19 or later: upgrade it")
         return container.model.get_builder_cls()(container.model).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=container.ddp,

@@ -150,7 +150,7 @@ def finished(run_dir: Path) -> list[str] | None:
 
 
 def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Arguments that differ between the job that finished a run (`end`) and a job that would repeat it (`own`).
+    """Return the arguments in which the job that finished a run (`end`) and one that would repeat it (`own`) differ.
 
     Launcher and operation settings are ignored, as the allocation determines them.
     """

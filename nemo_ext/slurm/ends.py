@@ -149,7 +149,7 @@ def why(folder: Path, job: str) -> str:
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explain the end of a job for which `why` finds no reason, by its last line of output or the lack of any."""
+    """Explain the end of a job for which `why` finds no reason, by its last line of output, or because it has none."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (

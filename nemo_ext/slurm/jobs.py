@@ -28,7 +28,7 @@ def submitted(name: str) -> Job:
 
 
 def makes(name: str, config: Mapping[str, Any]) -> list[Path]:
-    """Folders, files and file prefixes that a job with this config writes."""
+    """Return the folders, files and path prefixes that the job `name` writes with this config."""
     return [Path(str(place)).expanduser() for place in find(name).outputs(config) if place]
 
 

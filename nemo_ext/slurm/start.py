@@ -258,7 +258,7 @@ class Batch(ABC):
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to the job's steps, but not to srun, which would kill them, nor to this process."""
+        """Send a signal to the job's steps; srun and this process do not get it, as srun would kill the steps."""
         done = call(["scancel", f"--signal={name}", self.name])
         if done.returncode and "Invalid job id" not in done.stderr:  # after cancellation the steps no longer exist
             say(f"scancel: {done.stderr.strip()}")

@@ -262,7 +262,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
 
 
 def _checked_here(submission: Submission, collected: list[Finding]) -> list[Finding]:
-    """Add the findings of Megatron, bash and Slurm on this machine to those collected so far, and return all.
+    """Add the findings of Megatron, bash and Slurm on this machine to `collected`, the earlier ones, and return all.
 
     Bash checks the syntax of the batch script. Megatron and `sbatch --test-only` are skipped after earlier errors.
     """
@@ -355,7 +355,7 @@ def complete(words: Sequence[str]) -> None:
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:
-    """Print findings in colour."""
+    """Print findings for the user, with the kind of each shown in colour."""
     for finding in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[finding.kind]
         console.print(f"{finding.kind}: {finding.text}", style=style, markup=False)

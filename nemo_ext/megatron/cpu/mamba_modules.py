@@ -268,7 +268,7 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
 
 
 def install() -> tuple[str, ...]:
-    """Put the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; repeatable.
+    """Put the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; idempotent.
 
     causal_conv1d is replaced only together with mamba_ssm, and on a GPU only if it is missing too.
 
