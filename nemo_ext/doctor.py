@@ -96,7 +96,7 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """Return whether all engines without which training is impossible are usable."""
+    """Return whether training works here, that is, whether all required engines are usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 

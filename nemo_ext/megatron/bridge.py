@@ -411,7 +411,7 @@ if MISSING is None:
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):
-        """Bridge whose mapping is derived from one of our formats, `FORMAT`."""
+        """Bridge for one of our Hugging Face formats, `FORMAT`, from which its parameter mappings are derived."""
 
         FORMAT: ClassVar[Format]
         _described: Description | None = None

@@ -500,7 +500,7 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
 def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
     """Reject a sequence length that ranks cannot split, or attention that context parallelism does not support.
 
-    Transformer Engine itself reports unsupported attention only in the first forward pass (`attn_forward_func_with_cp` in
+    Transformer Engine reports unsupported attention only in the first forward pass (`attn_forward_func_with_cp` in
     context_parallel.py).
 
     Raises:

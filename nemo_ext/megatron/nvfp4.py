@@ -1,7 +1,7 @@
 """NVFP4 in torch: rounding to E2M1 with an E4M3 scale per block of 16 numbers and one FP32 scale per tensor.
 
 `fake_nvfp4` rounds and returns the rounded numbers in the same dtype, with gradients passed straight through; its
-values are bitwise equal to those in ModelOpt's checkpoints. Training rounds gradients stochastically and weights in blocks
+values equal those of ModelOpt's checkpoints bit by bit. Training rounds gradients stochastically and weights in blocks
 of 16x16, and rotates the inputs of weight gradients (Transformer Engine's recipe; arXiv 2509.25149).
 
 Does not import Megatron.

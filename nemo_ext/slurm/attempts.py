@@ -64,12 +64,12 @@ class Attempt:
 
 
 def read(run_dir: Path) -> list[Attempt]:
-    """Read all starts of a run, oldest first."""
+    """Read the record of a run's starts, oldest first."""
     return [Attempt(**line) for line in noted(run_dir / FOLDER / ATTEMPTS) or ()]
 
 
 def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Replace the record of a run's starts."""
+    """Write all starts of a run to its record, in place of the earlier content."""
     write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n")
 
 

@@ -186,7 +186,7 @@ class RayCluster:
             )
 
     def _wait_until_joined(self, deadline: float) -> None:
-        """Wait until all started nodes have joined."""
+        """Wait until all started nodes have joined; raise ClusterError if one is lost, or at the time `deadline`."""
         while len(self._joined) < len(self._steps):
             lost = self.lost()
             missing = [node for node in self._steps if node not in self._joined]

@@ -86,7 +86,7 @@ class Submission:
 
     @property
     def every_round(self) -> "list[Submission]":
-        """One submission per round; the last one has the record folder of the whole job."""
+        """Return a submission for each of the job's rounds; the last one has the record folder of the whole job."""
         common = [word for word in self.words if not word.startswith("slurm.folder=")]
         earlier = []
         for number in range(1, self.rounds):
