@@ -363,7 +363,7 @@ def hydra_value(text: str) -> str:
 
 
 def check_place(key: str, place: object) -> None:
-    """Reject the path `place` if it cannot be quoted in the arguments of jobs; `key` is its config key, for messages."""
+    """Reject the path `place` if it cannot be quoted in the arguments of jobs; `key` is its config key, for errors."""
     if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
         characters = " ".join(sorted(wrong))
         raise ValueError(f"{key}={place}: choose a path without {characters}, which cannot be passed to other jobs")

@@ -132,9 +132,9 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
         idle += 1
     if idle >= max_idle:
         reasons = "; ".join(dict.fromkeys(attempt.reason for attempt in attempts[-idle:]))
-        return f"{idle} starts without a new checkpoint ({reasons}): max_idle={max_idle}"
+        return f"{idle} starts without a new checkpoint ({reasons}), and slurm.max_idle={max_idle}"
     if len(attempts) > max_restarts:
-        return f"started {len(attempts)} times: max_restarts={max_restarts}"
+        return f"started {len(attempts)} times, and slurm.max_restarts={max_restarts}"
     return None
 
 
