@@ -40,7 +40,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Return the number of training steps whose total is closest to `tokens` tokens; None if `tokens` is None.
+    """Return the number of training steps that comes closest to `tokens` tokens; None if `tokens` is None.
 
     The result is 0 for 0 tokens, and otherwise at least 1.
     """

@@ -289,8 +289,8 @@ def difference(
 def _alike(apart: float, problems: int, level: float) -> Interval:
     """Return the confidence interval of a difference between scores in [0, 1] that equals `apart` for every problem.
 
-    A bootstrap interval would have no width. Instead, some problems may have a difference of -1 or 1: a share of up to
-    Wilson's upper bound for 0 of P ("Probable Inference", 1927).
+    A bootstrap interval would have no width. Instead, a share of the problems may have a difference of -1 or 1:
+    at most Wilson's upper bound for 0 of P cases ("Probable Inference", 1927).
     """
     from scipy.stats import binomtest
 

@@ -98,7 +98,7 @@ class OutputFolder:
         return self.own / "settings.json"
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
-        """Raise ValueError if the output was begun with other settings than `made_of`.
+        """Raise ValueError if the output was begun with settings other than `made_of`.
 
         The message begins with the output folder and `begun`, followed by the differences.
         """

@@ -283,7 +283,7 @@ class OnlineTeacher(Distillation):
 
     Args:
         config: the student's composed config.
-        load: function that builds the teacher from it; `load_teacher` by default.
+        load: function that builds the teacher from `config`; `load_teacher` by default.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Guard of a training run (config section `guard`): ends the ranks at a bad step, and skips its batches afterwards.
 
 If a loss or gradient norm is not finite, or a loss is far above the preceding ones, the ranks end and the step is
-recorded. The run's next start resumes from the last checkpoint before it and skips its batches, with Megatron's own
+recorded. The run's next start resumes from the last checkpoint before that step and skips its batches, with Megatron's
 `iterations_to_skip`. A rank that takes no step for too long writes its stack traces and ends too. Does not import torch
 at module level.
 """

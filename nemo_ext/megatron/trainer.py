@@ -315,7 +315,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
     """Make Megatron's timers record the run's phases in a log, and return the model's stages unchanged.
 
-    This is a hook of Megatron's model builder, because the timers do not exist earlier.
+    This is a hook for Megatron's model builder, because the timers do not exist earlier.
     """
     from megatron.training import get_timers
 
@@ -384,7 +384,7 @@ def validate_at_start(
 ) -> list[torch.nn.Module]:
     """Write the untrained model's validation loss to metrics.jsonl, and return the model's stages unchanged.
 
-    This is a hook of Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
+    This is a hook for Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
     Megatron's own `evaluate` with `forward_step`, unless the run already has a checkpoint or has no evaluations.
     """
     from megatron.core.utils import get_model_config

@@ -15,7 +15,7 @@ _stores: list[object] = []
 def check_gpu() -> None:
     """Reject a rank without a usable GPU in a job that has GPUs, as it would train on the CPU.
 
-    The site's file (`nemo_ext.slurm.cluster`) tells whether nodes have GPUs, otherwise Slurm does. An empty
+    Whether nodes have GPUs is read from the site's file (`nemo_ext.slurm.cluster`), or else from Slurm. An empty
     CUDA_VISIBLE_DEVICES, which hides the GPUs on purpose, is accepted.
 
     Raises:
