@@ -96,7 +96,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_read(config: Mapping[str, Any]) -> set[str]:
-    """Return the names of all Megatron flags that the figures depend on, whether set or not."""
+    """Return the names of all Megatron flags that affect the printed figures, whether or not the config sets them."""
     from nemo_ext.architecture.layout import Layout
     from nemo_ext.architecture.model import Architecture
 

@@ -1,4 +1,4 @@
-"""The `nemo-ext doctor` command: checks which engines work here, and what the others lack first."""
+"""The `nemo-ext doctor` command: shows which engines (torch, ...) work here, and what to install for the rest."""
 
 import argparse
 import importlib.metadata
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
         required: whether training is impossible without it.
         enables: features of nemo_ext that it enables.
         missing: its first missing requirement; "" if it is usable.
-        command: command that resolves this; "" if the engine is usable.
+        command: command that provides the missing requirement; "" if the engine is usable.
         note: limits of a usable engine, or a list of the GPUs; "" if there is nothing to note.
     """
 
@@ -96,7 +96,7 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """Return whether all required engines are usable."""
+    """Return whether training works here, that is, whether all required engines are usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 
@@ -189,7 +189,7 @@ def _main(words: list[str]) -> None:
     if arguments.time_limit is not None and not arguments.time_limit > 0:
         parser.error(f"--time-limit must be above 0 seconds, not {arguments.time_limit:g}")
     if (arguments.install and arguments.engine) or (arguments.extra and not arguments.install):
-        parser.error("--install cannot be combined with engines, and --extra requires --install")
+        parser.error("--install does not accept names of engines, and --extra requires --install")
     try:
         if arguments.install:
             report = install.report(arguments.extra, time_limit=arguments.time_limit or install.TIME_LIMIT)

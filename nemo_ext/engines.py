@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def module(self) -> str:
-        """Module that exists if the package is installed."""
+        """Name of the module to look for to tell whether the package is installed."""
         return self.name.replace("-", ".")
 
 
@@ -262,7 +262,7 @@ def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Eve
 
 
 def _last_words(code: int, noise: IO[bytes]) -> str:
-    """Describe in one line how a process with exit code `code` and output `noise` ended without an answer."""
+    """Describe in one line how a process with exit code `code` and output `noise` ended without a result."""
     if code < 0:
         return f"the import ended with {signal.Signals(-code).name}"
     noise.seek(0)
@@ -330,7 +330,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _main() -> None:
-    """Probe the engine named in this process's arguments, and write the answer as JSON to stdout.
+    """Probe the engine named in this process's arguments, and write the outcome as JSON to stdout.
 
     The engine's own output goes to stderr. The process exits at once, as some engines hang at exit.
     """

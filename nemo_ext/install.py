@@ -34,7 +34,7 @@ TREE = "source tree"
 
 
 def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
-    """Collect the report as JSON-serialisable data.
+    """Report what installing nemo_ext would change in this environment, as JSON-serialisable data.
 
     Args:
         extras: Names of the extras to install.
@@ -75,7 +75,7 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
 
 
 def text(report: dict[str, Any]) -> str:
-    """Format the report as text, for example to paste into an issue."""
+    """Format the data from `report` as text, for example to paste into an issue."""
     lines = [f"nemo_ext {report['nemo_ext']}: {report['command']}"]
     for title in filter(report.get, ("here", "engines", "changed", "new")):
         lines += ["", title, *(f"  {name:<18} {value}" for name, value in report[title].items())]
@@ -86,7 +86,7 @@ def text(report: dict[str, Any]) -> str:
 
 
 def shown(report: str) -> str:
-    """Redact a report: replace the home directory with ~, and remove credentials and queries from URLs."""
+    """Redact the text of a report: replace the home directory with ~, and remove credentials and queries from URLs."""
     home = re.escape(os.path.expanduser("~"))
     report = re.sub(rf"(?<![\w.-]){home}(?![\w.-])", "~", re.sub(rf"'{home}/", "~/'", report))
     return re.sub(r"(://[^\s?#]*)[?#][^\s,\"']*", r"\1?****", re.sub(r"://[^/\s]+@", "://****@", report))
@@ -173,7 +173,7 @@ def _wanted(extras: list[str], requires: dict[str, list[str]]) -> list[str]:
 
 
 def _engine(installed: Distribution | None, module: str) -> str:
-    """Return an engine's version, with a remark unless it is a release from an index; "" if it is not installed."""
+    """Return an engine's version, with a remark if it is not a release from an index; "" if it is not installed."""
     tree = folder_of(module)
     if installed is None:
         return tree and f"{TREE} {tree}, without metadata, invisible to pip"

@@ -135,7 +135,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
 
 
 def not_reproduced(config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each difference between a recipe and its source."""
+    """Return one line for each difference between a config's recipe and the published source of that recipe."""
     return [f"not as in the source of {config['recipe']}: {what}" for what in config.get("not_reproduced") or ()]
 
 
@@ -153,14 +153,14 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
     now, earlier = (bool((each.get("train") or {}).get("mtp_only")) for each in (config, before))
     if now != earlier:
         raise ValueError(
-            f"{run_dir} holds a run with another train.mtp_only, whose optimizer has other weights: choose another "
-            "run_dir"
+            f"{run_dir} holds a run with a different train.mtp_only, so its optimizer covers different weights: choose "
+            "another run_dir"
         )
     now, earlier = (bool((each.get("train") or {}).get("quantization_aware")) for each in (config, before))
     if now != earlier:
         raise ValueError(
-            f"{run_dir} holds a run with train.quantization_aware={str(earlier).lower()}: set it so, or choose another "
-            "run_dir"
+            f"{run_dir} holds a run with train.quantization_aware={str(earlier).lower()}: set it to that value, or "
+            "choose another run_dir"
         )
     # The sequence length may change, for example between phases.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
@@ -236,7 +236,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     def forward(number: int, frame: object) -> None:
         received.append(number)
         if len(received) == 1:
-            console.print("stopping after this step, then saving; a second signal ends at once")
+            console.print("stopping after this step, then saving; a second signal ends the run at once")
             process.terminate()
         else:
             torchrun = psutil.Process(process.pid)

@@ -182,7 +182,9 @@ def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
 
 
 def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: int | None = None) -> Parity:
-    """Run the prompts one at a time through both models in fp32, held in memory together (8 bytes per parameter).
+    """Compare the logits of a Hugging Face model and its Megatron conversion, running one prompt at a time in fp32.
+
+    Both models are in memory at the same time (8 bytes per parameter).
 
     Args:
         folder: Hugging Face folder.

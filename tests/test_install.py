@@ -311,7 +311,7 @@ def test_extras_are_those_of_the_metadata(place: Place) -> None:
     ("words", "said"),
     [
         (["--extra", "engin"], "unknown extra 'engin': did you mean 'engine'? known: base, data, engine, nemo_rl"),
-        (["torch"], "--install cannot be combined with engines"),
+        (["torch"], "--install does not accept names of engines"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:

@@ -252,7 +252,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
         ),
         (["megatron.load=/somewhere"], "pretrained_checkpoint"),
         (["megatron.reset_attention_mask=true"], "would have no effect"),
-        (["megatron.defer_embedding_wgrad_compute=true"], "needs buffers that HybridModel lacks"),
+        (["megatron.defer_embedding_wgrad_compute=true"], "needs buffers missing from HybridModel"),
         (
             ["model.pattern=M-|*E", "megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2"],
             "pipeline rank 0 has no MoE block",
@@ -362,7 +362,7 @@ def test_a_resumed_run_keeps_its_rounding_and_says_that_its_plan_changed(
     rounded = [*SMALL, f"run_dir={tmp_path}", "train.quantization_aware=true"]
     launch.train(compose("train", [*rounded, "precision=fp8_current"]))
 
-    with pytest.raises(ValueError, match=r"holds a run with train\.quantization_aware=true: set it so"):
+    with pytest.raises(ValueError, match=r"holds a run with train\.quantization_aware=true: set it to that value"):
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
     capsys.readouterr()
     launch.prepare(compose("train", [*rounded, "precision=fp8_current", "precision_plan.kv_cache=fp8"]))

@@ -40,7 +40,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Return the number of training steps whose total is closest to `tokens` tokens; None if `tokens` is None.
+    """Return the number of training steps that comes closest to `tokens` tokens; None if `tokens` is None.
 
     The result is 0 for 0 tokens, and otherwise at least 1.
     """
@@ -52,13 +52,13 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
 
 
 def add(*terms: float) -> float | int:
-    """Return the sum, as an integer if it is whole."""
+    """Return the sum of the terms, as an integer if it is whole."""
     total = math.fsum(map(_number, terms))
     return int(total) if total == int(total) else total
 
 
 def multiply(*factors: float) -> float | int:
-    """Return the product, as an integer if it is whole."""
+    """Return the product of the factors, as an integer if it is whole."""
     product = 1.0
     for factor in factors:
         product *= _number(factor)
@@ -69,7 +69,7 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"expected a number, not {value!r}") from None
+        raise ValueError(f"the resolvers add and multiply require numbers, not {value!r}") from None
 
 
 def register_resolvers() -> None:
@@ -189,9 +189,9 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
-    """Compose the section `data` of a file in the config group `data` that a phase names.
+    """Compose the section `data` of the file `name` in the config group `data`, which a phase names as its data.
 
-    The overrides `search` set Hydra's search path.
+    `key` is the phase's config key, for messages. The overrides `search` set Hydra's search path.
     """
     words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
     try:
@@ -363,7 +363,7 @@ def hydra_value(text: str) -> str:
 
 
 def check_place(key: str, place: object) -> None:
-    """Reject the path `place` if it cannot be quoted in the arguments of jobs; the message calls its setting `key`."""
+    """Reject the path `place` if it cannot be quoted in the arguments of jobs; `key` is its config key, for errors."""
     if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
         characters = " ".join(sorted(wrong))
         raise ValueError(f"{key}={place}: choose a path without {characters}, which cannot be passed to other jobs")
@@ -454,7 +454,7 @@ def mistake(error: Exception, job: str) -> str:
 def _near(error: Exception, grammar: Grammar) -> str:
     """Return a suggestion for an unknown key, such as `: did you mean 'lr'?`; "" if no key of its section is similar.
 
-    The cause of Hydra's error has the key and its section.
+    The key and its section are read from the cause of Hydra's error.
     """
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]

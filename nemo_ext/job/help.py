@@ -95,7 +95,7 @@ def _explained(intro: str) -> list[str]:
 
 
 def _entry(key: str, about: str) -> str:
-    """Format a key and its description as a wrapped entry."""
+    """Format a key and its description as a wrapped entry of the help text."""
     first = f"  {key}".ljust(_INDENT)
     lines = textwrap.wrap(about, _WIDTH - _INDENT) or [""]
     start = [first + lines[0]] if first.endswith(" ") else [first, " " * _INDENT + lines[0]]

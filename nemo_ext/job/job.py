@@ -172,7 +172,7 @@ class Job(Command):
         record: function of the config that returns the paths from which the name of its record of starts is derived
             if it has no run directory; if None, its outputs.
         own_folder: whether its run directory in a pipeline is its stage's folder.
-        training: whether its config is that of a training run, with `launcher`, `megatron` and data.
+        training: whether its config is a training config, with `launcher`, `megatron` and data.
         ranks: "slurm" if Slurm starts its ranks, "asked" if it requests ranks on its nodes itself, "" if it has none.
         ray: function of the config that returns True if it runs on Ray.
         serving: "replicas" for jobs with several servers of one model, "meanwhile" for jobs that serve models one after
@@ -212,7 +212,8 @@ class Job(Command):
 def reads(function: Reference, files: str = "") -> Callable[[Config, Sequence[Path]], Any]:
     """Turn a function that checks a config into a `Job.check`, which is also called with the paths of earlier jobs.
 
-    `files` names the function's argument that is True if files are to be checked too: if earlier jobs write none.
+    `files` names the function's argument that is True if files are to be checked too, that is, if no earlier job is
+    still to write any.
     """
     return lambda config, coming: invoke(function, config, **({files: not coming} if files else {}))
 

@@ -69,7 +69,7 @@ def names(settings: Any, section: str) -> list[str]:
 
 
 def description(settings: Any, key: str) -> str:
-    """Return a dotted key's description in the docstring of its settings class; "" if there is none.
+    """Return a dotted key's description from the docstring of its settings class; "" if there is none.
 
     `settings` is the tree of the config's types (see the module).
     """

@@ -30,7 +30,7 @@ def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Compare two sections; return a mapping from dotted key to "before -> now". Null, {} and [] equal no key."""
+    """Map each dotted key that differs between two sections to "before -> now"; null, {} and [] equal a missing key."""
     old, new = flat(_as_json(before)), flat(_as_json(now))
     return {
         key: " -> ".join(_where_they_differ(old.get(key), new.get(key)))
@@ -56,7 +56,7 @@ def noted(record: Path) -> Any:
 
 
 def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any], begun: str, advice: str) -> None:
-    """Reject settings that differ from `before`, those of the output's first run (None if the output is new).
+    """Reject settings `now` that differ from `before`, with which the output was begun (None if the output is new).
 
     Raises:
         ValueError: settings differ; the message is `begun`, the differences in parentheses, and `advice`.

@@ -60,7 +60,7 @@ def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: t
 
 
 def json_line(value: Any) -> bytes:
-    """Encode a value as a line of JSON; types that JSON lacks become strings, NaN and infinities become null."""
+    """Encode a value as a line of JSON; types unknown to JSON become strings, and NaN and infinities become null."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # integers of more than 64 bits, lone surrogates

@@ -232,7 +232,7 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
 
 
 def _shown(parts: _Parts) -> _Parts:
-    """Return the nested dataclass fields by key in the section; fields inside `FLAT` ones are on the same level."""
+    """Return a dataclass's nested fields, keyed as in the section, in which `FLAT` fields have no level."""
     flat = [_shown(inner) for is_flat, _, inner in parts.values() if is_flat]
     return {name: part for level in (parts, *flat) for name, part in level.items() if not part[0]}
 

@@ -151,7 +151,7 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """Yield the draws in batches: how often each kind, of probability `shares` [K], is drawn, [batch, K]."""
+    """Yield multinomial draws in batches, [batch, K]: counts of the kinds, whose probabilities are `shares`, [K]."""
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -287,10 +287,10 @@ def difference(
 
 
 def _alike(apart: float, problems: int, level: float) -> Interval:
-    """Return the interval of a difference `apart` between scores in [0, 1] that is the same for all problems.
+    """Return the confidence interval of a difference between scores in [0, 1] that equals `apart` for every problem.
 
-    A bootstrap interval would have no width. Instead, some problems may have a difference of -1 or 1: a share of up to
-    Wilson's upper bound for 0 of P ("Probable Inference", 1927).
+    A bootstrap interval would have no width. Instead, a share of the problems may have a difference of -1 or 1:
+    at most Wilson's upper bound for 0 of P cases ("Probable Inference", 1927).
     """
     from scipy.stats import binomtest
 

@@ -1,4 +1,4 @@
-"""Units of work that depend only on the input, are done by any number of processes, and once finished survive a kill.
+"""Units of work that any number of processes can share, and that, once finished, survive a kill of the job.
 
 A unit's files are named after its number. Every file is renamed when complete (`job.files`), and the one that marks the
 unit as done comes last. The output is thus byte-identical for any number of processes and interruptions.
@@ -98,7 +98,7 @@ class OutputFolder:
         return self.own / "settings.json"
 
     def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
-        """Raise ValueError if the output was begun with other settings than `made_of`.
+        """Raise ValueError if the output was begun with settings other than `made_of`.
 
         The message begins with the output folder and `begun`, followed by the differences.
         """
@@ -110,7 +110,7 @@ class OutputFolder:
         return FileLock(self.own / ".lock")
 
     def mine[Item](self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return this process's share of the units."""
+        """Return the items (units) that belong to this process's shard."""
         number, count = part_of(self.shard)
         return items[number::count]
 

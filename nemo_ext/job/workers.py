@@ -31,7 +31,7 @@ def in_workers[Item, Result](
 
     Args:
         do: function to apply, in spawned processes or, with one worker, in this process.
-        skip: predicate that is True if an item is done already.
+        skip: function of an item that returns True if the item is done already.
         ordered: whether to yield results in the order of the items rather than as they become ready.
 
     Raises:
@@ -58,7 +58,7 @@ def in_workers[Item, Result](
         while running:
             yield from _collect(running, ordered)
     except KeyboardInterrupt:
-        notice("stopping: running shards are finished first, and all finished shards are kept for the next run")
+        notice("stopping once the running shards are finished; all finished shards are kept for the next run")
         raise
     except BrokenProcessPool as error:
         raise JobFailed(

@@ -165,7 +165,7 @@ class Rotary:
         llama3_factor: factor of Llama 3's frequency scaling (low 1, high 4, 8192 original positions), or None.
         interpolation_factor: divisor of positions (linear interpolation), or None.
         yarn: True for YaRN with the model's settings, on the rotated share of the head; upstream's own YaRN embedding
-            rotates the whole head whatever `percent` says.
+            rotates the whole head regardless of `percent`.
     """
 
     base: int
@@ -209,7 +209,7 @@ class BlockSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """Run `SelfAttention`'s method, with one reduction for the norms of queries and keys over all ranks' heads."""
+        """Compute query, key and value as `SelfAttention` does, with one all-reduce for both QK norms if needed."""
         norm = self.q_layernorm
         deferred = isinstance(norm, HeadsRMSNorm) and norm.tensor_parallel > 1 and split_qkv and not output_gate
         if not deferred:

@@ -336,7 +336,7 @@ if MISSING is None:
             self.rows = rows
 
         def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-            """Return a copy; there is nothing to resolve, as the names have no wildcards."""
+            """Return a copy of this mapping, whose names have no wildcards to resolve."""
             return VocabularyMapping(self.megatron_param, self.hf_param, self.rows)
 
         def hf_to_megatron(self, hf_weights: torch.Tensor, megatron_module: Any) -> torch.Tensor:
@@ -402,7 +402,7 @@ if MISSING is None:
                 ValueError: the pattern is empty, or this stack does not support `mamba_chunk_size`.
             """
             if self.mamba_chunk_size != 128:
-                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec supports only 128")
+                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: set it to 128, all that is supported")
             pattern = self.hybrid_layer_pattern or ""
             if parse(pattern).blocks == ():
                 raise ValueError("hybrid_layer_pattern is empty: create the provider with AutoBridge")
@@ -411,7 +411,7 @@ if MISSING is None:
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):
-        """Bridge whose mapping is derived from one of our formats, `FORMAT`."""
+        """Bridge for one of our Hugging Face formats, `FORMAT`, from which its parameter mappings are derived."""
 
         FORMAT: ClassVar[Format]
         _described: Description | None = None
@@ -486,7 +486,7 @@ if MISSING is None:
             """Build the conversion tasks; missing tensors are an error here, while MegatronModelBridge only warns.
 
             Raises:
-                ValueError: the Hugging Face checkpoint lacks a tensor, or a parameter of the model has no mapping.
+                ValueError: a tensor is missing from the Hugging Face checkpoint, or a parameter has no mapping.
             """
             tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
             if None in tasks:

@@ -170,8 +170,8 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
     both = [name for name, value in chosen.items() if value is not None]
     if len(both) > 1:
         raise ValueError(
-            f"{' and '.join(both)} cannot be combined, as a run has one teacher, or is one: keep one of them, and set "
-            "the rest to null"
+            f"{' and '.join(both)} cannot be combined, as a run either has one teacher or saves the log-probabilities "
+            "of one: keep one of these keys, and set the rest to null"
         )
     if saved is not None:
         check_saving(config, arguments)
@@ -365,7 +365,7 @@ def check_prediction(config: Mapping[str, Any], pattern: Pattern) -> None:
         if together != 1:
             raise ValueError(
                 f"megatron.recompute_num_layers={together}: Megatron-Core recomputes depths of multi-token prediction "
-                "(/ in model.pattern) only with 1"
+                "(/ in model.pattern) only with 1; set it to 1"
             )
     options = hybrid_stack(norm_placement=config["model"].get("norm_placement") or "input").params["options"]
     try:
@@ -493,14 +493,14 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
     if stages > pipeline and count % pipeline and megatron.get("microbatch_group_size_per_vp_stage") is None:
         raise ValueError(
             f"megatron.global_batch_size={batch} makes {count} micro-batches, but {stages} interleaved stages on "
-            f"{pipeline} pipeline ranks require a multiple of {pipeline}"
+            f"{pipeline} pipeline ranks require a multiple of {pipeline}; change the batch size"
         )
 
 
 def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
     """Reject a sequence length that ranks cannot split, or attention that context parallelism does not support.
 
-    Transformer Engine reports the latter only in the first forward pass (`attn_forward_func_with_cp` in
+    Transformer Engine reports unsupported attention only in the first forward pass (`attn_forward_func_with_cp` in
     context_parallel.py).
 
     Raises:

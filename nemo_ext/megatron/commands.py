@@ -41,7 +41,7 @@ TRAINING: Mapping[str, Any] = {
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the numbers of nodes and of GPUs per node that a job with a training config uses; ignore `settings`."""
+    """Return the number of nodes, and of GPUs per node, that a training config sets; `settings` is not used."""
     return int(config["launcher"]["nodes"]), int(config["launcher"]["nproc_per_node"])
 
 

@@ -177,7 +177,7 @@ def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict
     rows, student_rows = (Architecture.from_config(model).vocab_size for model in (teacher, config))
     if rows != student_rows:
         raise ValueError(
-            f"distillation.teacher={config['distillation']['teacher']} has {rows} vocabulary rows, but the student "
+            f"distillation.teacher={config['distillation']['teacher']} has {rows} vocabulary rows, but the student has "
             f"{student_rows}: both need the same tokenizer and the same megatron.padded_vocab_size"
         )
     run, model_names = config["megatron"], model_flags()
@@ -283,7 +283,7 @@ class OnlineTeacher(Distillation):
 
     Args:
         config: the student's composed config.
-        load: function that builds the teacher from it; `load_teacher` by default.
+        load: function that builds the teacher from `config`; `load_teacher` by default.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def kl_divergence(
         teacher: logits of the same shape.
         temperature: divisor of both models' logits.
         top_k: number of tokens in the whole vocabulary that are distinguished; None for all.
-        group: ranks that share the vocabulary; None if it is not split.
+        group: ranks over which the vocabulary is split; None if it is not split.
 
     Returns:
         Divergence `[...]` in float32, the same on every rank of the group.

@@ -116,7 +116,7 @@ class StreamEpochs(MegatronDataset):
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """Open the files with a path prefix (see `GPTDataset.build_low_level_dataset`)."""
+        """Open the stream with the path prefix `dataset_path` (see `GPTDataset.build_low_level_dataset`)."""
         return cls.kind.build_low_level_dataset(dataset_path, config)
 
     def __len__(self) -> int:

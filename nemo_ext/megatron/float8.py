@@ -101,7 +101,8 @@ def quantise(
             tensor.
         dtype: float8_e4m3fn or float8_e5m2.
         power_of_two: True to round scales up to powers of two.
-        amax: magnitude `[]` that the largest float8 number represents, without blocks; None for the matrix's own.
+        amax: magnitude `[]` that the largest float8 number represents (only without blocks); None for the matrix's own
+            maximum.
     """
     rows, columns = matrix.shape
     high, wide = block or (rows, columns)
@@ -241,7 +242,7 @@ def _largest(matrix: Tensor, group: torch.distributed.ProcessGroup | None) -> Te
 
 
 class _Rounded(torch.autograd.Function):
-    """A rounded tensor, whose gradient is that of the original one (straight-through estimator)."""
+    """Rounded tensor, whose gradient is passed to the original tensor unchanged (straight-through estimator)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rounded: Float8Matrix) -> Tensor:

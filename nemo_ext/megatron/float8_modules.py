@@ -1,7 +1,7 @@
 """Precision plans for Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
-Megatron's column- and row-parallel layers, and our replicated one of latent projections, keep their weights, sharding
-and communication; only the product inside is replaced. Each rank scales its own shard of a matrix, except in
+Megatron's column- and row-parallel layers, and our replicated layer for latent projections, keep their weights,
+sharding and communication; only the product inside is replaced. Each rank scales its own shard of a matrix, except in
 quantisation-aware training.
 """
 

@@ -8,7 +8,7 @@ import torch
 
 
 def freeze(model: list[torch.nn.Module], *, but_mtp: bool = False) -> list[torch.nn.Module]:
-    """Freeze the model's stages, and return them; the model builders of Megatron-Core 0.19 ignore the flag for this.
+    """Freeze the model's stages, and return them; Megatron-Core 0.19's model builders ignore its flag for this.
 
     As with Megatron's `freeze_all_layers` (training/training.py, `get_model`), weights get no gradients, and routers
     keep their expert bias. With `but_mtp`, multi-token prediction is trained, as with the later
@@ -28,7 +28,7 @@ def freeze(model: list[torch.nn.Module], *, but_mtp: bool = False) -> list[torch
 def load_without_mtp(model: list[torch.nn.Module], *, ends: list[Callable[[], None]]) -> list[torch.nn.Module]:
     """Exclude multi-token prediction from what the model's stages load, and return the stages.
 
-    Megatron loads the tensors that `sharded_state_dict` names, so the weights of the depths stay as initialised.
+    Megatron loads the tensors that `sharded_state_dict` names, so the excluded weights keep their initial values.
 
     Args:
         model: the stages.

@@ -1,7 +1,7 @@
 """Guard of a training run (config section `guard`): ends the ranks at a bad step, and skips its batches afterwards.
 
 If a loss or gradient norm is not finite, or a loss is far above the preceding ones, the ranks end and the step is
-recorded. The run's next start resumes from the last checkpoint before it and skips its batches, with Megatron's own
+recorded. The run's next start resumes from the last checkpoint before that step and skips its batches, with Megatron's
 `iterations_to_skip`. A rank that takes no step for too long writes its stack traces and ends too. Does not import torch
 at module level.
 """
@@ -89,7 +89,7 @@ class Event:
 
 
 def events(run_dir: Path) -> list[Event]:
-    """Read a run's events, oldest first."""
+    """Read the record of a run's bad steps, oldest first."""
     path = run_dir / EVENTS
     return TypeAdapter(list[Event]).validate_json(path.read_bytes()) if path.is_file() else []
 
@@ -99,7 +99,7 @@ def _write(run_dir: Path, recorded: list[Event]) -> None:
 
 
 def pending(run_dir: Path) -> Event | None:
-    """Return the event at which the run's last start ended, if no later start has handled it yet; otherwise None."""
+    """Return the bad step that ended the run's last start, if no later start has handled it yet; otherwise None."""
     return next((event for event in events(run_dir) if event.checkpoint is None), None)
 
 

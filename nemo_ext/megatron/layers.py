@@ -112,7 +112,7 @@ class ReplicatedLinear(torch.nn.Module):
         return self._forward_impl(hidden_states, self.weight, None), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product, under the name that Megatron's linear layers have for it (`float8_modules`)."""
+        """Compute the product; named as in Megatron's linear layers, so that `float8_modules` can replace it too."""
         return torch.nn.functional.linear(input, weight, bias)
 
 

@@ -132,7 +132,7 @@ class MetricsWriter:
     both are null if the device's peak is unknown. Without a GPU it also has `cpu_seconds_per_step`; with
     `megatron.log_energy`, `joules_per_gpu` of the previous step; and whatever else Megatron logs. Each value of an
     evaluation has a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`). Benchmark results
-    have a line with `evaluate`, a mapping from benchmarks to accuracies, and `evaluate_bits`, to bits per byte.
+    have a line with `evaluate` and `evaluate_bits`, which map benchmarks to accuracies and to bits per byte.
 
     Attributes:
         path: path of the file; lines after `first_step`, left by an earlier start that was killed, are removed first.

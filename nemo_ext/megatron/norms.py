@@ -115,7 +115,8 @@ class HeadsRMSNorm(torch.nn.Module):
 def reduced_norms(group: dist.ProcessGroup | None, eps: float, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Compute RMS norms of tensors whose heads are split over a group, with one all-reduce for all of them.
 
-    The backward pass has one as well, and keeps the tensors in their own dtype and one FP32 scale per token.
+    The backward pass needs one all-reduce as well; for it, the tensors are kept in their own dtype, together with one
+    FP32 scale per token.
 
     Args:
         group: tensor-parallel group; None for the default group.
@@ -127,7 +128,7 @@ def reduced_norms(group: dist.ProcessGroup | None, eps: float, *pairs: tuple[Ten
 
 
 class _ReducedNorms(torch.autograd.Function):
-    """RMS norms over the last two dimensions, of which every rank of a group holds an equal part."""
+    """RMS norms over the last two dimensions, which are split evenly over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup | None, eps: float, *tensors: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """NVFP4 in torch: rounding to E2M1 with an E4M3 scale per block of 16 numbers and one FP32 scale per tensor.
 
 `fake_nvfp4` rounds and returns the rounded numbers in the same dtype, with gradients passed straight through; its
-values are bit for bit those of ModelOpt's checkpoints. Training rounds gradients stochastically and weights in blocks
+values equal those of ModelOpt's checkpoints bit by bit. Training rounds gradients stochastically and weights in blocks
 of 16x16, and rotates the inputs of weight gradients (Transformer Engine's recipe; arXiv 2509.25149).
 
 Does not import Megatron.
@@ -49,11 +49,11 @@ def quantise_nvfp4(
 
     Args:
         matrix: `[rows, columns]`, not empty, in any floating-point dtype; the last blocks may be smaller.
-        amax: magnitude `[]` that the two scales together represent, such as a calibrated one; None for the matrix's
-            own largest.
+        amax: magnitude `[]` that is mapped to the largest NVFP4 number, such as a calibrated one; None for the matrix's
+            own maximum.
         block_rows: rows of a block: 1, or 16 for weights in training.
-        stochastic: True to round to one of both neighbours, with the probability of its nearness, instead of to the
-            nearest (ties to even).
+        stochastic: True to round up or down at random, so that the expected value is exact, instead of to the nearest
+            number (ties to even).
     """
     rows, columns = matrix.shape
     down, across = ceil(rows / block_rows), ceil(columns / BLOCK)
@@ -82,7 +82,7 @@ def fake_nvfp4(tensor: Tensor, amax: Tensor | None = None) -> Tensor:
 
     Args:
         tensor: `[..., columns]`: a weight `[out, in]`, or activations.
-        amax: calibrated magnitude `[]`; None for the tensor's own largest.
+        amax: calibrated maximum magnitude `[]`; None for the tensor's own maximum.
 
     Returns:
         The rounded numbers, in the tensor's shape and dtype.
@@ -119,9 +119,9 @@ def packed(values: Tensor) -> Tensor:
 
 
 def rotated(matrix: Tensor) -> Tensor:
-    """Rotate each 16 numbers of a matrix's rows by a Hadamard transform with random signs, which spreads outliers.
+    """Rotate each block of 16 numbers in a row by a Hadamard transform with random signs, which spreads outliers.
 
-    A product along the rows of two rotated matrices is that of the original ones.
+    The product of two matrices along their rows does not change if both are rotated.
 
     Args:
         matrix: `[rows, columns]`; columns are padded with zeros to a multiple of 16.

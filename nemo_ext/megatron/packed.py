@@ -88,7 +88,7 @@ class PackedDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: StreamConfig) -> PackedSamples:
-        """Open the files with a path prefix."""
+        """Open the packs whose files have the path prefix `dataset_path`."""
         return PackedSamples(dataset_path)
 
     def __len__(self) -> int:

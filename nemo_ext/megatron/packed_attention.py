@@ -1,8 +1,9 @@
 """Limits of Transformer Engine's packed-sequence (THD) attention, by GPU and version. Does not import torch.
 
 Source: Transformer Engine 2.8 to 2.18. `fused_attn.cpp` supports packed sequences from compute capability 9.0 on,
-`utils.py` disables unfused attention under context parallelism, and `context_parallel.py` asserts the rest.
-FlashAttention 2 supports them from 8.0 on; its successors are for Hopper and Blackwell, which do not need them.
+`utils.py` disables unfused attention under context parallelism, and `context_parallel.py` asserts what
+`cp_comm_type` allows. FlashAttention 2 supports them from 8.0 on; its successors are for Hopper and Blackwell, which do
+not need them.
 """
 
 import importlib.metadata

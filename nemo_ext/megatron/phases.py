@@ -100,7 +100,7 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
         plan: plan of all phases.
         segment: mapping with `phases`, the names of the segment's phases, and `train_data_path`, which maps the names
             of phases to their data.
-        samples: number of samples of each split, as Megatron passes them; only that of validation is used.
+        samples: number of samples of each split, as Megatron passes them; only the validation number is used.
 
     Returns:
         Training, validation and test datasets, as Megatron expects; the last is always None.
@@ -144,4 +144,4 @@ def check_consumed(plan: Plan, step: int) -> None:
     """Check that the trainer's own sample count after a step equals the plan's; raise RuntimeError otherwise."""
     consumed, expected = get_args().consumed_train_samples, plan.samples_at_step(step)
     if consumed != expected:
-        raise RuntimeError(f"step {step}: the trainer has consumed {consumed} samples, not the expected {expected}")
+        raise RuntimeError(f"step {step}: {consumed} samples consumed, not {expected} as planned; please report this")

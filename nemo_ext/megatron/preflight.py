@@ -62,7 +62,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def fits(share: float) -> Literal["error", "warning", "note"]:
-    """Return the kind of finding for a run that needs this share of a GPU's memory, an error if it is above 1."""
+    """Return the kind of finding for a run that needs `share` of a GPU's memory, such as an error if it exceeds 1."""
     return "error" if share > 1 else "warning" if share > TIGHT else "note"
 
 

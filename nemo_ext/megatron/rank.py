@@ -19,7 +19,7 @@ from nemo_ext.job.parent import end_with_parent
 
 
 def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn:
-    """Train from a config, then end the process with code 0, that of a SystemExit, or 1 after printing a traceback.
+    """Train from a config, then end the process with code 0, a SystemExit's code, or 1 after printing a traceback.
 
     Args:
         config_path: path of the resolved config.

@@ -333,7 +333,7 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
 class BlockPredictionLayer(MultiTokenPredictionLayer):
     """One depth of multi-token prediction, built from the sub-layers and norms of the model's back end.
 
-    Megatron numbers the blocks of a depth from 1 again, so they have their own `options`, apart from the model's.
+    Megatron numbers the blocks of a depth from 1 again, so each depth has its own `options`, separate from the model's.
     """
 
     def __init__(

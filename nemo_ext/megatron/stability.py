@@ -1,4 +1,4 @@
-"""Stability measures from OLMo's trainer that Megatron's lacks, set in the config's `stability` section.
+"""Stability measures from OLMo's trainer that Megatron's does not have, set in the config's `stability` section.
 
 They are a z-loss on the output layer's logits, an embedding without weight decay, and skipping steps whose gradient
 norm is an outlier (OLMo 3, arXiv 2512.13961, table 33; OLMo-core's SkipStepOptimizer).

@@ -160,7 +160,7 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
     """Make Megatron keep the results of writing a checkpoint in this process, if it does not write asynchronously.
 
     Megatron's queue for the results is a separate process (core/dist_checkpointing/strategies/filesystem_async.py) that
-    imports Megatron to read them, which on every rank costs seconds at the first checkpoint and half a gigabyte of
+    imports Megatron to read them. On every rank, this takes seconds at the first checkpoint, and half a gigabyte of
     memory.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -191,9 +191,9 @@ def copy_before_writing(arguments: argparse.Namespace) -> None:
 def resume_with_settings(arguments: argparse.Namespace) -> None:
     """With override_opt_param_scheduler, make a resumed optimizer take rates, betas and epsilon from the config.
 
-    Megatron looks up a checkpoint's parameter groups by learning rate, among others, so a changed rate would end the
-    run, and betas and epsilon would be the saved ones. Groups that differ only in their rates, as with `decoupled_lr`,
-    are paired in the order of their rates.
+    Megatron finds a checkpoint's parameter groups by settings that include the learning rate, so a changed rate would
+    end the run. It also restores the saved betas and epsilon. Groups that differ only in their rates, as with
+    `decoupled_lr`, are paired in the order of their rates.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -315,7 +315,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
     """Make Megatron's timers record the run's phases in a log, and return the model's stages unchanged.
 
-    This is a hook of Megatron's model builder, because the timers do not exist earlier.
+    This is a hook for Megatron's model builder, because the timers do not exist earlier.
     """
     from megatron.training import get_timers
 
@@ -342,7 +342,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         return
     architecture, peak = Architecture.from_config(config), peak_flops()
     if peak is not None:
-        print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
+        print(f"MFU is relative to a peak of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
     mtp_only = bool(config["train"].get("mtp_only"))
@@ -384,7 +384,7 @@ def validate_at_start(
 ) -> list[torch.nn.Module]:
     """Write the untrained model's validation loss to metrics.jsonl, and return the model's stages unchanged.
 
-    This is a hook of Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
+    This is a hook for Megatron's model builder, because Megatron's loop cannot evaluate before the first step. It calls
     Megatron's own `evaluate` with `forward_step`, unless the run already has a checkpoint or has no evaluations.
     """
     from megatron.core.utils import get_model_config

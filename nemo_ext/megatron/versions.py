@@ -77,7 +77,7 @@ def spelled(version: Iterable[int]) -> str:
 
 
 def missing(feature: Feature) -> bool:
-    """Return whether the installed Megatron-Core lacks a feature."""
+    """Return whether the installed Megatron-Core is too old to have a feature."""
     return installed() < feature.since
 
 
@@ -92,7 +92,7 @@ def lack(flags: Iterable[str]) -> str | None:
 
 
 def model_of_container(container: Any) -> dict[str, Any]:
-    """Return keyword arguments that make `pretrain` build its config container's model; none from 0.19 on.
+    """Return keyword arguments that make `pretrain` build its config container's model; empty from version 0.19 on.
 
     Megatron-Core 0.18 takes a function that builds one stage, and wraps the stages in `get_model`. This replaces
     `get_model`, so that the container's builder builds and wraps the stages, with the hooks of its config.
@@ -105,7 +105,7 @@ def model_of_container(container: Any) -> dict[str, Any]:
 
     def get_model(*_: Any, wrap_with_ddp: bool = True, **others: Any) -> list[Any]:
         if names := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
-            raise TooOld(f"a second model ({', '.join(names)}) needs megatron-core 0.19 or later: upgrade it")
+            raise TooOld(f"get_model with {' and '.join(names)} needs megatron-core 0.19 or later: upgrade it")
         return container.model.get_builder_cls()(container.model).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=container.ddp,

@@ -58,7 +58,7 @@ def interval(config: Mapping[str, Any]) -> float | None:
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes]:
-    """Start a process that samples the process with id `root` and its descendants until that or this process ends.
+    """Start a sampler of the process `root` and its descendants, which ends with `root` or with this process.
 
     It writes a sample to this node's file in `directory` every `seconds`.
 
@@ -121,7 +121,7 @@ class Phases:
 
 
 def gpu_memory(what: str) -> list[int]:
-    """Return each GPU's `used` or `total` bytes (as `what` says) from NVML; an empty list without a driver."""
+    """Return each GPU's `used` or `total` bytes, depending on `what`, from NVML; an empty list without a driver."""
     try:
         pynvml.nvmlInit()
         devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
@@ -131,9 +131,9 @@ def gpu_memory(what: str) -> list[int]:
 
 
 def node_memory(what: str) -> dict[str, Any]:
-    """Return this node's memory in bytes, `used` or `total` as `what` says.
+    """Return this node's memory in bytes: `used` or `total`, depending on `what`.
 
-    The keys are `host`, `shm` for /dev/shm, and `gpu` for a list with one number per GPU.
+    The keys are `host`, `shm` (/dev/shm) and `gpu` (a list with one number per GPU).
     """
     memory, shm = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
     host = memory.total - (memory.available if what == "used" else 0)

@@ -79,7 +79,7 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
 
 
 def _shown(amount: float | None, digits: str = ".0f") -> str:
-    """Format a number, with one decimal if it is below one and otherwise by `digits`; "-" for 0 or None."""
+    """Format a number with one decimal if it is below one, otherwise with the format `digits`; "-" for 0 or None."""
     return f"{amount:,{'.1f' if amount < 1 else digits}}" if amount else "-"
 
 

@@ -123,7 +123,7 @@ def _gpu_hours(stage: Stage, record: Path) -> float:
 
 
 def _evaluations(report: Report, pipeline: Pipeline) -> None:
-    """Add the evaluations side by side, and the effect of each stage."""
+    """Add a pipeline's evaluations side by side, and the effect of each stage, to its report."""
     runs = {
         stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
         for stage in pipeline.every
@@ -171,7 +171,7 @@ def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
 
 
 def _pictures(report: Report, pipeline: Pipeline) -> None:
-    """Add the pictures of training runs."""
+    """Add the pictures of a pipeline's training runs to its report."""
     trained = [
         (stage.name, picture)
         for stage in pipeline.every

@@ -101,7 +101,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
     """Check all stages, then run the unfinished ones, and return the exit code.
 
     Raises:
-        ValueError: the user made a mistake, which the message explains.
+        ValueError: an argument, the pipeline's file or a stage is invalid.
     """
     if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
         raise ValueError(
@@ -152,7 +152,7 @@ def report(words: Sequence[str]) -> int:
     """Write the report on the stages run here or on Slurm, and return the exit code.
 
     Raises:
-        ValueError: no stage has begun, or the user made a mistake, which the message explains.
+        ValueError: no stage has begun, or an argument or the pipeline's file is invalid.
     """
     pipeline = read(words)
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
@@ -293,7 +293,7 @@ def _print_findings(work: Work, problems: Sequence[Finding], console: Console, *
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[int]:
-    """Create and lock the folder, once the job of any killed command has ended.
+    """Create and lock a pipeline's folder, after waiting for any job that a killed command has left running.
 
     Yields the lock's file descriptor, which jobs inherit, so that the lock is only free when command and job have
     ended. On a file system without locks, a lease that ends with the command takes its place.
@@ -325,7 +325,7 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
 
 def _locked(lock: int, leases: Leases) -> bool:
-    """Try to take the lock, or the lease on a file system without locks; return False if another process holds it."""
+    """Try to lock a pipeline's folder, with a lease on a file system without locks; return False if it is locked."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -336,7 +336,7 @@ def _locked(lock: int, leases: Leases) -> bool:
 
 
 def _keep(leases: Leases, ended: threading.Event) -> None:
-    """Touch the lease regularly, to show that this command is alive, until `ended` is set."""
+    """Touch the lease on a pipeline's folder regularly, to show that this command is alive, until `ended` is set."""
     while not ended.wait(_LEASE_SECONDS / 6):
         with contextlib.suppress(OSError):
             leases.touch()
@@ -435,6 +435,7 @@ def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received
     """Run a stage while its servers run.
 
     Args:
+        servers: the server stages that it uses.
         lock: file descriptor of the pipeline's lock, which the job inherits.
         received: signals received so far, to which later ones are appended.
 

@@ -42,7 +42,7 @@ class Stage:
     """One job of a pipeline, with its arguments and dependencies.
 
     Attributes:
-        name: name of the stage and of its folder.
+        name: name of the stage, and of its folder in the run directory.
         words: arguments for `nemo-ext submit`, including those about site and queue.
         after: names of the stages on which it depends directly.
         parent: name of the stage whose model it starts from; None if there is none.
@@ -130,7 +130,7 @@ def read(words: Sequence[str]) -> Pipeline:
         if name not in known:
             raise ValueError(f"{word}: no stage or job is called {name}: {nearest(name, known)}")
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory, such as runs/mine")
     check_place("run_dir", config["run_dir"])
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
@@ -191,7 +191,7 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
     places = group_folders("pipeline", folders)
     if name and not any((place / scale / f"{name}.yaml").is_file() for place in places):
         known = sorted({f"{file.stem} with scale={file.parent.name}" for at in places for file in at.glob("*/*.yaml")})
-        raise ValueError(f"scale={scale}: pipeline={name} has no twin of that scale; available: {', '.join(known)}")
+        raise ValueError(f"scale={scale}: pipeline={name} has no variant of that scale; available: {', '.join(known)}")
     return [f"pipeline={scale}/{name}" if word.startswith("pipeline=") else word for word in words]
 
 
@@ -258,7 +258,7 @@ def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
         )
         if ready is None:
             raise ValueError(
-                f"stages: {', '.join(remaining)} wait for each other; change `after`, `parent` or `beside` of one"
+                f"stages: {', '.join(remaining)} wait for each other; change the `after`, `parent` or `beside` of one"
             )
         ordered[ready] = remaining.pop(ready)
     return ordered
@@ -293,7 +293,7 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
     where = f"stages.{name}.parent={parent.name}"
     model, source = find(job).model, find(parent.job).model
     if not model.key:
-        raise ValueError(f"{where}: {job} does not start from a model; replace `parent` by `after`")
+        raise ValueError(f"{where}: {job} does not start from a model; replace `parent` with `after`")
     words = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
     folder = source.place(run_dir / parent.name, words) if source.leaves else None
     if folder is None:

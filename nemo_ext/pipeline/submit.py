@@ -30,7 +30,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """Check all stages, submit those neither finished nor in the queue, and return the exit code.
 
     Raises:
-        ValueError: the user made a mistake, which the message explains.
+        ValueError: an argument, the pipeline's file or a stage is invalid.
     """
     console = Console(highlight=False, soft_wrap=True)
     pipeline = read(words)
@@ -175,7 +175,7 @@ def _users(server: Stage, pipeline: Pipeline) -> list[str]:
 def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) -> Submission:
     """Return the submission with the ids of the jobs that it waits for, and of its servers' jobs.
 
-    `jobs` maps stages that are queued or about to be to their job ids, or to shell variables for printed commands.
+    `jobs` maps each stage that is or will be in the queue to its job id or, for printed commands, to a shell variable.
     """
     after, beside = _needed(stage, jobs), [name for name in stage.beside if name in jobs]
     return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
@@ -194,5 +194,5 @@ def _note_servers(
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
-    """Return the names of the stage's dependencies that are in `jobs`, that is, queued or about to be."""
+    """Return the names of the stage's dependencies that are in the queue or are about to be, as listed in `jobs`."""
     return [name for name in stage.after if name in jobs]

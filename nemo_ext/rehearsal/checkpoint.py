@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 
 def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
-    """List the checkpoint tensors of which this rank holds a part.
+    """List the checkpoint tensors that this rank holds in whole or in part.
 
     Args:
         arguments: Megatron's arguments, including the checkpoint flags.

@@ -63,7 +63,7 @@ class _Kernel(torch.autograd.Function):
     """Stand-in for a kernel as an autograd function.
 
     In the forward pass, `makes(*given)` returns the output and a list of tensors to save in addition to the inputs
-    `given`. In the backward pass, `works(*given)` records the work, and the gradients are empty tensors.
+    `given`. In the backward pass, `works(*given)` records the work, and the gradients are uninitialised tensors.
     """
 
     @staticmethod
@@ -215,13 +215,13 @@ def _permute(
 
 
 def _sort_chunks(tokens: Tensor, *_: Any, probs: Tensor | None = None, **__: Any) -> tuple[Tensor, Tensor | None]:
-    """Stand in for `sort_chunks_by_idxs`: one copy in each direction, without a view for every expert of every rank."""
+    """Stand in for `sort_chunks_by_idxs`: copy tokens and probabilities unsorted, which allocates the same memory."""
     return tokens * 1, None if probs is None else probs * 1
 
 
 def _splits(imbalance: float) -> Callable[..., Any]:
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        """Stand in for `MoEAlltoAllTokenDispatcher.preprocess`; every rank sends this one the same number of tokens."""
+        """Stand in for `MoEAlltoAllTokenDispatcher.preprocess`, as if all ranks sent this rank equally many tokens."""
         if self.ep_size > 1 or self.tp_size > 1:
             token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
@@ -239,7 +239,7 @@ def _splits(imbalance: float) -> Callable[..., Any]:
 
 def _share(imbalance: float) -> Callable[..., Any]:
     def postprocess(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """Stand in for `MoEAllGatherTokenDispatcher.dispatch_postprocess`; experts get equal numbers of tokens."""
+        """Stand in for `MoEAllGatherTokenDispatcher.dispatch_postprocess`, as if experts got equally many tokens."""
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden.shape
         self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()

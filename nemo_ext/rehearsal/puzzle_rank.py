@@ -1,6 +1,6 @@
 """Entry point of a rehearsed Puzzle stage: `python -m nemo_ext.rehearsal.puzzle_rank REQUEST.json RECORD.json`.
 
-The stage's functions run on the parent until their memory no longer grows.
+The stage's own functions run on a parent model of fake tensors, for as many steps as it takes to reach peak memory.
 """
 
 import os
@@ -245,7 +245,7 @@ def _score(rank: _Rank) -> None:
 
 
 def _compare(rank: _Rank) -> None:
-    """Run a child made of the largest variants, an upper bound for `baselines` and `evaluate`."""
+    """Run a child made of the largest variants, which bounds the memory of the stages `baselines` and `evaluate`."""
     from nemo_ext.blockwise.sharded import OFFLOAD
     from nemo_ext.puzzle.stages.evaluate import losses_of_rank
 
@@ -273,7 +273,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Context manager for a single rank: no file writes, no agreement with other ranks, and foreach Adam as on GPUs."""
+    """Context manager for a stage on a single rank, without file writes or agreement between ranks; Adam as on GPUs."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

@@ -107,7 +107,7 @@ def rehearse(
 def _micro_batches(layout: Layout, stage: int) -> int:
     """Return how many micro-batches to run on a pipeline rank, `stage`, to reach the peak memory of a whole step.
 
-    It is one more than are in flight or, with virtual stages, two rounds of the interleaved schedule.
+    This is one more than the number in flight or, with virtual stages, two rounds of the interleaved schedule.
     """
     if layout.virtual_stages > 1:
         return 2 * layout.pipeline_parallel

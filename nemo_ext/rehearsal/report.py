@@ -219,7 +219,7 @@ def _search(report: Report, searched: Mapping[str, Any]) -> None:
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Select the rehearsal to plot: that of the fastest layout that fits, if a search found any, or else the first."""
+    """Select the result to plot: of the fastest layout that fits, if a search found one, and otherwise the first."""
     fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
     return next((result for result in results if result["number"] in fitting), results[0])
 

@@ -67,7 +67,7 @@ class Candidate:
 
 
 def has_rates(name: str) -> bool:
-    """Return whether a GPU's name is known or the path of a file."""
+    """Return whether `name` is a known GPU or the path of a file with a GPU's figures."""
     return name in GPUS or name.endswith((".yaml", ".yml"))
 
 
@@ -255,7 +255,7 @@ class Search:
         return {"tokens_per_second": rate, **{name: rate * flops / self.gpu.flops for name, flops in counts.items()}}
 
     def _to_experts_alone(self) -> bool:
-        """Return whether the token dispatcher sends tokens only to their experts' ranks."""
+        """Return whether the config's token dispatcher sends tokens only to the ranks of their experts."""
         return self.megatron.get("moe_token_dispatcher_type") in ("alltoall", "flex")
 
     def _micro_batches(self, layout: Layout) -> int:

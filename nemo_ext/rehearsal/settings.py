@@ -87,7 +87,7 @@ FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
 
 
 def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config itself or, for a run with phases, that of the phase with the longest sequences."""
+    """Return the config itself or, for a run with phases, the config of the phase with the longest sequences."""
     plan = plan_of(config)
     if plan is None:
         return config

@@ -145,7 +145,7 @@ class Tracker(TorchDispatchMode):
             self.peak = {each: size for each, size in self.live.items() if each != HOST}
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Count the bytes of the collective `func`, and run it on empty tensors: torch lacks fake kernels for some."""
+        """Count the bytes of the collective `func`, and run it on empty tensors: torch has no fake kernels for some."""
         objects = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject)]
         groups = [each for each in objects if "ProcessGroup" in str(each._type())]
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"

@@ -306,9 +306,10 @@ def _copy(
 
 
 def _gathered(parts: Sequence[Tensor], group: Any, *, reordered: bool = False) -> list[Tensor]:
-    """All-gather quantised numbers and scales along the first dimension; per-tensor scales stay as they are.
+    """All-gather quantised numbers and scales along the first dimension; per-tensor scales are not gathered.
 
-    Without a group, all tensors stay as they are. `reordered` tensors are then copied once, as NVFP4's transposed ones.
+    Without a group, `parts` are returned unchanged. With `reordered`, each gathered tensor is copied once more, as
+    Transformer Engine does with the transposed copy in NVFP4.
     """
     if group is None:
         return list(parts)

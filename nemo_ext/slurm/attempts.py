@@ -38,7 +38,7 @@ class Attempt:
         lost: number of steps logged after its last checkpoint.
         name: name of the job; "" if not recorded, as in older runs.
         output: path of the job's output; "" if it is not a file or not recorded, as in older runs.
-        given_up: why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
+        given_up: why the job was not requeued after this start; "" if it was; None if not recorded, as in older runs.
     """
 
     job: str
@@ -64,12 +64,12 @@ class Attempt:
 
 
 def read(run_dir: Path) -> list[Attempt]:
-    """Read all starts of a run, oldest first."""
+    """Read the record of a run's starts, oldest first."""
     return [Attempt(**line) for line in noted(run_dir / FOLDER / ATTEMPTS) or ()]
 
 
 def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Replace the record of a run's starts."""
+    """Write all starts of a run to its record, in place of the earlier content."""
     write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n")
 
 
@@ -78,8 +78,8 @@ def begin(
 ) -> list[Attempt]:
     """Record a start, and mark earlier starts without an end as killed with their node or by Slurm; return all starts.
 
-    The mark of a finished run is removed, as it now has more steps to do. `step` is the newest checkpoint's step, None
-    for jobs without steps; the other arguments are fields of `Attempt`.
+    If the run was marked as finished, the mark is removed, as the run now has more steps to do. `step` is the newest
+    checkpoint's step, None for jobs without steps; the other arguments are fields of `Attempt`.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
@@ -107,7 +107,7 @@ def begin(
 
 
 def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
-    """Record the end of the newest start, and return all starts; the arguments are fields of `Attempt`."""
+    """Record the end of the newest start (`step` is its `Attempt.last_step`), and return all starts."""
     attempts = read(run_dir)
     attempts[-1] = replace(attempts[-1], ended=time.time(), last_step=step, reason=reason, given_up=given_up)
     write(run_dir, attempts)
@@ -132,9 +132,9 @@ def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) ->
         idle += 1
     if idle >= max_idle:
         reasons = "; ".join(dict.fromkeys(attempt.reason for attempt in attempts[-idle:]))
-        return f"{idle} starts without a new checkpoint ({reasons}): max_idle={max_idle}"
+        return f"{idle} starts without a new checkpoint ({reasons}), and slurm.max_idle={max_idle}"
     if len(attempts) > max_restarts:
-        return f"started {len(attempts)} times: max_restarts={max_restarts}"
+        return f"started {len(attempts)} times, and slurm.max_restarts={max_restarts}"
     return None
 
 
@@ -150,7 +150,7 @@ def finished(run_dir: Path) -> list[str] | None:
 
 
 def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Arguments that differ between the job that finished a run (`end`) and a job that would repeat it (`own`).
+    """Return the arguments in which the job that finished a run (`end`) and one that would repeat it (`own`) differ.
 
     Launcher and operation settings are ignored, as the allocation determines them.
     """

@@ -45,7 +45,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
 
 
 def forget_callers_array() -> None:
-    """Remove array variables that were inherited because this job was submitted from within an array task."""
+    """Remove Slurm's array variables if they are only inherited: this job was submitted from within an array task."""
     if "SLURM_ARRAY_TASK_ID" not in os.environ:
         return
     job = os.environ.get("SLURM_JOB_ID")
@@ -55,7 +55,7 @@ def forget_callers_array() -> None:
 
 
 def main() -> NoReturn:
-    """Run the job; a user error is printed as one line with exit code 2, and the job is not requeued."""
+    """Run the job given on the command line; a user error is printed as one line, and ends the job with exit code 2."""
     with mistakes_are_one_line():
         job, *words = sys.argv[1:] or [""]
         ranks = submitted(job).ranks

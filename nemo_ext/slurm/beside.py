@@ -28,7 +28,7 @@ def note_servers(record: Path, servers: Mapping[str, str]) -> None:
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
     """Store in a server's record folder the record folders of the runs that use it.
 
-    There are none for a server that runs independently of a pipeline.
+    `asking` is empty for a server that runs independently of a pipeline.
     """
     clients = [str(client.resolve()) for client in asking]
     write_text(record / attempts.FOLDER / _ASKING, json.dumps(clients, indent=1) + "\n")
@@ -49,7 +49,8 @@ def is_asked(records: Sequence[Path]) -> bool:
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
     """Wait until each server that a run uses is up or has left the queue, or until a signal arrives.
 
-    The caller's signal handler adds signals to the list `stopped`; waiting ends once it is not empty.
+    `record` is the run's record folder, and `say` prints progress messages. The caller's signal handler adds signals
+    to the list `stopped`; waiting ends once it is not empty.
     """
     file = record / attempts.FOLDER / _SERVERS
     servers: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}

@@ -158,7 +158,7 @@ def duration(text: str) -> timedelta:
     """Parse a duration in Slurm's notation: MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        ValueError: the format is a different one. A plain number of minutes is rejected, as 30 and 30:00 are easily
+        ValueError: the text has a different format. A plain number of minutes is rejected, as 30 and 30:00 are easily
             confused.
     """
     found = _TIME.fullmatch(text) or _DAYS.fullmatch(text)

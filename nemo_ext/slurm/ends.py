@@ -149,7 +149,7 @@ def why(folder: Path, job: str) -> str:
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explain the end of a job for which `why` finds no reason, by its last line of output or the lack of any."""
+    """Explain the end of a job for which `why` finds no reason, by its last line of output, or because it has none."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (
@@ -198,7 +198,7 @@ def is_own(folder: Path, job: str) -> bool:
 
 
 def _is_of(folder: Path, job: str, fields: Mapping[str, str]) -> bool:
-    """True unless the job name or output file in Slurm's fields differs from that of the run's job.
+    """Return False if Slurm's fields give a job name or an output file that does not belong to the run's job.
 
     Times cannot be compared, as requeueing changes them.
     """

@@ -28,7 +28,7 @@ def submitted(name: str) -> Job:
 
 
 def makes(name: str, config: Mapping[str, Any]) -> list[Path]:
-    """Folders, files and file prefixes that a job with this config writes."""
+    """Return the folders, files and path prefixes that the job `name` writes with this config."""
     return [Path(str(place)).expanduser() for place in find(name).outputs(config) if place]
 
 
@@ -50,7 +50,7 @@ def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
         # The whole path, as folder names are not unique.
         return RECORDS / "-".join([name, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory, such as runs/mine")
     return Path(str(config["run_dir"]))
 
 

@@ -39,7 +39,7 @@ def findings(
     model_to_come: Mapping[str, Any] | None = None,
     here: bool = False,
 ) -> list[Finding]:
-    """Check a job and return all findings; those of kind error would make it fail.
+    """Check a job and return all findings; a finding of the kind `error` means that the job would fail.
 
     Args:
         paths: whether to check files; False for a table of recipes and sites.
@@ -89,7 +89,7 @@ def findings(
 
 
 def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Names and composed configs of other jobs that a job starts."""
+    """Return the names and composed configs of the other jobs that the job `name` starts."""
     others: list[tuple[str, Mapping[str, Any]]] = invoke(find(name).started, config)
     return others
 
@@ -323,4 +323,4 @@ def _qos(cluster: Cluster) -> str:
 
 
 def _instead(names: Sequence[str]) -> str:
-    return f"cluster.qos={names[0]} does" if names else "no other quality of service of this site does"
+    return f"set cluster.qos={names[0]}, which allows it" if names else "no quality of service of the site allows it"

@@ -34,7 +34,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     check_choice("recipe", words)
     config = compose("train", words)
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory, such as runs/mine")
     check_machine(config)
     check_launcher(config)
     run_dir = Path(str(config["run_dir"]))

@@ -14,10 +14,10 @@ from nemo_ext.job.run_directory import read_config
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """Derive from Slurm's variables those that torch.distributed reads.
+    """Derive the environment variables that torch.distributed reads from the variables that Slurm sets.
 
     Raises:
-        ValueError: a variable of Slurm's is missing.
+        ValueError: Slurm has not set a variable that is needed.
     """
     names = {
         "RANK": "SLURM_PROCID",

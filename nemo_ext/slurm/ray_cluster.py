@@ -186,7 +186,7 @@ class RayCluster:
             )
 
     def _wait_until_joined(self, deadline: float) -> None:
-        """Wait until all started nodes have joined."""
+        """Wait until all started nodes have joined; raise ClusterError if one is lost, or at the time `deadline`."""
         while len(self._joined) < len(self._steps):
             lost = self.lost()
             missing = [node for node in self._steps if node not in self._joined]
@@ -250,7 +250,10 @@ def _raise_open_files() -> None:
 
 
 def _hold(folder: Path, options: Sequence[str]) -> int:
-    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code."""
+    """Run `ray start` with `options` until it ends, standard input closes or a signal arrives; return its exit code.
+
+    `folder` is Ray's temporary folder on this node, which is removed at the end.
+    """
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of Ray become children of this process
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)

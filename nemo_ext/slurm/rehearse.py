@@ -97,7 +97,7 @@ def with_rehearsals(
 
 
 def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """Config keys and folders of further models that the rehearsal depends on."""
+    """Config keys and folders of models, such as a teacher, on which the rehearsal of a config depends."""
     models = [
         ("distillation.teacher", (config.get("distillation") or {}).get("teacher")),
         ("puzzle.parent", (config.get("puzzle") or {}).get("parent")),
@@ -115,9 +115,9 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """Return the sections `model` and `megatron` of the model in a folder; None if there is none.
+    """Read the sections `model` and `megatron` of the model in a folder, so that `key_of` notices another model there.
 
-    The content of the folder, which the config names under `key`, may change between rehearsals.
+    The result is None if the folder holds no model. `key` is the config key that names the folder.
     """
     with contextlib.suppress(ValueError):
         config = model_of(str(folder), key)
@@ -134,13 +134,13 @@ def _version(package: str) -> str | None:
 def _result(
     config: Mapping[str, Any], folder: Path, limit: float | None
 ) -> tuple[list[Finding], Mapping[str, Any] | None]:
-    """Return the result of the rehearsal in a folder, which is run if there is none yet.
+    """Read the result of a config's rehearsal from a folder; if there is none yet, run the rehearsal first.
 
     Args:
         limit: time limit in seconds; None for no limit.
 
     Returns:
-        No findings and the result, or findings that say why there is no result, and None.
+        A pair: no findings and the result, or else findings that say why there is no result, and None.
     """
     file = folder / _RESULT
     if not file.is_file():

@@ -113,7 +113,7 @@ class Batch(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Compose and check the job's config, and return its state."""
+        """Compose and check the job's config, and return the job's state before the work."""
 
     @abstractmethod
     def work(self) -> int:
@@ -258,7 +258,7 @@ class Batch(ABC):
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to the job's steps, but not to srun, which would kill them, nor to this process."""
+        """Send a signal to the job's steps; srun and this process do not get it, as srun would kill the steps."""
         done = call(["scancel", f"--signal={name}", self.name])
         if done.returncode and "Invalid job id" not in done.stderr:  # after cancellation the steps no longer exist
             say(f"scancel: {done.stderr.strip()}")
@@ -292,7 +292,9 @@ class Batch(ABC):
         Args:
             ready: state before the work.
             step: step of the newest checkpoint.
+            reason: why the work ended.
             lasting: why a new start would fail as well; "" if it may succeed.
+            code: exit code of the work.
         """
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
@@ -322,7 +324,7 @@ class Batch(ABC):
 def gpu_line(*, container: bool) -> str:
     """Line that names this node's GPUs and driver, and warns if torch's CUDA requires a newer one; "" without GPUs.
 
-    With `container`, it is the container's torch, otherwise this Python's.
+    With `container`, ranks use the container's torch, whose CUDA is unknown here, so there is no warning.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""

@@ -43,7 +43,7 @@ _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` releases it",
     "JobHeldAdmin": "held by an administrator",
     "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
-    "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix the other, and submit again",
+    "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix that one, and submit again",
 }
 """Mapping from Slurm's reason to advice, for jobs that wait for an action by the user or an administrator."""
 
@@ -129,7 +129,7 @@ def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
 
 
 def _serves(run_dir: Path) -> str:
-    """Part of the state that gives a model server's address, or says that it is not up; "" for other jobs."""
+    """Text to add to a run's state: a model server's address, or that the server is not up; "" for other jobs."""
     config = run_dir / attempts.FOLDER / CONFIG
     if not config.is_file() or "served" not in (held := read_config(config)) or "port" not in held:
         return ""
@@ -142,7 +142,7 @@ def _serves(run_dir: Path) -> str:
 
 
 def is_fresh(file: Path) -> bool:
-    """True if a server has touched its `endpoint.json` recently."""
+    """True if a model server has touched its file `endpoint.json` recently, and so is up."""
     try:
         return time.time() - file.stat().st_mtime < _SILENT
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def is_fresh(file: Path) -> bool:
 
 
 def _failures(starts: Sequence[attempts.Attempt]) -> str:
-    """Part of the state that lists why starts of a queued job have failed since the last progress; "" if none has."""
+    """Text to add to a queued job's state: why its starts have failed since the last progress; "" if none has."""
     planned = (attempts.TIME_LIMIT, attempts.PASSED_OVER)
     failed = dict[str, list[int]]()
     for number, start in enumerate(starts, start=1):
@@ -257,7 +257,7 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
     }
     if not runs:
         raise ValueError(
-            f"no run was submitted to Slurm from {', '.join(map(str, places))}; name other run directories"
+            f"no run at or below {', '.join(map(str, places))} was submitted to Slurm; name other run directories"
         )
     return sorted(runs, key=_in_order)
 
@@ -343,7 +343,7 @@ def follow(run_dir: Path, lines: int) -> NoReturn:
 
 
 def _array(output: Path) -> str:
-    """Job id in the name of an output file; for an array's task, the id of the array."""
+    """Read the job id from the name of an output file; for a task of an array, the id of the array."""
     return output.stem.partition("_")[0]
 
 
@@ -360,8 +360,8 @@ def cancel(run_dir: Path) -> list[str]:
     waiting = [job for job in jobs if job]
     if not waiting:
         last = job_of(runs[-1])
-        others = ", an id that another job has now" if last in queue else ""
-        raise ValueError(f"{run_dir}: no job in the queue that could be cancelled; the last was {last}{others}")
+        others = ", an id that now belongs to another job" if last in queue else ""
+        raise ValueError(f"{run_dir}: no job in the queue, so there is nothing to cancel; the last was {last}{others}")
     # Dependent jobs first, so that they do not start in between.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:

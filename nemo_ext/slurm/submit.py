@@ -86,7 +86,7 @@ class Submission:
 
     @property
     def every_round(self) -> "list[Submission]":
-        """One submission per round; the last one has the record folder of the whole job."""
+        """Return a submission for each of the job's rounds; the last one has the record folder of the whole job."""
         common = [word for word in self.words if not word.startswith("slurm.folder=")]
         earlier = []
         for number in range(1, self.rounds):
@@ -237,7 +237,7 @@ def _nodes_of_the_site(
     if launcher["nproc_per_node"] == node.gpus or world % node.gpus:
         return [], []
     nodes = world // node.gpus
-    note = Finding("note", f"{world} GPUs are {nodes} nodes of {node.gpus} on {settings.cluster.name}")
+    note = Finding("note", f"{world} GPUs: {nodes} nodes with {node.gpus} GPUs each on {settings.cluster.name}")
     return [f"launcher.nodes={nodes}", f"launcher.nproc_per_node={node.gpus}"], [note]
 
 
@@ -262,7 +262,7 @@ def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding
 
 
 def _checked_here(submission: Submission, collected: list[Finding]) -> list[Finding]:
-    """Add the findings of Megatron, bash and Slurm on this machine to those collected so far, and return all.
+    """Add the findings of Megatron, bash and Slurm on this machine to `collected`, the earlier ones, and return all.
 
     Bash checks the syntax of the batch script. Megatron and `sbatch --test-only` are skipped after earlier errors.
     """
@@ -355,7 +355,7 @@ def complete(words: Sequence[str]) -> None:
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:
-    """Print findings in colour."""
+    """Print findings for the user, with the kind of each shown in colour."""
     for finding in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[finding.kind]
         console.print(f"{finding.kind}: {finding.text}", style=style, markup=False)
@@ -367,7 +367,7 @@ def variable(stage: str) -> str:
 
 
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
-    """Yield shell lines that submit the job, one for each round.
+    """Yield the shell lines with which a user can submit the job by hand, one for each round.
 
     If later lines need the job id of the pipeline stage `stage`, the last line stores it in the shell variable
     `variable(stage)`.

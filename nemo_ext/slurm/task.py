@@ -1,4 +1,4 @@
-"""Start of any job other than training, which runs `nemo-ext JOB` on the first node; every start resumes the last."""
+"""Start of any job but training: runs `nemo-ext JOB` on the first node; each start resumes the previous one."""
 
 import contextlib
 import json
@@ -139,8 +139,7 @@ class Task(Batch):
         """Run a server until it ends, or until all stages that use it have ended, and return its exit code.
 
         Args:
-            also: command that runs its replicas on other nodes; if either ends, so does the other. None if there are
-                none.
+            also: command that runs replicas on other nodes, or None; if one command ends, the other one is stopped.
             asking: record folders of the stages that use it; empty for a server that runs until it is stopped.
         """
         with ExitStack() as stack:
@@ -197,7 +196,8 @@ class Task(Batch):
     def interrupt(self) -> None:
         """Interrupt the job as if by Ctrl-C; with Ray, which any signal would end, terminate only the driver.
 
-        The driver has saved by then. Ranks of a training stage that Puzzle started on all nodes save on SIGTERM.
+        By this time, the driver has saved a checkpoint on its own. If the job is Puzzle and its ranks are training on
+        all nodes, they are sent SIGTERM, on which they save.
         """
         if self.cluster is not None:
             self.cluster.interrupt()

@@ -39,7 +39,7 @@ def add_section(report: Path) -> None:
 
 
 def _draw(section: Report, starts: Sequence[attempts.Attempt], title: str) -> None:
-    """Draw useful steps over hours, with one line per start that is labelled with the start's number in the table."""
+    """Plot useful steps over hours, with one line per start, labelled with the start's number in the report's table."""
     (axes,) = section.picture("steps over time", PICTURE, 9, 3.6)
     zero = starts[0].began
     place, at = 0.0, starts[0].first_step

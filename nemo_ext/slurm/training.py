@@ -1,4 +1,4 @@
-"""Start of a training run, with one rank per GPU, all of which read the same composed config."""
+"""Start of a training run, with one rank per GPU; all ranks read the same composed config."""
 
 import json
 import os
@@ -85,7 +85,7 @@ class Training(Batch):
         return {**super().environment(), **self.meeting()}
 
     def _layout(self) -> list[str]:
-        """Launcher overrides that replace the recipe's numbers of nodes and ranks with those of the allocation."""
+        """Launcher overrides that set the numbers of nodes and ranks to the allocation's, instead of the recipe's."""
         variables = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
         if missing := [name for name in variables.values() if name not in os.environ]:
             raise ValueError(

@@ -452,8 +452,8 @@ def there(tmp_path: Path) -> Path:
         ("distillation.teacher=3", "teacher=3"),
         ("distillation.teacher=nowhere", "distillation.teacher=nowhere: no such directory"),
         ("+distillation.temprature=1", "distillation: unknown key 'temprature': did you mean 'temperature'"),
-        ("megatron.padded_vocab_size=512", "has 384 vocabulary rows, but the student 512"),
-        ("megatron.logits_load_dir=saved", "cannot be combined, as a run has one teacher"),
+        ("megatron.padded_vocab_size=512", "has 384 vocabulary rows, but the student has 512"),
+        ("megatron.logits_load_dir=saved", "cannot be combined, as a run either has one teacher"),
         ("megatron.logits_save_dir=saved", "Megatron rejected the megatron section"),
     ],
 )

@@ -173,7 +173,7 @@ def test_more_replaces_words(tmp_path: Path) -> None:
 
 def test_a_scale_without_a_twin_is_named() -> None:
     with pytest.raises(
-        ValueError, match="pipeline=puzzle has no twin of that scale; available: domyn_small with scale=laptop"
+        ValueError, match="pipeline=puzzle has no variant of that scale; available: domyn_small with scale=laptop"
     ):
         read(["pipeline=puzzle", "scale=laptop"])
 

@@ -29,10 +29,10 @@ def made(*steps: tuple[int, int]) -> list[Attempt]:
     [
         ([(0, 5)], None),
         ([(0, 0)], None),
-        ([(0, 0), (0, 0)], "2 starts without a new checkpoint (reason 0; reason 1): max_idle=2"),
+        ([(0, 0), (0, 0)], "2 starts without a new checkpoint (reason 0; reason 1), and slurm.max_idle=2"),
         ([(0, 0), (0, 5), (5, 5)], None),
-        ([(0, 5), (5, 5), (5, 5)], "2 starts without a new checkpoint (reason 1; reason 2): max_idle=2"),
-        ([(0, 5), (5, 9), (9, 12), (12, 13)], "started 4 times: max_restarts=3"),
+        ([(0, 5), (5, 5), (5, 5)], "2 starts without a new checkpoint (reason 1; reason 2), and slurm.max_idle=2"),
+        ([(0, 5), (5, 9), (9, 12), (12, 13)], "started 4 times, and slurm.max_restarts=3"),
     ],
 )
 def test_a_run_is_restarted_while_it_makes_progress(steps: list[tuple[int, int]], said: str | None) -> None:

@@ -270,7 +270,7 @@ def test_a_reused_job_id_is_not_the_runs(said: Path, tmp_path: Path, name: str, 
     if own:
         assert status.cancel(run) == ["7"]
     else:
-        with pytest.raises(ValueError, match="the last was 7, an id that another job has now"):
+        with pytest.raises(ValueError, match="the last was 7, an id that now belongs to another job"):
             status.cancel(run)
     assert cancelled.exists() == own
     said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))

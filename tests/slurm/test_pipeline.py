@@ -190,7 +190,7 @@ def test_only_outputs_of_stages_may_be_missing(tmp_path: Path) -> None:
             ["pipeline=quickstart", "slurm.shards=2"],
             "slurm.shards=2 can only be set for a single stage: write STAGE.slurm.shards=2",
         ),
-        (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
+        (["pipeline=quickstart", "run_dir=null"], "run_dir=null: set it to a directory"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None:

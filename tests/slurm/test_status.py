@@ -157,7 +157,7 @@ def test_a_log_is_followed_from_the_queue_to_the_ranks(queue: Path, tmp_path: Pa
 
 def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:
     folder = run(tmp_path / "a")
-    with pytest.raises(ValueError, match="no job in the queue that could be cancelled; the last was 7"):
+    with pytest.raises(ValueError, match="no job in the queue, so there is nothing to cancel; the last was 7"):
         cancel(folder)
     queue.write_text("7|RUNNING|None\n")
 
@@ -166,7 +166,7 @@ def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no run was submitted to Slurm from"):
+    with pytest.raises(ValueError, match=r"no run at or below .* was submitted to Slurm"):
         runs_below([tmp_path])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="squeue is not on PATH"):

@@ -204,7 +204,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
     said = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo", "launcher.nodes=2", "launcher.nproc_per_node=4"])
 
     assert eight.config["launcher"] == {"nodes": 128, "nproc_per_node": 4}
-    assert eight.notes[0] == Finding("note", "512 GPUs are 128 nodes of 4 on leonardo")
+    assert eight.notes[0] == Finding("note", "512 GPUs: 128 nodes with 4 GPUs each on leonardo")
     assert eight.notes[1].text.startswith("operation=cluster, as the job uses several nodes")
     assert said.config["launcher"] == {"nodes": 2, "nproc_per_node": 4}
     assert "--nodes=2" in said.command()
@@ -217,20 +217,20 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
         (
             ["time=30:00:00", "megatron.fp8_format=hybrid"],
             [
-                "normal of leonardo allows 24:00:00; no other quality of service of this site does",
+                "normal of leonardo allows 24:00:00; no quality of service of the site allows it",
                 "A100-64GB does not support FP8; train in bf16",
             ],
         ),
         (
             ["launcher.nodes=65", "precision=fp8_current"],
             [
-                "allows 64 nodes; cluster.qos=boost_qos_bprod does",
+                "allows 64 nodes; set cluster.qos=boost_qos_bprod, which allows it",
                 "precision_plan: A100-64GB does not support FP8; train in bf16",
             ],
         ),
         (
             ["time=30:00:00", "launcher.nodes=2", "megatron.tensor_model_parallel_size=1"],
-            ["cluster.qos=boost_qos_lprod does", "of the 64 of a A100-64GB"],
+            ["set cluster.qos=boost_qos_lprod, which allows it", "of the 64 of a A100-64GB"],
         ),
         (["launcher.nproc_per_node=8"], ["a node of leonardo has 4 GPUs"]),
         (["megatron.tensor_model_parallel_size=3"], ["not divisible by TP x PP x CP = 6"]),

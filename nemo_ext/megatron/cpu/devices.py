@@ -36,12 +36,12 @@ def identity(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a `Patch.make` function; its replacement is a function that returns `value` for any arguments."""
+    """Return a function for `Patch.make` that replaces a target with a function that always returns `value`."""
     return lambda original: lambda *args, **kwargs: value
 
 
 def instead(value: Any) -> Callable[[Any], Any]:
-    """Return a `Patch.make` function; its replacement is `value` itself."""
+    """Return a function for `Patch.make` that replaces a target with `value` itself."""
     return lambda original: value
 
 

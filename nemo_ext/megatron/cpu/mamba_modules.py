@@ -49,8 +49,8 @@ def mamba_chunk_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute Mamba-2's scan with `ssd_chunk_scan`, which describes the arguments and the result.
 
-    `state_dtype` is upstream's dtype for states between chunks; here it has no effect, as they are in the computation's
-    dtype.
+    `state_dtype` is upstream's dtype for states between chunks; here it has no effect, as all states have the
+    computation's dtype.
 
     Raises:
         ValueError: cu_seqlens or return_varlen_states is set, state_dtype is wider than the computation's dtype, or the
@@ -268,7 +268,7 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
 
 
 def install() -> tuple[str, ...]:
-    """Put the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; repeatable.
+    """Put the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; idempotent.
 
     causal_conv1d is replaced only together with mamba_ssm, and on a GPU only if it is missing too.
 

@@ -1,7 +1,7 @@
 """Mamba-2's gated RMS norm in plain torch.
 
 The backward pass is written by hand: `F.rms_norm` with autograd takes 1.8 to 2.3 times the processor time and 1.7 to
-2.3 times the memory, and its definition with autograd 1.5 to 1.8 times (2048 tokens x 256 and 8192 x 1024, float32).
+2.3 times the memory, and the formula with autograd 1.5 to 1.8 times both (2048 tokens x 256 and 8192 x 1024, float32).
 """
 
 from typing import Any

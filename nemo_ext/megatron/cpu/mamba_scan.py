@@ -151,7 +151,7 @@ class _ChunkScan(torch.autograd.Function):
 def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) -> tuple[Tensor, ...]:
     """Compute a segment's gradients: of x, dt, B, C, log decay, three decays (as in `_ChunkScan`) and entering state.
 
-    `dy` is the output's gradient [k, b, g, q, r, p], and `state_gradient` that of the state after the segment.
+    `dy` is the output's gradient [k, b, g, q, r, p], and `state_gradient` the gradient of the state after the segment.
     """
     k, b, g, q, r, p = dy.shape
     head_dy = dy.transpose(3, 4).reshape(-1, q, p)

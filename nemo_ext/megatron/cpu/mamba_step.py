@@ -101,4 +101,4 @@ def selective_state_update(
 def _refuse(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"{name} needs dynamic batching, which torch kernels lack: use static batching, or CUDA")
+            raise ValueError(f"{name} needs dynamic batching, unsupported on CPUs: use static batching, or CUDA")

@@ -27,7 +27,7 @@ class Patch:
         targets: objects to replace, as `module:attribute` or `module:Class.attribute`.
         make: function that makes the replacement from the original.
         why: reason for the patch, and the files under `megatron/` that need it.
-        applies: function that returns whether this machine needs the row; by default, if it has no CUDA.
+        applies: function that returns whether this machine needs the patch; by default, if it has no CUDA.
     """
 
     name: str
@@ -47,7 +47,7 @@ WORKER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyn
 
 
 def checkpoint_worker(*arguments: Any, **keywords: Any) -> None:
-    """Apply the rows that Megatron's checkpoint worker needs in its own process, then run the worker."""
+    """Apply the patches that Megatron's checkpoint worker needs in its own process, then run the worker."""
     needed = ("device_count", "queue", "checkpoint_worker")
     apply(without=[patch.name for patch in PATCHES if patch.name not in needed])
     _originals[WORKER](*arguments, **keywords)
@@ -167,16 +167,16 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply(without: Collection[str] = ()) -> list[str]:
-    """Apply the rows that this machine needs, and return their names. Applying twice has no further effect.
+    """Apply the patches that this machine needs, and return their names. Applying twice has no further effect.
 
     Call this before Megatron builds anything.
 
     Args:
-        without: names of rows, or single targets, to skip.
+        without: names of patches, or single targets (as in `Patch.targets`), to skip.
 
     Raises:
-        ValueError: `without` names neither a row nor a target.
-        AttributeError: upstream has moved a target; the row's `why` says where to look.
+        ValueError: `without` contains a name that is neither a patch nor a target.
+        AttributeError: upstream has moved a target; the patch's `why` says where to look.
     """
     leave_uncompiled()
     names = [patch.name for patch in PATCHES]
@@ -216,7 +216,7 @@ def leave_uncompiled() -> None:
 
 
 def restore(keep: Collection[str] = ()) -> None:
-    """Restore the originals of all targets, except those in `keep`."""
+    """Undo the patches: restore the originals of all patched targets, except those in `keep`."""
     for target in [target for target in _originals if target not in keep]:
         owner, attribute = _locate(target)
         setattr(owner, attribute, _originals.pop(target))
@@ -224,7 +224,7 @@ def restore(keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """Apply the rows that this machine needs in the context; earlier patches stay in place afterwards."""
+    """Apply the patches that this machine needs while the context is open; patches applied earlier remain in place."""
     before = tuple(_originals)
     apply()
     try:
@@ -234,7 +234,7 @@ def applied() -> Iterator[None]:
 
 
 def _locate(target: str) -> tuple[Any, str]:
-    """Return the object that holds a target, and the attribute's name."""
+    """Return the module or class that holds a target (`module:Class.attribute`), and the attribute's name."""
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, attribute = path.split(".")

@@ -15,8 +15,8 @@ _stores: list[object] = []
 def check_gpu() -> None:
     """Reject a rank without a usable GPU in a job that has GPUs, as it would train on the CPU.
 
-    The site's file (`nemo_ext.slurm.cluster`) tells whether nodes have GPUs, otherwise Slurm does. An empty
-    CUDA_VISIBLE_DEVICES hides them on purpose.
+    Whether nodes have GPUs is read from the site's file (`nemo_ext.slurm.cluster`), or else from Slurm. An empty
+    CUDA_VISIBLE_DEVICES, which hides the GPUs on purpose, is accepted.
 
     Raises:
         ValueError: this rank has no usable GPU; the message gives torch's reason, or the number of GPUs it sees.
