@@ -495,7 +495,7 @@ if MISSING is None:
                 unknown = [name for name in names if registry.megatron_to_hf_lookup(name) is None]
                 raise ValueError(
                     f"{self.FORMAT.architecture} has no tensor for {len(unknown)} parameters of the model, such as "
-                    f"{unknown[:1]}: undo the changes to the provider's fields"
+                    f"{unknown[0]}: undo the changes to the provider's fields"
                 )
             source = getattr(getattr(hf_pretrained, "state", None), "source", None)
             if source is not None:
