@@ -43,7 +43,7 @@ class Failed(Exception):
 
         Args:
             status: HTTP status; None if there was no response, in which case the request may be retried.
-            problem: our description.
+            problem: description of the failure, such as `HTTP 503`.
             words: the server's message, which is appended unless it may contain a part of the key.
             more: further arguments of the constructor.
         """
@@ -71,7 +71,7 @@ def body_of(content: bytes, expected: str, key: str | None) -> Any:
     """Parse the JSON of a response with status 200.
 
     Args:
-        expected: what the response should be, for messages.
+        expected: what the response should be, such as `chat completion`, for messages.
         key: API key, which is removed from messages.
 
     Raises:

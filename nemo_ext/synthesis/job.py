@@ -58,7 +58,7 @@ def run(config: Mapping[str, Any]) -> None:
         raise JobFailed(str(error)) from None
     except TooManyDead as error:
         raise JobFailed(
-            f"more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); see the reasons in "
+            f"synthesize.max_dead={work.max_dead:g} is exceeded in a step: {error}; see the reasons in "
             f"{folder}/steps/*/answers-*/dead, then fix the cause and set synthesize.retry_dead=true, or raise "
             "synthesize.max_dead"
         ) from None
