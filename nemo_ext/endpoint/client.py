@@ -230,7 +230,7 @@ class Client:
         return names
 
     async def _models(self) -> dict[str, int | None]:
-        """Return a mapping from each model at the endpoint to its context length; None if the endpoint does not report it."""
+        """Return a mapping from each model at the endpoint to its context length, or None if that is not reported."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
             models = body_of(listed, "list of models", self.address.key)["data"]
@@ -408,7 +408,9 @@ class Client:
         if self.address.key is None:
             return f"{failed}: no API key was sent; set key_variable to the environment variable that holds it"
         if variable is not None:
-            return f"{failed}: the API key in the environment variable {variable} (key_variable) was rejected; set it to a valid key"
+            return (
+                f"{failed}: the API key in the environment variable {variable} (key_variable) was rejected; correct it"
+            )
         return f"{failed}: the API key{f' in {place}' if place else ''} was rejected; use a valid one"
 
     async def _until_reached(self) -> None:
@@ -500,7 +502,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Return the seconds to wait before a retry: exponential backoff with full jitter, which spreads requests over time."""
+    """Return the seconds to wait before a retry: exponential backoff with full jitter, to spread requests over time."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -588,7 +590,7 @@ def count(value: object) -> int | None:
 
 
 def _retry_after(value: str) -> float:
-    """Return the wait in seconds that a `Retry-After` header requests (RFC 9110, section 10.2.3); 0 if it is invalid."""
+    """Return the wait in seconds that a `Retry-After` header requests (RFC 9110, section 10.2.3); 0 if invalid."""
     try:
         seconds = float(value)
     except ValueError:

@@ -52,7 +52,10 @@ class Question:
 def questions(
     benchmark: Benchmark, problems: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """Yield a benchmark's questions: every problem with every prompt and in each of the `modes` (empty for all)."""
+    """Yield a benchmark's questions: every problem with every prompt and in each of the `modes` (empty for all).
+
+    `omit` lists request fields to leave out because the endpoint rejects them.
+    """
     for problem in problems:
         for prompt, content in problem.prompts.items():
             if benchmark.kind in ("choice", "bits"):

@@ -209,7 +209,7 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
 
 
 def _part_cell(run: Run, name: str) -> str:
-    """Format a run's result on BENCHMARK or BENCHMARK:PART, a metric, a domain or the `deviation` over prompts."""
+    """Format a run's result on BENCHMARK or BENCHMARK:PART (a metric, a domain, or the `deviation` over prompts)."""
     benchmark, _, part = name.partition(":")
     entry = run.benchmarks.get(benchmark)
     if entry is None or not part:

@@ -132,7 +132,7 @@ class Likelihoods:
         Args:
             pair: token ids of the context and of the continuation.
             most: maximum number of ids to send; the context is truncated from the left.
-            text: the continuation as text, whose bytes are counted and which messages quote.
+            text: the continuation as text, to count its bytes and to quote it in messages.
         """
         before, after = pair
         if not after:
@@ -244,7 +244,7 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """Whether a token may be the text's first token; it may end within a character, and leading spaces are ignored."""
+    """Whether a text may begin with a token, ignoring leading spaces; the token may end within a character."""
     if not isinstance(text, str) or not token:
         return False
     if token.startswith("bytes:"):  # a partial character

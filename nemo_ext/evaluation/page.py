@@ -142,7 +142,7 @@ def _samples(
 
 
 def _place(key: Key) -> float:
-    """Return a pseudo-random number in [0, 1), derived from the key."""
+    """Return a pseudo-random number in [0, 1) derived from the key, to select samples if not all fit on the page."""
     return zlib.crc32(orjson.dumps([*key])) / (1 << 32)
 
 

@@ -25,7 +25,7 @@ class Missing(ValueError):
 
 
 class Row(dict[str, Any]):
-    """A row's columns, and in `file` the path of its file relative to the data root."""
+    """Row of a benchmark's data: its columns, and in `file` the path of its file relative to the data root."""
 
     file = ""
 
@@ -172,7 +172,7 @@ def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[
     if len(environments) != 1:
         names = ", ".join(environments) or f"no task with the environment {benchmark.environment}"
         raise ValueError(
-            f"benchmark {benchmark.name}: its files have {names}; set environment to that of the tasks to use"
+            f"benchmark {benchmark.name}: its files have {names}; set environment to one that the tasks have"
         )
     chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
     return [_of_task(tasks[name]) for name in chosen]
@@ -345,7 +345,7 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
 
 
 def _joined(benchmark: Benchmark, data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of the data, with their locations; each gets the columns of the row of `join` with the same id.
+    """Yield the rows of the data with their locations, adding the columns of the row in `join` that has the same id.
 
     Columns of the data are not replaced, and rows without a counterpart are unchanged.
     """

@@ -124,7 +124,10 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings
 
 
 def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings) -> dict[Key, float]:
-    """Return the rewards of `rollouts.group` by answer; empty without it. Judged groups are kept in judged.jsonl."""
+    """Return a mapping from answer to its reward from `rollouts.group`; empty if that is not set.
+
+    Rewards are stored in judged.jsonl, so that groups are not judged twice.
+    """
     settings = section.group or {}
     reward = group_reward(settings, "rollouts.group")
     if reward is None:

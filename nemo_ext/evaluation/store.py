@@ -26,7 +26,7 @@ BITS = "bits_per_byte"
 
 
 class Key(NamedTuple):
-    """Identity of a sample."""
+    """Identity of a sample: names of benchmark, problem, prompt and mode, and the sample's number."""
 
     benchmark: str
     problem: str
@@ -173,7 +173,7 @@ class Store:
         return scores
 
     def _superseded(self) -> set[tuple[str, Key, str]]:
-        """Return worker, key and request hash of each answer that does not count because an earlier worker's does."""
+        """Return worker, key and request hash of each answer that does not count, as another worker's came first."""
         if len(list(self.folder.glob("answers-*.jsonl"))) < 2:
             return set()
         first: dict[tuple[Key, str], str] = {}

@@ -39,7 +39,7 @@ def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = A
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if name.startswith(PREFIX) and name in names)
         raise ValueError(
-            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which also exists; rename one of them"
+            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which also exists; rename one"
         )
     return names
 

@@ -70,7 +70,9 @@ def map(
     config = compose("generate", words)
     checked_settings = checked(Settings, config)
     if checked_settings.generate.dry_run or checked_settings.generate.format != "parquet":
-        raise ValueError("generate.dry_run and generate.format cannot be used with data frames: remove them from settings")
+        raise ValueError(
+            "generate.dry_run and generate.format cannot be used with data frames: remove them from settings"
+        )
     _write(table, file, checked_settings.generate.part_rows)
     done = folder / OWN / _DONE
     if noted(done) == words:

@@ -139,7 +139,7 @@ class Output:
         return failed
 
     def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield the key, sample number and columns of each answer in a range, from its parts, or else from its journals.
+        """Yield key, sample number and columns of each answer in a range, from its parts, or else from its journals.
 
         Raises:
             ValueError: a part cannot be read.
@@ -295,7 +295,7 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a range's part from `answers`, pairs of (row, sample) and journal line; return False if the part exists."""
+        """Write a range's part from `answers`, as ((row, sample), journal line); return False if the part exists."""
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}

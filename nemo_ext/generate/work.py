@@ -173,7 +173,7 @@ class Work:
             yield self._open.get(range_.number) or self._opened(range_)
 
     def _others(self) -> Iterator[OpenRange]:
-        """Open and yield unfinished ranges with unanswered requests that this worker has not made yet, to help others."""
+        """Open and yield unfinished ranges with requests that nobody has answered and this worker has not made yet."""
         for range_ in self.index.ranges:
             if self.output.part(range_).name not in self._settled:
                 opened = self._open.get(range_.number) or self._opened(range_)

@@ -66,7 +66,7 @@ class Watch:
         self._seen: dict[str, tuple[int, float, bool]] = {}
 
     def living(self) -> Mapping[str, Address]:
-        """Mapping from name to address of the replicas that are alive."""
+        """Return a mapping from name to address of the replicas that are alive."""
         now, addresses = time.monotonic(), dict[str, Address]()
         for file in sorted(self.folder.glob(f"*/{FILE}")):
             name = file.parent.name

@@ -92,7 +92,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
     if draft is None and _has_prediction(source):
-        advice = "; with vLLM, serving.draft=mtp drafts tokens by it" if _can_draft(source, model) else ""
+        advice = "; with vLLM, serving.draft=mtp drafts tokens with it" if _can_draft(source, model) else ""
         notice(f"model={model}: its multi-token prediction is not used{advice}")
     if is_hugging_face(source):
         return source
@@ -168,7 +168,7 @@ def _files_of_run(run: Path, run_dir: Path) -> Path | None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Digest (32 hexadecimal digits) of a directory's config.json and of its other files' names, sizes and times."""
+    """Return a digest (32 hex digits) of a directory's config.json and of its other files' names, sizes and times."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.name != CONFIG]
     return digest([json.loads((folder / CONFIG).read_bytes()), stats])[:32]

@@ -86,7 +86,7 @@ class ServingSettings:
         """Read the settings from a config's section `serving`; the model's name defaults to that of its directory.
 
         Raises:
-            ValueError: a setting is invalid; names the key, its value and the expected values.
+            ValueError: a setting is invalid; the message names the key, its value and the expected values.
         """
         name = config["serving"].get("name") or Path(str(config["served"])).expanduser().resolve().name
         return checked(cls, {**config["serving"], "name": name}, where="serving")

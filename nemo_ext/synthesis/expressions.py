@@ -74,7 +74,8 @@ def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
 def without_sections(text: str, *names: str) -> str:
     """Remove the sections with these headings, as Markdown (`## Notes`), wiki text (`== Notes ==`) or a line alone.
 
-    A section ends before the next marked heading of the same or a higher level (of any level, after a line alone).
+    A section ends before the next Markdown or wiki heading of the same or a higher level. If its own heading is a line
+    alone, it ends before any such heading.
     """
     kept, level = list[str](), 0
     for line in text.splitlines(keepends=True):

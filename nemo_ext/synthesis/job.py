@@ -130,8 +130,8 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
     """Provide a mapping from each role that the recipe queries to its endpoint.
 
-    Roles without an endpoint get the job's. If the config has a model folder instead, that is served until the context
-    ends.
+    Roles without an endpoint use the job's. If the config has a model folder instead, the model is served until the
+    block ends.
     """
     roles = {role: recipe.place(role) for role in recipe.asked()}
     places = {name: role for name, role in roles.items() if role.endpoint is not None}
@@ -260,7 +260,8 @@ class _Run:
 
         Args:
             record: file that records the finished step.
-            identity: digest of everything that the rows depend on; the step must be run if the record has another one.
+            identity: digest of everything that the rows depend on; if the record has a different one, the step must be
+                run.
         """
         existing = noted(record)
         if existing is None or existing["identity"] != identity:

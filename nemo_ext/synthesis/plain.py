@@ -155,7 +155,7 @@ def _nearest(step: Nearest, context: Context) -> Iterator[Row]:
             vector = _unit_vector(step, context, row)
             if sizes - {len(vector)}:
                 raise ValueError(
-                    f"steps.{context.name}.vector: row {row[ID]}: vectors of different sizes: use one model"
+                    f"steps.{context.name}.vector: row {row[ID]}: vectors differ in size: use one model for all"
                 )
             similarities = matrix @ vector
             row[step.column] = [
@@ -194,7 +194,7 @@ def _spread(step: Spread, context: Context) -> Iterator[Row]:
 
 
 def _in_turns(members: Sequence[int], topics: Sequence[tuple[str, ...]], level: int = 0) -> Iterator[int]:
-    """Yield the rows in `members`, one of each group with the same topic at this level in turn."""
+    """Yield the rows in `members`, in turn one from each group with the same topic at this level of `topics`."""
     if all(len(topics[member]) <= level for member in members):
         yield from members
         return

@@ -109,7 +109,7 @@ def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
 
 
 class FirstRows(RowFile):
-    """Rows held in memory, with the interface of `RowFile`."""
+    """First rows of the input, held in memory, with the interface of `RowFile`."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
