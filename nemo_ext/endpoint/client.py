@@ -383,7 +383,7 @@ class Client:
         try:
             body = json.dumps(payload).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise Failed(f"the request cannot be written as JSON: {error}", again=False) from None
+            raise Failed(f"the request cannot be written as JSON: {error}; correct the input", again=False) from None
         began = time.monotonic()
         try:
             content = await self._send("POST", request.path, body, self.settings.attempt_seconds)
@@ -515,7 +515,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
         if len(content) > _MAX_BYTES:
-            raise Failed(f"the answer has more than {_MAX_BYTES >> 20} MiB", again=False)
+            raise Failed(f"the answer has more than {_MAX_BYTES >> 20} MiB; lower max_tokens", again=False)
     return bytes(content)
 
 

@@ -74,7 +74,7 @@ class Pace:
         self._end()
 
     def overloaded(self) -> None:
-        """Record a sign of overload."""
+        """Record a sign of overload, such as status 429 or a timeout."""
         self._refusals += 1
         self._end()
 

@@ -153,7 +153,7 @@ def _typed(schema: Any) -> Any:
 
 
 def bfcl_calls(truth: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Convert Berkeley Function-Calling Leaderboard ground truth to `accepted` of the environment `tool_calls`."""
+    """Convert BFCL's ground truth to the format of the key `accepted` in references of the environment `tool_calls`."""
     return [
         {"name": name.replace(".", "_"), "arguments": dict(values)} for call in truth for name, values in call.items()
     ]

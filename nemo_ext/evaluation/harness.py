@@ -315,8 +315,8 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
 def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, float]:
     """Return the metrics of a document that are averaged over documents, with `ending` appended to their names.
 
-    `row` is the document's sample as logged by lm-evaluation-harness. Bits per byte come with
-    their `nats` and `bytes`.
+    `row` is the document's sample as logged by lm-evaluation-harness. For bits per byte, `nats`
+    and `bytes` are returned too.
     """
     numbers: dict[str, float] = {}
     for metric in row["metrics"]:

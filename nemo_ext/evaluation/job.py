@@ -78,7 +78,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """Run benchmarks with a job's config and return the content of results.json; exit if the endpoint is gone.
+    """Run benchmarks with a job's config and return the content of results.json; exit if the endpoint does not respond.
 
     Raises:
         ValueError: no benchmark can be run, or the store belongs to another model.

@@ -116,7 +116,7 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
         named.setdefault(name, (whole, row, where))
     if not named:
         why = "its data has no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
-        raise ValueError(f"{place} has no problems: {why}")
+        raise ValueError(f"{place} has no problems: {why}; correct `data` or `where`")
     chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
     shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
     return [_problem(benchmark, named[name][1], shots, named[name][2], name=name) for name in chosen]
@@ -228,7 +228,9 @@ def _problem(
         try:
             tools = read_json(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error})") from None
+            raise ValueError(
+                f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error}); correct the row"
+            ) from None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {

@@ -85,7 +85,7 @@ class _Sequence:
     generator: "torch.Generator | None" = None
     last: int = -1
     length: int = 0
-    """Number of its tokens in the cache."""
+    """Number of the sequence's tokens in the cache."""
     made: int = 0
     dropped: bool = False
 

@@ -21,7 +21,7 @@ from nemo_ext.serving.vllm import check_drafts
 _EXPORT = "export"
 _A_DAY = 86400.0
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Tokenizer files, of which a directory with a tokenizer has at least one."""
+"""Tokenizer files; a directory with a tokenizer has at least one of them."""
 
 
 def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:

@@ -13,7 +13,7 @@ _SECTIONS = (
 
 
 def literal(key: str, value: str) -> bool | None:
-    """Return whether Hydra parses a command-line argument's value; False if that is a template or an expression.
+    """Return whether Hydra parses a command-line argument's value; False if the value is a template or expression.
 
     Return None for keys outside `steps` and `outputs`.
     """

@@ -23,7 +23,7 @@ from nemo_ext.synthesis.translation import lines, unmasked
 
 _MARK = re.compile(r"#{1,6}|={2,6}")
 _TO_THE_END = 7
-"""Level of a heading without a mark: above that of all headings with one."""
+"""Level of a heading without markup, which is above all levels with markup."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _SHINGLE = 3
 

@@ -194,7 +194,7 @@ def _spread(step: Spread, context: Context) -> Iterator[Row]:
 
 
 def _in_turns(members: Sequence[int], topics: Sequence[tuple[str, ...]], level: int = 0) -> Iterator[int]:
-    """Yield the rows in `members`, in turn one from each group with the same topic at this level of `topics`."""
+    """Yield the rows in `members` in round robin over their topics at this level, and recursively at deeper levels."""
     if all(len(topics[member]) <= level for member in members):
         yield from members
         return

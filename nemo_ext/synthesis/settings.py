@@ -94,14 +94,14 @@ class Step:
         return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
-        """Return the names of the columns that the step sets, including columns of canaries, and possibly ""."""
+        """Return the names of the columns that the step and its canaries set; may contain the empty string."""
         planted = getattr(self, "canaries", None)
         named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
         return {name for section in named for name in section} | {getattr(self, "column", "")}
 
 
 _NOT_EMBEDDED = ("system", "tools", "thinking", "complete", "samples", "temperature", "top_p", "max_tokens", "stop")
-"""Settings of a step `ask` without a meaning for embeddings."""
+"""Settings of a step `ask` that have no meaning for embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -536,7 +536,7 @@ class Recipe:
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Return a role with an endpoint: its own, else the one of the role in `like`, else None."""
+        """Return a role with its own endpoint, or else with the endpoint of the role in `like`; it may be None."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own
