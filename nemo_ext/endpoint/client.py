@@ -567,7 +567,7 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         # Truncated while thinking, filtered, refused or empty: a retry would bias the sample of answers.
         text = ""
     if not isinstance(text, str) and not (text is None and calls):
-        raise Failed("the chat completion has no text")
+        raise Failed("the chat completion has neither text nor tool calls")
     return Answer(
         key=request.key,
         sample=request.sample,

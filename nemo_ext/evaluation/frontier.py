@@ -103,7 +103,7 @@ def _front(points: Iterable[Point]) -> list[Point]:
 
 
 def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """Whether each point is on the Pareto front, where larger values are better."""
+    """Return for each point whether it is on the Pareto front, where larger values are better."""
     return [
         not any(other != point and all(a >= b for a, b in zip(other, point, strict=True)) for other in points)
         for point in points

@@ -153,7 +153,7 @@ class Store:
         yield from (sample for name, sample in failed.items() if name not in seen)
 
     def scores(self) -> dict[tuple[Key, str, str], Score]:
-        """Return the latest score of the answer that counts (see `answers`) for each (key, request hash, digest).
+        """Return the latest score by key, request hash and verifier digest, for answers that count (see `answers`).
 
         Workers that answer the same request also score their own answers. A missing score, as when a judge is down,
         does not replace one for the same reference.

@@ -126,7 +126,7 @@ def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None
     if not pattern.mtp:
         reason = "has no multi-token prediction"
     elif architecture not in _DRAFTS:
-        reason = f"is in the format {architecture}, for which vLLM has no drafts"
+        reason = f"is in the format {architecture}, for which vLLM cannot draft tokens"
     elif pattern.depths > 1:
         reason = f"has {pattern.depths} prediction depths with their own weights, and vLLM drafts with one depth"
     elif other := sorted({block.kind for block in pattern.mtp} - set("*E")):

@@ -97,7 +97,8 @@ def _group(step: Group, context: Context) -> Iterator[Row]:
                 members = [members[place] for place in sorted(range(len(members)), key=keys.__getitem__)]
             except TypeError as error:
                 raise ValueError(
-                    f"steps.{context.name}.order: the values in the group of row {name} cannot be sorted: {error}"
+                    f"steps.{context.name}.order: the values in the group of row {name} cannot be sorted ({error}); "
+                    "use an expression whose values have one type"
                 ) from None
         if step.into == "one":
             if members:
