@@ -81,7 +81,7 @@ def frontiers(runs: Sequence[Run], settings: CompareSettings) -> dict[str, list[
 
 
 def _with_tokens(values: Values) -> Values:
-    """Keep only the values of problems whose tokens are known."""
+    """Keep only the values of problems for which the number of tokens is known."""
     known = ~np.isnan(values.tokens)
     return values.at([name for name, use in zip(values.problems, known, strict=True) if use])
 

@@ -2,8 +2,8 @@
 
 Source: lm_eval/api/model.py (`TemplateLM._encode_pair`), lm_eval/models/huggingface.py, lm_eval/utils.py
 (`get_rolling_token_windows`), version 0.4.13. There is one difference: an endpoint accepts prompts of at most
-max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens, the last of which
-is only predicted. This affects only texts that are longer; they match `hf` with max_length=max_model_len - 2.
+max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens (the last one is
+only predicted). Only longer texts are affected: they match `hf` with max_length=max_model_len - 2.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class Problem:
         choices: continuations of the prompt to compare.
         gold: index of the correct choice, from 0.
         thinking: reasoning mode (true for on) that the problem requires of models with modes; None if it requires none.
-        row: the row, if the benchmark has metrics, whose expressions use it.
+        row: the row, if the benchmark has metrics, as their expressions use it.
     """
 
     id: str

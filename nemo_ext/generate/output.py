@@ -168,7 +168,7 @@ class Output:
     def refresh(self, opened: OpenRange) -> None:
         """Mark as settled the requests of a range that are answered, or have failed, in other workers' journals.
 
-        Failures are left out if they are to be retried.
+        Failures are ignored if they are to be retried.
         """
         for file in self._journals_of(opened.range):
             if self.worker not in file.name:

@@ -113,7 +113,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
 def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
     """Return a run's tokenizer as a config section with `kind` and `path`; None if it is unknown.
 
-    It is the one in the files next to the run's checkpoint, or else the one in its data settings.
+    It is read from the files next to the run's checkpoint, or else from the run's data settings.
     """
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 

@@ -48,7 +48,7 @@ def number(text: str | None) -> float | None:
 def json_of(text: str | None) -> Any:
     """Parse JSON from a string's last code block, else from the whole string; None if it is invalid.
 
-    Valid JSON that cannot be stored in a row (lone surrogates, excessive nesting) gives None, too.
+    Valid JSON that cannot be stored in a row (lone surrogates, excessive nesting) also gives None.
     """
     try:
         value = strict_json(code(text) or text or "")

@@ -335,7 +335,8 @@ class Nearest(Step):
 class Spread(Step):
     """Step that orders rows in hierarchical round robin, so that the first N are diverse (Nemotron 3 Nano, 2.2.4).
 
-    Groups of the first entry of `by` take turns, within each of them groups of the second entry, and so on.
+    Rows are taken in turn from the groups that share the first entry of `by`, within each group in turn from those
+    that share the second entry, and so on.
 
     Attributes:
         by: expression for the list of a row's topics, from broad to narrow.
