@@ -102,7 +102,7 @@ def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed"
 
 
 def words_of(content: bytes, key: str | None) -> str:
-    """First 200 characters of an endpoint's response as one line, without the key; for an HTML page, its title."""
+    """Return 200 characters of an endpoint's response as one line, without the key; for an HTML page, its title."""
     text = content.decode(errors="replace").replace(key or "\0", "***")
     if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
         text = f"a page: {title[1]}"

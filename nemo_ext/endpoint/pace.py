@@ -107,7 +107,7 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Keep a limit, with its rate of answers and mean latency, for some rounds; then raise it more slowly."""
+        """Keep a limit, with its rate of answers and median latency, for some rounds; then raise it more slowly."""
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

@@ -24,7 +24,7 @@ _NOT_PRINTED = ("Further measures", "Answers")
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job: compare the runs, write the files and print the tables.
+    """Run `nemo-ext compare`: compare the runs, write the files and print the tables.
 
     Raises:
         ValueError: a setting, a run or a paper is invalid.

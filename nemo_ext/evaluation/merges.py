@@ -103,7 +103,7 @@ class Candidate:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it, and if points are added, existing averages are kept.
+    """Run `nemo-ext merge_sweep`; the same command resumes it, and if points are added, existing averages are kept.
 
     Raises:
         ValueError: a setting is invalid, a checkpoint cannot be read, or no average reaches the minimum values.
@@ -135,7 +135,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
-    """Validate a config as the job does before it computes its first average.
+    """Validate a config as `nemo-ext merge_sweep` does before it computes its first average.
 
     Checkpoints that do not exist yet are not checked.
 

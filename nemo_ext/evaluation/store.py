@@ -185,15 +185,15 @@ class Store:
         return superseded
 
     def prompts(self) -> dict[str, Any]:
-        """Return a mapping from hash to request."""
+        """Return the stored requests, as a mapping from hash to request."""
         return {line["hash"]: line["prompt"] for _, line in self._lines("prompts")}
 
     def add(self, sample: Sample) -> None:
-        """Append an answer."""
+        """Append an answer to the store."""
         self._append("answers", sample)
 
     def add_scores(self, scores: Iterable[Score]) -> None:
-        """Append scores."""
+        """Append scores to the store."""
         for score in scores:
             self._append("scores", score)
 
@@ -206,7 +206,7 @@ class Store:
             self._append("prompts", {"hash": asked, "prompt": prompt})
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the store's files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -29,7 +29,7 @@ _CHARACTERS = 4
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it.
+    """Run `nemo-ext generate`; the same command resumes it.
 
     Raises:
         ValueError, JobFailed, OSError: see `answer`.
@@ -103,7 +103,7 @@ def _complete(work: Coroutine[Any, Any, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request; input that does not exist yet is not checked.
+    """Validate a config of `nemo-ext generate` before its first request; input that does not exist yet is skipped.
 
     Raises:
         ValueError: a setting is invalid, the input cannot be read, or no request can be made from its first rows.

@@ -61,7 +61,7 @@ class OpenRange:
 
     @property
     def complete(self) -> bool:
-        """Whether every request has an answer or has failed."""
+        """Whether every request of the range has an answer or has failed."""
         return self.settled.issuperset(self.pairs)
 
 
@@ -252,7 +252,7 @@ class Output:
         return True
 
     def give_up(self, opened: OpenRange) -> None:
-        """Write the dead letters of an incomplete range when the job stops, if the range has no part yet."""
+        """Write the dead letters of an incomplete range when too many requests failed, if it has no part yet."""
         if not opened.again:
             entries = self._entries(self._journals_of(opened.range))
             failed = [self._failure(opened, pair, line) for pair, line in entries.items() if line["problem"]]

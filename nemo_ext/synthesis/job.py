@@ -38,7 +38,7 @@ _TRIED = 50
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it.
+    """Run `nemo-ext synthesize`; the same command resumes it.
 
     Raises:
         ValueError: a setting is invalid, the input cannot be read, or existing answers have different settings.
@@ -67,7 +67,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request; input that does not exist yet is not checked.
+    """Validate a config of `nemo-ext synthesize` before its first request; input that does not exist yet is skipped.
 
     Raises:
         ValueError: a setting is invalid, or an expression fails for the first rows of the input.
@@ -330,7 +330,7 @@ def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None
 
 
 def _show(settings: Settings, recipe: Recipe) -> None:
-    """Print the steps and the first request."""
+    """Print a recipe's steps and its first request."""
     for number, (name, step) in enumerate(recipe.steps.items(), start=1):
         print(f"{number}. {name}: {' '.join(filter(None, (step.kind, ', '.join(step.roles()))))}")
     if (request := _first_request(settings, recipe)) is not None:
