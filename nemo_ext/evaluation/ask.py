@@ -45,7 +45,7 @@ class Question:
         object.__setattr__(self, "asked", digest_of(self.benchmark.kind, self.shown, self.body))
 
     def key(self, sample: int) -> Key:
-        """Return the key of the sample with this number."""
+        """Return the key of this question's sample with the given number."""
         return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
 
 

@@ -42,7 +42,7 @@ class Range:
 
     @property
     def name(self) -> str:
-        """Zero-padded number, used in file names."""
+        """The range's zero-padded number, used in file names."""
         return f"{self.number:06}"
 
 

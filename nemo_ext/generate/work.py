@@ -15,7 +15,7 @@ _IDLE = 1.0
 
 
 class Requests(Protocol):
-    """Builder of requests from rows."""
+    """Builder of a batch job's requests from its input rows."""
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """Build the request for one sample of a row; raise ValueError if that is impossible."""

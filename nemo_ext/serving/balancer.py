@@ -58,7 +58,7 @@ class _Elsewhere(Exception):
 
 
 class _Left(Exception):
-    """Raised if the client has disconnected."""
+    """Raised if the client has disconnected and no longer needs a response."""
 
 
 class Balancer:

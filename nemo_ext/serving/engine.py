@@ -167,7 +167,7 @@ class Engine:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to all waiting and later callers."""
+        """Report an error of the engine to all current and later callers of `generate`."""
         self.failed = error  # before the queue is emptied, so that later callers see it
         while not self._arriving.empty():
             if (sequence := self._arriving.get()) is not None:

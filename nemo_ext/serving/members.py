@@ -59,7 +59,7 @@ def present(run_dir: Path, address: Address, lives: Callable[[], bool]) -> Itera
 
 
 class Watch:
-    """Watcher of a run's replicas, for one balancer."""
+    """Watcher of a run's replicas, from which a balancer learns which of them are alive."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER

@@ -54,7 +54,7 @@ def written(path: Path) -> Iterator[Any]:
 
 
 def read(text: bytes | str) -> Row:
-    """Parse a line as a row."""
+    """Parse a line of JSON as a row."""
     row: Row = read_json(text, strict=False)  # some answers have lone surrogates
     return row
 
