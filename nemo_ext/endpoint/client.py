@@ -145,7 +145,7 @@ class Answer:
 
 
 class Store(Protocol):
-    """Storage for answers."""
+    """Storage for answers, which lets `Client.answers` skip requests that were answered earlier."""
 
     def has(self, request: Request) -> bool:
         """True if the request's answer is stored."""
@@ -230,7 +230,7 @@ class Client:
         return names
 
     async def _models(self) -> dict[str, int | None]:
-        """Mapping from the name of each model at the endpoint to its context length; None if that is not reported."""
+        """Return a mapping from each model at the endpoint to its context length, or None if that is not reported."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
             models = body_of(listed, "list of models", self.address.key)["data"]
@@ -383,7 +383,7 @@ class Client:
         try:
             body = json.dumps(payload).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise Failed(f"the request cannot be written as JSON: {error}", again=False) from None
+            raise Failed(f"the request cannot be written as JSON: {error}; correct the input", again=False) from None
         began = time.monotonic()
         try:
             content = await self._send("POST", request.path, body, self.settings.attempt_seconds)
@@ -401,15 +401,17 @@ class Client:
         return answer
 
     def _why(self, failed: "Failed") -> str:
-        """Reason for a failure; for a rejected key, it includes where the key comes from."""
+        """Return why a request failed; for a rejected API key, also where the key comes from."""
         if failed.status not in REFUSED:
             return str(failed)
         place, _, variable = self._again or (None, None, None)
         if self.address.key is None:
             return f"{failed}: no API key was sent; set key_variable to the environment variable that holds it"
         if variable is not None:
-            return f"{failed}: the API key in the environment variable {variable} (key_variable) was rejected"
-        return f"{failed}: the API key{f' in {place}' if place else ''} was rejected"
+            return (
+                f"{failed}: the API key in the environment variable {variable} (key_variable) was rejected; correct it"
+            )
+        return f"{failed}: the API key{f' in {place}' if place else ''} was rejected; use a valid one"
 
     async def _until_reached(self) -> None:
         """Wait until the endpoint answers again; all waiting requests share one probe."""
@@ -436,7 +438,7 @@ class Client:
             pause = min(_LONGEST_WAIT / 3, pause * 2)
 
     def _find(self) -> None:
-        """Read the address again, if it comes from a file."""
+        """Read the endpoint's address again if it comes from a file, as the endpoint may have moved."""
         if self._again is not None:
             with contextlib.suppress(ValueError):  # the file may be missing while the endpoint moves
                 moved = read_address(*self._again)
@@ -500,7 +502,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Seconds to wait before a retry: exponential backoff with full jitter, which spreads requests over time."""
+    """Return the seconds to wait before a retry: exponential backoff with full jitter, to spread requests over time."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -513,7 +515,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
         if len(content) > _MAX_BYTES:
-            raise Failed(f"the answer has more than {_MAX_BYTES >> 20} MiB", again=False)
+            raise Failed(f"the answer has more than {_MAX_BYTES >> 20} MiB; lower max_tokens", again=False)
     return bytes(content)
 
 
@@ -565,7 +567,7 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         # Truncated while thinking, filtered, refused or empty: a retry would bias the sample of answers.
         text = ""
     if not isinstance(text, str) and not (text is None and calls):
-        raise Failed("the chat completion has no text")
+        raise Failed("the chat completion has neither text nor tool calls")
     return Answer(
         key=request.key,
         sample=request.sample,
@@ -583,12 +585,12 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
 
 
 def count(value: object) -> int | None:
-    """Return a number of tokens that an endpoint reports; None if the value is not a valid number."""
+    """Return a number of tokens reported by an endpoint as an integer; None if the value is not a valid number."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a `Retry-After` header requests as a number or a date (RFC 9110, section 10.2.3); 0 if invalid."""
+    """Return the wait in seconds that a `Retry-After` header requests (RFC 9110, section 10.2.3); 0 if invalid."""
     try:
         seconds = float(value)
     except ValueError:

@@ -7,20 +7,20 @@ from nemo_ext.endpoint.failures import REFUSED
 
 
 class Echo:
-    """Measurement of prompts at an endpoint."""
+    """Measurement of the log-probabilities of prompts at an endpoint."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self._least = 0
 
     async def measured(self, prompt: str | list[int]) -> Answer:
-        """Request the log-probabilities of a prompt; some endpoints require at least one generated token.
+        """Request the log-probabilities of a prompt's tokens, with one generated token if the endpoint requires it.
 
         Args:
             prompt: string or token ids.
 
         Returns:
-            Answer whose body has `logprobs` in its first choice, or which states a problem.
+            Answer with `logprobs` in the first choice of its body, or with a `problem`.
 
         Raises:
             ValueError: the endpoint rejects the API key.
@@ -40,14 +40,14 @@ class Echo:
 
         Args:
             tokens: token ids of the prompt.
-            last: number of tokens to return, fewer than the prompt has.
+            last: number of tokens to measure at the end of the prompt; the prompt must have more.
 
         Raises:
             ValueError: the endpoint rejects the API key or does not return one number per token.
         """
         answer = await self.measured(tokens)
         if answer.problem:
-            raise ValueError(f"endpoint {self.client.address.url} did not measure a sequence: {answer.problem}")
+            raise ValueError(f"endpoint {self.client.address.url} did not return log-probabilities: {answer.problem}")
         try:
             values = answer.body["choices"][0]["logprobs"]["token_logprobs"][len(tokens) - last : len(tokens)]
             numbers = [float(value) for value in values]

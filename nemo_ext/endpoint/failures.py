@@ -43,7 +43,7 @@ class Failed(Exception):
 
         Args:
             status: HTTP status; None if there was no response, in which case the request may be retried.
-            problem: our description.
+            problem: description of the failure, such as `HTTP 503`.
             words: the server's message, which is appended unless it may contain a part of the key.
             more: further arguments of the constructor.
         """
@@ -71,7 +71,7 @@ def body_of(content: bytes, expected: str, key: str | None) -> Any:
     """Parse the JSON of a response with status 200.
 
     Args:
-        expected: what the response should be, for messages.
+        expected: what the response should be, such as `chat completion`, for messages.
         key: API key, which is removed from messages.
 
     Raises:
@@ -102,7 +102,7 @@ def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed"
 
 
 def words_of(content: bytes, key: str | None) -> str:
-    """First 200 characters of an endpoint's response as one line, without the key; for an HTML page, its title."""
+    """Return 200 characters of an endpoint's response as one line, without the key; for an HTML page, its title."""
     text = content.decode(errors="replace").replace(key or "\0", "***")
     if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
         text = f"a page: {title[1]}"

@@ -24,7 +24,7 @@ class Pace:
     A round ends after about three outcomes (answers or signs of overload) per concurrent request. Every few rounds, a
     higher limit is tried, and kept if the rate of answers has increased enough. The limit is doubled until that no
     longer pays off, and raised by a quarter afterwards. If more than a tenth of the outcomes are signs of overload
-    (429, 503, timeouts), the limit is reduced by half their share. If the median answer takes twice as long and the
+    (429, 503, timeouts), the limit is reduced by half that share. If the median answer takes twice as long and the
     rate of answers falls by 30 %, the limit is reduced by 30 %.
 
     Args:
@@ -64,7 +64,7 @@ class Pace:
             yield
 
     async def used(self, tokens: int) -> None:
-        """Wait until the limit of tokens per minute has room for this many more."""
+        """Count further tokens towards the limit per minute, after waiting until it admits them."""
         if self._tokens is not None and tokens > 0:
             await self._tokens.acquire(min(tokens, self._tokens.max_rate))
 
@@ -74,7 +74,7 @@ class Pace:
         self._end()
 
     def overloaded(self) -> None:
-        """Record a sign of overload."""
+        """Record a sign of overload, such as status 429 or a timeout."""
         self._refusals += 1
         self._end()
 
@@ -107,7 +107,7 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Hold a limit, with its rate of answers and seconds per answer, for some rounds; then raise it more slowly."""
+        """Keep a limit, with its rate of answers and median latency, for some rounds; then raise it more slowly."""
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

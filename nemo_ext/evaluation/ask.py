@@ -45,14 +45,17 @@ class Question:
         object.__setattr__(self, "asked", digest_of(self.benchmark.kind, self.shown, self.body))
 
     def key(self, sample: int) -> Key:
-        """Return the key of the sample with this number."""
+        """Return the key of this question's sample with the given number."""
         return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
 
 
 def questions(
     benchmark: Benchmark, problems: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """Yield a benchmark's questions: every problem with every prompt and in each of the `modes` (empty for all)."""
+    """Yield a benchmark's questions: every problem with every prompt and in each of the `modes` (empty for all).
+
+    `omit` lists request fields to leave out because the endpoint rejects them.
+    """
     for problem in problems:
         for prompt, content in problem.prompts.items():
             if benchmark.kind in ("choice", "bits"):

@@ -21,7 +21,7 @@ PLAIN = "default"
 
 
 def _named(value: object) -> object:
-    """Turn a bare string into a mapping from the default prompt's name to it; return other values unchanged."""
+    """Convert a single template to a mapping from the default prompt's name; return other values unchanged."""
     return {PLAIN: value} if isinstance(value, str) else value
 
 
@@ -41,7 +41,7 @@ class Mode:
     Attributes:
         system: system message; None if there is none.
         body: additional fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}.
-        max_tokens: maximum tokens per answer; None takes the benchmark's.
+        max_tokens: maximum tokens per answer; None for the benchmark's.
     """
 
     system: str | None = None
@@ -69,7 +69,7 @@ class Benchmark:
             `nemo_ext.evaluation.generators`.
         settings: arguments of the generator.
         count: number of generated problems.
-        join: files whose rows have the same ids as the data's rows, to which they add their columns, such as answers.
+        join: files with further columns, such as answers, which are added to the rows of the data with the same ids.
         where: expression that selects rows; None selects all.
         id: expression for a unique row id; if None, a hash of the row is the id.
         domain: expression for the row's group, such as a subject; None if there are no groups.
@@ -85,7 +85,7 @@ class Benchmark:
             compared (or none), as further variables. The value is a number, averaged over problems, or a pair of
             numbers, each summed over all samples and then divided.
         tools: expression for the declared tools.
-        choices: for `choice`, expression for the list of choices, each as it follows the context.
+        choices: for `choice`, expression for the list of choices, each written as a continuation of the context.
         gold: for `choice`, expression for the index of the correct choice, from 0.
         shots: number of few-shot examples before the question.
         shots_data: files with the examples; if empty, other rows of the data are used.
@@ -150,18 +150,18 @@ class Benchmark:
             if unused := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
                 raise ValueError(f"{unused[0]} is not used with {origin}, which yields complete problems; remove it")
             if self.kind != "generate":
-                raise ValueError(f"kind={self.kind}: {origin} requires kind=generate")
+                raise ValueError(f"{origin} requires kind=generate, but kind is {self.kind}: change kind")
         elif not (self.prompt or self.messages):
             raise ValueError("prompt is missing: set it to a template of the user message")
         elif self.kind == "generate" and self.environment is None:
             raise ValueError("environment is missing: set it to the name of the verifier")
         if self.kind != "generate" and (self.messages is not None or self.environment is not None):
             key = "messages" if self.messages is not None else "environment"
-            raise ValueError(f"{key} requires kind=generate, but kind is {self.kind}")
+            raise ValueError(f"{key} requires kind=generate, but kind is {self.kind}: remove {key}")
         if self.metrics and self.kind != "generate":
-            raise ValueError(f"metrics requires kind=generate, but kind is {self.kind}")
+            raise ValueError(f"metrics requires kind=generate, but kind is {self.kind}: remove metrics")
         if self.join and (self.id is None or not self.data):
-            raise ValueError("join requires data and id, an expression whose value is the same in the rows of both")
+            raise ValueError("join requires data, and id, an expression with the same value in matching rows of both")
         if self.kind == "choice" and (self.choices is None or self.gold is None):
             raise ValueError("kind=choice requires choices and gold, the index of the correct choice")
         if self.generator is not None and self.shots:
@@ -214,7 +214,9 @@ def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> di
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{key}={name}: the file is not valid YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(
+            f"{key}={name}: the file is not valid YAML ({' '.join(str(error).split())}); correct it"
+        ) from None
     if not isinstance(found, dict):
         raise ValueError(f"{key}={name}: expected a file with a mapping of keys, not {type(found).__name__}")
     return {"name": path.stem if path.suffix in (".yaml", ".yml") else name, **found}
@@ -230,7 +232,7 @@ def read_benchmark(given: str | Mapping[str, Any]) -> Benchmark:
     """
     own = {"name": given} if isinstance(given, str) else dict(given)
     if "name" not in own:
-        raise ValueError(f"benchmark {own}: the key 'name' is missing")
+        raise ValueError(f"benchmark {own}: the key 'name' is missing; set it to the name or path of a benchmark")
     name = str(own.pop("name"))
     found = _with_likes(name, ()) | own
     return checked(Benchmark, found, where=f"benchmark {found['name']}")

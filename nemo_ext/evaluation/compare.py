@@ -172,7 +172,7 @@ def _words(mean: float, p: float, level: float, *, low: bool) -> str:
 def adjusted(pairs: Sequence[Pair], entries: Mapping[str, Mapping[str, Any]], level: float) -> list[Pair]:
     """Adjust the pairs' p-values for the number of pairs (Holm), and update their verdicts accordingly.
 
-    `entries` maps benchmarks to their entries in results.json; `level` is that of `CompareSettings`.
+    `entries` maps benchmarks to their entries in results.json; `level` is `CompareSettings.level`.
     """
     p_values = iter(statistics.holm([pair.difference.p for pair in pairs if pair.difference is not None]))
     updated = []
@@ -235,8 +235,8 @@ def grand_pair(
 def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
     """Compare a run's modes, such as reasoning off and on, on the same problems, with adjusted p-values.
 
-    Each pair starts with the mode without reasoning (named in `OFF`), as in Domyn-Small's Table 9, or if there is none,
-    with the mode of the headline.
+    The first mode of a pair is the one without reasoning (named in `OFF`), as in Domyn-Small's Table 9, or else the
+    headline's mode.
     """
     pairs = []
     for benchmark, entry in run.benchmarks.items():
@@ -257,8 +257,8 @@ def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
 def noise(arms: Sequence[Run], checkpoints: Sequence[Run]) -> dict[str, statistics.SignalNoise]:
     """Map each benchmark to its signal (differences between `arms`) and noise (differences between `checkpoints`).
 
-    `checkpoints` are evaluations of a training run's last checkpoints. Benchmarks with fewer than two results on either
-    side are left out.
+    `arms` are evaluations of the models to compare, and `checkpoints` are evaluations of a training run's last
+    checkpoints. Benchmarks for which either has fewer than two results are omitted.
     """
     by_benchmark = {}
     for name in names_of(arms):
@@ -333,7 +333,7 @@ def compared(settings: CompareSettings) -> Comparison:
 
 
 def _named(runs: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Map names to run directories; unnamed runs are named by the shortest ends of their paths that tell them apart."""
+    """Map names to run directories; unnamed runs are named by the shortest distinct ends of their paths."""
     if isinstance(runs, Mapping):
         return dict(runs)
     places = [Path(run).expanduser().resolve() for run in runs]
@@ -358,7 +358,7 @@ def published(name: str) -> Mapping[str, Any]:
     """Read a table of published values, given by name or path.
 
     Raises:
-        ValueError: the table does not exist, or a value is not a number with its location in the paper.
+        ValueError: the table does not exist, or a value has no number or no location in the paper.
     """
     table = read_yaml("published", name)
     try:
@@ -366,8 +366,8 @@ def published(name: str) -> Mapping[str, Any]:
             for benchmark, value in published_model["values"].items():
                 if not value["where"] or not isinstance(value["value"], int | float):
                     raise ValueError(
-                        f"paper={name}: models.{model}.values.{benchmark} requires a number in `value`, and its place "
-                        "in the paper in `where`"
+                        f"paper={name}: models.{model}.values.{benchmark} requires a number in `value`, and its "
+                        "location in the paper in `where`"
                     )
     except (KeyError, TypeError, AttributeError):
         raise ValueError(

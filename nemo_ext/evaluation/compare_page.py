@@ -24,7 +24,7 @@ _NOT_PRINTED = ("Further measures", "Answers")
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job: compare the runs, write the files and print the tables.
+    """Run `nemo-ext compare`: compare the runs, write the files and print the tables.
 
     Raises:
         ValueError: a setting, a run or a paper is invalid.
@@ -209,7 +209,7 @@ def _published(comparison: Comparison, paper: Mapping[str, Any]) -> Table[str]:
 
 
 def _part_cell(run: Run, name: str) -> str:
-    """Format a run's result on BENCHMARK or BENCHMARK:PART, a metric, a domain or the `deviation` over prompts."""
+    """Format a run's result on BENCHMARK or BENCHMARK:PART (a metric, a domain, or the `deviation` over prompts)."""
     benchmark, _, part = name.partition(":")
     entry = run.benchmarks.get(benchmark)
     if entry is None or not part:

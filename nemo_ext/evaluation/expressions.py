@@ -43,7 +43,7 @@ def letter(place: int) -> str:
 
 
 def letters(choices: Sequence[Any]) -> list[str]:
-    """Return the letters of the choices, each with a leading space."""
+    """Return the letters of the choices, each with a leading space: [" A", " B", ...]."""
     return [f" {letter}" for letter in string.ascii_uppercase[: len(choices)]]
 
 
@@ -65,7 +65,7 @@ def boxed(text: str) -> str:
     r"""Return the content of the last \boxed{} in a solution.
 
     Raises:
-        ValueError: the solution has none.
+        ValueError: the solution has no \boxed{}.
     """
     content = last_boxed(text)
     if content is None:
@@ -127,7 +127,7 @@ def houses(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str]]:
     """Convert ZebraLogic's solution {header, rows} to the format of the environment `grid`.
 
     Raises:
-        ValueError: a cell is blank, as in the public copy.
+        ValueError: a cell is blank, as in the public copy of the dataset.
     """
     names = table["header"][1:]  # the first column is the number of the house
     if any("___" in row for row in table["rows"]):
@@ -136,7 +136,7 @@ def houses(table: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str]]:
 
 
 def _typed(schema: Any) -> Any:
-    """Rename a schema's types to those of JSON Schema; a property may itself be named `type`."""
+    """Return a schema with JSON Schema's names of types; a property that is itself called `type` is kept."""
     if not isinstance(schema, Mapping):
         return schema
     converted = dict(schema)
@@ -153,7 +153,7 @@ def _typed(schema: Any) -> Any:
 
 
 def bfcl_calls(truth: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Convert the leaderboard's ground truth to the format of `accepted` in the environment `tool_calls`."""
+    """Convert BFCL's ground truth to the format of the key `accepted` in references of the environment `tool_calls`."""
     return [
         {"name": name.replace(".", "_"), "arguments": dict(values)} for call in truth for name, values in call.items()
     ]

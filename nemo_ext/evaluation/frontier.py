@@ -81,7 +81,7 @@ def frontiers(runs: Sequence[Run], settings: CompareSettings) -> dict[str, list[
 
 
 def _with_tokens(values: Values) -> Values:
-    """Keep only the values of problems whose tokens are known."""
+    """Keep only the values of problems for which the number of tokens is known."""
     known = ~np.isnan(values.tokens)
     return values.at([name for name, use in zip(values.problems, known, strict=True) if use])
 
@@ -103,7 +103,7 @@ def _front(points: Iterable[Point]) -> list[Point]:
 
 
 def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """Whether each point is on the Pareto front, where larger values are better."""
+    """Return for each point whether it is on the Pareto front, where larger values are better."""
     return [
         not any(other != point and all(a >= b for a, b in zip(other, point, strict=True)) for other in points)
         for point in points

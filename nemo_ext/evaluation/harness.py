@@ -313,9 +313,10 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
 
 
 def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Return those metrics of a document that are averaged over documents, with `ending` appended to their names.
+    """Return the metrics of a document that are averaged over documents, with `ending` appended to their names.
 
-    `row` is the document's sample as logged by lm-evaluation-harness. Bits per byte are returned with nats and bytes.
+    `row` is the document's sample as logged by lm-evaluation-harness. For bits per byte, `nats`
+    and `bytes` are returned too.
     """
     numbers: dict[str, float] = {}
     for metric in row["metrics"]:
@@ -359,7 +360,7 @@ def _data(path: Path, **settings: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _offline(trust_code: bool) -> Iterator[None]:
-    """Disable downloads and progress bars until the block ends; unless `trust_code`, run no code of task files."""
+    """Disable downloads and progress bars until the block ends and, unless `trust_code`, code from task files."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters |= lm_eval.utils.env.filters
     changes = {

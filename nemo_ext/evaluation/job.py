@@ -65,7 +65,7 @@ class Prepared:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it.
+    """Run `nemo-ext evaluate`; the same command resumes it.
 
     Raises:
         ValueError: a setting is invalid, no benchmark can be run, or the store belongs to another model.
@@ -78,7 +78,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """Run benchmarks with a job's config and return the content of results.json; exit if the endpoint is gone.
+    """Run benchmarks with a job's config and return the content of results.json; exit if the endpoint does not respond.
 
     Raises:
         ValueError: no benchmark can be run, or the store belongs to another model.
@@ -111,7 +111,7 @@ def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Be
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request.
+    """Validate a config as `nemo-ext evaluate` does before its first request.
 
     Raises:
         ValueError: a setting is invalid, or no benchmark can be run.

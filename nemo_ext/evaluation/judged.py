@@ -73,7 +73,7 @@ def group_rewards(
 
 
 def _judging(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group reward that decide the rewards: not how its endpoint is reached."""
+    """Return the settings of a group reward that affect the rewards, which excludes how its endpoint is reached."""
     judge = dict(settings.get("judge") or {})
     names = ("model", "sampling") if judge.get("model") else ("endpoint", "sampling")
     return {**settings, "judge": {name: judge.get(name) for name in names}}

@@ -2,8 +2,8 @@
 
 Source: lm_eval/api/model.py (`TemplateLM._encode_pair`), lm_eval/models/huggingface.py, lm_eval/utils.py
 (`get_rolling_token_windows`), version 0.4.13. There is one difference: an endpoint accepts prompts of at most
-max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens, the last of which
-is only predicted. This affects only texts that are longer; they match `hf` with max_length=max_model_len - 2.
+max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens (the last one is
+only predicted). Only longer texts are affected: they match `hf` with max_length=max_model_len - 2.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class Likelihoods:
         Args:
             pair: token ids of the context and of the continuation.
             most: maximum number of ids to send; the context is truncated from the left.
-            text: the continuation as text, whose bytes are counted and which messages quote.
+            text: the continuation as text, to count its bytes and to quote it in messages.
         """
         before, after = pair
         if not after:
@@ -244,7 +244,7 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """Whether a token may be the text's first token; it may end within a character, and leading spaces are ignored."""
+    """Whether a text may begin with a token, ignoring leading spaces; the token may end within a character."""
     if not isinstance(text, str) or not token:
         return False
     if token.startswith("bytes:"):  # a partial character

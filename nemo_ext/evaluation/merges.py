@@ -103,7 +103,7 @@ class Candidate:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it, and if points are added, existing averages are kept.
+    """Run `nemo-ext merge_sweep`; the same command resumes it, and if points are added, existing averages are kept.
 
     Raises:
         ValueError: a setting is invalid, a checkpoint cannot be read, or no average reaches the minimum values.
@@ -135,7 +135,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
-    """Validate a config as the job does before it computes its first average.
+    """Validate a config as `nemo-ext merge_sweep` does before it computes its first average.
 
     Checkpoints that do not exist yet are not checked.
 
@@ -171,7 +171,7 @@ def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[st
 
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
-    """Plan an average with these weights; all are planned before the first is computed, so that errors show early."""
+    """Plan an average with these weights; all are planned before any is computed, so that errors show early."""
     shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
     return plan(sources, to, Settings(weights=shares, **shared))
 
@@ -260,9 +260,10 @@ def objectives(
 
 
 def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
-    """Mark the Pareto front, and choose from it the candidate with the highest mean that reaches the minimum values.
+    """Return the candidates with the Pareto front and the chosen candidate marked.
 
-    The mean is over objectives, with equal weights; among equal means, the first candidate is chosen.
+    Of the candidates on the front that reach the minimum values, the one with the highest mean over objectives (with
+    equal weights) is chosen; among equal means, the first one.
 
     Raises:
         ValueError: no candidate on the front reaches the minimum values.

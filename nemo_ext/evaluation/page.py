@@ -87,7 +87,7 @@ class _Index:
         self.omitted = 0
 
     def add(self, sample: Sample, score: Score | None) -> None:
-        """Append a sample with its score; None if it has none."""
+        """Append a sample to the list; `score` is None if it has no score."""
         for name, known in self.names.items():
             value = getattr(sample.key, name)
             self.numbers[name].append(known.setdefault(value, len(known)))
@@ -98,7 +98,7 @@ class _Index:
         self.numbers["truncated"].append(int(sample.finish_reason == "length"))
 
     def columns(self) -> dict[str, Any]:
-        """Return the index in the page's format."""
+        """Return the list of samples as columns, in the page's format."""
         names = {name: list(known) for name, known in self.names.items()}
         note = ""
         if self.omitted:
@@ -142,7 +142,7 @@ def _samples(
 
 
 def _place(key: Key) -> float:
-    """Return a pseudo-random number in [0, 1), derived from the key."""
+    """Return a pseudo-random number in [0, 1) derived from the key, to select samples if not all fit on the page."""
     return zlib.crc32(orjson.dumps([*key])) / (1 << 32)
 
 

@@ -25,7 +25,7 @@ class Play:
         answers: the model's answers; the last one has a problem if a failed request ended the conversation.
         verdict: verdict on the environment's final state; None if a request failed, or if it is left to
             `Environment.verify` and the environment did not fail.
-        counts: further metrics of the verdict that are numbers; without a verdict, those of the conversation.
+        counts: numeric metrics of the verdict or, without a verdict, of the conversation.
     """
 
     turns: Messages

@@ -25,7 +25,7 @@ class Missing(ValueError):
 
 
 class Row(dict[str, Any]):
-    """A row's columns, and in `file` the path of its file relative to the data root."""
+    """Row of a benchmark's data: its columns, and in `file` the path of its file relative to the data root."""
 
     file = ""
 
@@ -44,7 +44,7 @@ class Problem:
         choices: continuations of the prompt to compare.
         gold: index of the correct choice, from 0.
         thinking: reasoning mode (true for on) that the problem requires of models with modes; None if it requires none.
-        row: the row, if the benchmark has metrics, whose expressions use it.
+        row: the row, if the benchmark has metrics, as their expressions use it.
     """
 
     id: str
@@ -116,7 +116,7 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
         named.setdefault(name, (whole, row, where))
     if not named:
         why = "its data has no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
-        raise ValueError(f"{place} has no problems: {why}")
+        raise ValueError(f"{place} has no problems: {why}; correct `data` or `where`")
     chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
     shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
     return [_problem(benchmark, named[name][1], shots, named[name][2], name=name) for name in chosen]
@@ -172,7 +172,7 @@ def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[
     if len(environments) != 1:
         names = ", ".join(environments) or f"no task with the environment {benchmark.environment}"
         raise ValueError(
-            f"benchmark {benchmark.name}: its files have {names}; set environment to that of the tasks to use"
+            f"benchmark {benchmark.name}: its files have {names}; set environment to one that the tasks have"
         )
     chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
     return [_of_task(tasks[name]) for name in chosen]
@@ -228,7 +228,9 @@ def _problem(
         try:
             tools = read_json(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error})") from None
+            raise ValueError(
+                f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error}); correct the row"
+            ) from None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {
@@ -345,7 +347,7 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
 
 
 def _joined(benchmark: Benchmark, data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of the data, with their locations; each gets the columns of the row of `join` with the same id.
+    """Yield the rows of the data with their locations, adding the columns of the row in `join` that has the same id.
 
     Columns of the data are not replaced, and rows without a counterpart are unchanged.
     """

@@ -54,7 +54,7 @@ def measured(metric: str) -> bool:
 
 
 def figure(value: float | None, interval: Sequence[float] | None = None, *, metric: str = "") -> Cell:
-    """Create a cell with a result and its interval, in percent unless `metric` is `measured` or the value exceeds 1."""
+    """Create a cell with a result and its interval: unscaled if `measured(metric)` or above 1, else in percent."""
     if value is None:
         return Cell(NONE, None)
     plain = measured(metric) or abs(value) > 1

@@ -41,7 +41,7 @@ class Plan:
 
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
-    """Compute the sections `benchmarks` and `mean` of results.json."""
+    """Compute the sections `benchmarks` and `mean` of results.json, with `draws` bootstrap resamples for intervals."""
     gc.disable()  # a million samples live until the end: collections would be slow and free nothing
     try:
         return _results(store, plans, draws, seed)

@@ -67,7 +67,7 @@ class RolloutSettings:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job: sample and verify rollouts, and write rollouts.jsonl; the same command resumes.
+    """Run `nemo-ext rollouts`: sample and verify rollouts, and write rollouts.jsonl; the same command resumes.
 
     Raises:
         ValueError: a setting is invalid, or the store belongs to another model.
@@ -88,7 +88,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request; task files that do not exist yet are not checked.
+    """Validate a config of `nemo-ext rollouts` before its first request; task files that do not exist yet are skipped.
 
     Raises:
         ValueError: a setting is invalid, or a task file cannot be read.
@@ -124,7 +124,10 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings
 
 
 def _judged(run_dir: Path, verifiers: Mapping[str, str], section: RolloutSettings) -> dict[Key, float]:
-    """Return the rewards of `rollouts.group` by answer; empty without it. Judged groups are kept in judged.jsonl."""
+    """Return a mapping from answer to its reward from `rollouts.group`; empty if that is not set.
+
+    Rewards are stored in judged.jsonl, so that groups are not judged twice.
+    """
     settings = section.group or {}
     reward = group_reward(settings, "rollouts.group")
     if reward is None:

@@ -26,7 +26,7 @@ BITS = "bits_per_byte"
 
 
 class Key(NamedTuple):
-    """Identity of a sample."""
+    """Identity of a sample: names of benchmark, problem, prompt and mode, and the sample's number."""
 
     benchmark: str
     problem: str
@@ -153,7 +153,7 @@ class Store:
         yield from (sample for name, sample in failed.items() if name not in seen)
 
     def scores(self) -> dict[tuple[Key, str, str], Score]:
-        """Return the latest score of the answer that counts (see `answers`) for each (key, request hash, digest).
+        """Return the latest score by key, request hash and verifier digest, for answers that count (see `answers`).
 
         Workers that answer the same request also score their own answers. A missing score, as when a judge is down,
         does not replace one for the same reference.
@@ -173,7 +173,7 @@ class Store:
         return scores
 
     def _superseded(self) -> set[tuple[str, Key, str]]:
-        """Return worker, key and request hash of each answer that does not count because an earlier worker's does."""
+        """Return worker, key and request hash of each answer that does not count, as another worker's came first."""
         if len(list(self.folder.glob("answers-*.jsonl"))) < 2:
             return set()
         first: dict[tuple[Key, str], str] = {}
@@ -185,15 +185,15 @@ class Store:
         return superseded
 
     def prompts(self) -> dict[str, Any]:
-        """Return a mapping from hash to request."""
+        """Return the stored requests, as a mapping from hash to request."""
         return {line["hash"]: line["prompt"] for _, line in self._lines("prompts")}
 
     def add(self, sample: Sample) -> None:
-        """Append an answer."""
+        """Append an answer to the store."""
         self._append("answers", sample)
 
     def add_scores(self, scores: Iterable[Score]) -> None:
-        """Append scores."""
+        """Append scores to the store."""
         for score in scores:
             self._append("scores", score)
 
@@ -206,7 +206,7 @@ class Store:
             self._append("prompts", {"hash": asked, "prompt": prompt})
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the store's files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

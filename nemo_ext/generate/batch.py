@@ -114,7 +114,7 @@ async def answer_all(
         summary = report.make(output, index, samples, client.address, this_start)
     notice(summary)
     if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
-        raise TooManyDead("counted over all starts")
+        raise TooManyDead("too many answers failed, counted over all starts")
     return output, index
 
 
@@ -147,9 +147,12 @@ def index_of(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Record the settings of a new output; ValueError with the advice `otherwise` if it was started with others.
+    """Check that an output was started with the settings `now`; for a new output, record them.
 
     If only the version of this package differs, a notice is printed.
+
+    Raises:
+        ValueError: other settings differ; the message ends with the advice `otherwise`.
     """
     before = made_of(folder)
     if before is None:
@@ -175,7 +178,10 @@ class _Speed:
 
 @contextmanager
 def _progress(label: str, total: int, done: Sequence[int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Show a progress bar from the numbers `done` of answers and failures; yields a function to call on each answer."""
+    """Show a progress bar of a batch job, and provide a callback to call with each answer.
+
+    `done` holds the current numbers of answers and of failures.
+    """
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

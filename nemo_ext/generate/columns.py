@@ -23,7 +23,7 @@ PREFIX = "input_"
 def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = ANSWER) -> dict[str, str]:
     """Return a mapping from input columns to their names in the output.
 
-    An input column gets a prefix if an answer column has the same name. A key column called `key` is left out, as the
+    An input column gets a prefix if an answer column has the same name. A key column called `key` is omitted, as the
     answers already have it.
 
     Args:
@@ -39,7 +39,7 @@ def renamed(columns: Iterable[str], key: str | None, answer: Collection[str] = A
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if name.startswith(PREFIX) and name in names)
         raise ValueError(
-            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which exists, too; rename one"
+            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which also exists; rename one"
         )
     return names
 

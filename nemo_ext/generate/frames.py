@@ -40,8 +40,8 @@ def map(
     """Send the rows of a data frame to a model; return the frame with the answers, in the order of the rows.
 
     The answers are stored in `output` as they arrive: after an interruption, or an error, the same call resumes. When
-    all rows are answered, the same call only reads them. A row whose request failed has null in the columns of the
-    answer, and the reason in `error`. docs/generate.md describes the other columns.
+    all rows are answered, the same call only reads them. A row whose request failed has null in the answer
+    columns, and the reason in `error`. docs/generate.md describes the other columns.
 
     Args:
         frame: pandas or polars data frame, or Arrow table; the result is of the same type. Pandas' index and dtypes
@@ -70,7 +70,9 @@ def map(
     config = compose("generate", words)
     checked_settings = checked(Settings, config)
     if checked_settings.generate.dry_run or checked_settings.generate.format != "parquet":
-        raise ValueError("generate.dry_run and generate.format are not for data frames: remove them from settings")
+        raise ValueError(
+            "generate.dry_run and generate.format cannot be used with data frames: remove them from settings"
+        )
     _write(table, file, checked_settings.generate.part_rows)
     done = folder / OWN / _DONE
     if noted(done) == words:
@@ -87,7 +89,7 @@ def map(
 
 
 def _literal(text: str) -> str:
-    """Quote a string as `hydra_value` does, but so that `${` in it, as in prices or LaTeX, is no interpolation."""
+    """Quote a string for Hydra, escaping `${` (as in prices or LaTeX) so that Hydra does not interpolate it."""
     return hydra_value(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
@@ -110,7 +112,7 @@ def _library(frame: Any) -> str:
 
 
 def _write(table: Any, file: Path, part_rows: int) -> None:
-    """Write the input; ValueError if answers to other rows have already been requested."""
+    """Write the frame as the job's input file; raise ValueError if answers to other rows were already requested."""
     pyarrow = pyarrow_module()
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, row_group_size=part_rows)
@@ -124,7 +126,7 @@ def _write(table: Any, file: Path, part_rows: int) -> None:
 
 
 def _answered(folder: Path, settings: Settings) -> Any:
-    """Return a table of the answers and dead letters of all rows, in their order; JobFailed if some have neither."""
+    """Return a table of the answers and failures of all rows, in the order of the rows; JobFailed if any is missing."""
     pyarrow, generate = pyarrow_module(), settings.generate
     rows = Rows.from_paths(settings.input, generate.key)
     index = index_of(folder, rows, generate)
@@ -148,14 +150,17 @@ def _answered(folder: Path, settings: Settings) -> Any:
     wanted = [(key, sample) for key in keys for sample in range(settings.samples)]
     if missing := len({pair for pair in wanted if pair not in places}):
         raise JobFailed(
-            f"output={folder}: {missing:,} answers are missing, as the job ended early (`nemo-ext status` and "
-            "`nemo-ext logs`); the same call resumes"
+            f"output={folder}: {missing:,} answers are missing, as the job ended early (see `nemo-ext status` "
+            "and `nemo-ext logs`); the same call resumes"
         )
     return answers.take([places[pair] for pair in wanted])
 
 
 def _joined(frame: Any, table: Any, names: Mapping[str, str], answers: Any, samples: int) -> Any:
-    """Repeat each row of `frame`, which `table` has as Arrow, for its samples, and append the columns of `answers`."""
+    """Return `frame` with each row repeated once per sample, and with the columns of `answers` appended.
+
+    `table` is the frame as an Arrow table, and `names` maps its columns to their names in the result.
+    """
     repeated = [row for row in range(len(table)) for _ in range(samples)]
     if (
         _library(frame) == "pandas"

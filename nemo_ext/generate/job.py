@@ -29,10 +29,10 @@ _CHARACTERS = 4
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it.
+    """Run `nemo-ext generate`; the same command resumes it.
 
     Raises:
-        As `answer`.
+        ValueError, JobFailed, OSError: see `answer`.
     """
     settings = _checked(config)
     if not settings.generate.dry_run:
@@ -67,15 +67,15 @@ def answer(config: Mapping[str, Any]) -> None:
             _complete(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
         raise JobFailed(
-            f"more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}): see "
-            f"{folder / 'dead'}, fix the cause and set generate.retry_dead=true, or raise generate.max_dead"
+            f"generate.max_dead={generate.max_dead:g} is exceeded: {error}; see the reasons in "
+            f"{folder / 'dead'}, then fix the cause and set generate.retry_dead=true, or raise generate.max_dead"
         ) from None
     except EndpointGone as error:
         raise JobFailed(f"{error}; the same command resumes") from None
 
 
 def _complete(work: Coroutine[Any, Any, Any]) -> None:
-    """Run a coroutine; in a thread if this one already has an event loop, as in a notebook.
+    """Run a coroutine to its end, in a new thread if the current one already has an event loop, as in a notebook.
 
     A KeyboardInterrupt cancels the coroutine and is raised when it has ended.
     """
@@ -103,7 +103,7 @@ def _complete(work: Coroutine[Any, Any, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request; input that does not exist yet is not checked.
+    """Validate a config of `nemo-ext generate` before its first request; input that does not exist yet is skipped.
 
     Raises:
         ValueError: a setting is invalid, the input cannot be read, or no request can be made from its first rows.

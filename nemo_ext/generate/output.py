@@ -61,7 +61,7 @@ class OpenRange:
 
     @property
     def complete(self) -> bool:
-        """Whether every request has an answer or has failed."""
+        """Whether every request of the range has an answer or has failed."""
         return self.settled.issuperset(self.pairs)
 
 
@@ -139,7 +139,7 @@ class Output:
         return failed
 
     def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield key, sample number and columns of each answer in a range, from its parts or, if it has none, journals.
+        """Yield key, sample number and columns of each answer in a range, from its parts, or else from its journals.
 
         Raises:
             ValueError: a part cannot be read.
@@ -168,7 +168,7 @@ class Output:
     def refresh(self, opened: OpenRange) -> None:
         """Mark as settled the requests of a range that are answered, or have failed, in other workers' journals.
 
-        Failures are left out if they are to be retried.
+        Failures are ignored if they are to be retried.
         """
         for file in self._journals_of(opened.range):
             if self.worker not in file.name:
@@ -191,7 +191,7 @@ class Output:
                 try:
                     yield read_json(line)
                 except ValueError:  # such as after a power failure
-                    notice(f"{file}: a line cannot be read, so that its answer is requested again")
+                    notice(f"{file}: a line cannot be read; its answer is requested again")
         if opened is not None:
             opened.read[file] = start
 
@@ -252,7 +252,7 @@ class Output:
         return True
 
     def give_up(self, opened: OpenRange) -> None:
-        """Write the dead letters of an incomplete range, if it has no part yet."""
+        """Write the dead letters of an incomplete range when too many requests failed, if it has no part yet."""
         if not opened.again:
             entries = self._entries(self._journals_of(opened.range))
             failed = [self._failure(opened, pair, line) for pair, line in entries.items() if line["problem"]]
@@ -268,7 +268,7 @@ class Output:
         return entries
 
     def clear(self) -> None:
-        """Remove leftovers of killed workers, once all ranges are finished."""
+        """Remove journals and temporary files left by killed workers, once all ranges are finished."""
         for file in (*self.folder.glob(f"{OWN}/journals/*"), *self.folder.glob(".part-*")):
             file.unlink(missing_ok=True)
 
@@ -295,7 +295,7 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a range's part from journal lines by (row, sample); return False if it already exists."""
+        """Write a range's part from `answers`, as ((row, sample), journal line); return False if the part exists."""
         part = self.part(opened.range, opened.again)
         records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
@@ -346,7 +346,7 @@ class Output:
             lines = [read_json(line) for line in part.read_bytes().splitlines()]
             return [(line["custom_id" if self.format == "openai_batch" else "key"], line["sample"]) for line in lines]
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{part} cannot be read ({error}): its rows must be requested again") from None
+            raise ValueError(f"{part} cannot be read ({error}): the same command requests its rows again") from None
 
     def measured(self, part: Path) -> dict[str, list[Any]]:
         """Return the columns of a part that the report needs.
@@ -369,7 +369,7 @@ class Output:
                 part, columns=None if names is None else list(names), page_checksum_verification=True, partitioning=None
             )
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{part} cannot be read ({error}): its rows must be requested again") from None
+            raise ValueError(f"{part} cannot be read ({error}): the same command requests its rows again") from None
 
     def set_aside_damaged(self, ranges: Sequence[Range]) -> int:
         """Move unreadable parts to `.job/damaged`, so that their ranges are redone; return the number of ranges."""
@@ -393,7 +393,7 @@ class Output:
 
 
 def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer's `_MEASURED` columns from the body of its response; None if unknown, as `seconds` always is."""
+    """Return an answer's columns for the report from the body of its response; None if unknown, as for `seconds`."""
     usage, ended = body.get("usage") or {}, body["choices"][0].get("finish_reason")
     return {
         "finish_reason": ended if isinstance(ended, str) else None,

@@ -124,7 +124,9 @@ class Prompts:
         try:
             return _compiled(self.source or "").render(row)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"generate.template is not valid Jinja in line {error.lineno}: {error.message}") from None
+            raise ValueError(
+                f"generate.template is not valid Jinja in line {error.lineno}: {error.message}; correct it"
+            ) from None
         except jinja2.UndefinedError as error:
             raise ValueError(f"generate.template: {error}; the columns are {', '.join(map(str, row))}") from None
         except Exception as error:  # templates may raise anything

@@ -51,7 +51,7 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
     """Write report.md, report.json and the histogram of answer lengths; return a one-line summary.
 
     Args:
-        speed: `seconds`, `answers` and `tokens` of this start.
+        speed: duration of this start of the job (`seconds`), and the numbers of `answers` and `tokens` it received.
     """
     sums, failed = _Sums(), Counter[str]()
     for range_ in index.ranges:

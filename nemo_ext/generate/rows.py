@@ -42,7 +42,7 @@ class Range:
 
     @property
     def name(self) -> str:
-        """Zero-padded number, used in file names."""
+        """The range's zero-padded number, used in file names."""
         return f"{self.number:06}"
 
 
@@ -210,7 +210,7 @@ class Rows:
         )
 
     def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
-        """Record a row, and return whether it equals an earlier one; ValueError if another row has its key."""
+        """Record a row, and return whether it equals an earlier one; ValueError if a different row has the same key."""
         named = self.key is not None or is_batch(row)
         try:
             whole = _digest(row)

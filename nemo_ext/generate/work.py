@@ -15,7 +15,7 @@ _IDLE = 1.0
 
 
 class Requests(Protocol):
-    """Builder of requests from rows."""
+    """Builder of a batch job's requests from its input rows."""
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """Build the request for one sample of a row; raise ValueError if that is impossible."""
@@ -77,7 +77,7 @@ class Work:
             EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if self.dead > self.most_dead:
-            raise TooManyDead("counted over earlier starts")
+            raise TooManyDead("too many answers failed, counted over earlier starts")
         asking, beating = asyncio.create_task(self._ask(client)), asyncio.create_task(self._beat())
         try:
             # Heartbeats end when all ranges are finished; requests still open then were answered by other workers.
@@ -122,7 +122,7 @@ class Work:
         if answer.problem:
             self.dead += 1
             if self.dead > self.most_dead:
-                raise TooManyDead(f"the last failure: {answer.problem}")
+                raise TooManyDead(f"too many answers failed (last failure: {answer.problem})")
         self._finish(opened)
 
     async def _requests(self) -> AsyncIterator[Request]:
@@ -173,7 +173,7 @@ class Work:
             yield self._open.get(range_.number) or self._opened(range_)
 
     def _others(self) -> Iterator[OpenRange]:
-        """Open and yield the unfinished ranges that contain unanswered requests not yet made by this worker."""
+        """Open and yield unfinished ranges with requests that nobody has answered and this worker has not made yet."""
         for range_ in self.index.ranges:
             if self.output.part(range_).name not in self._settled:
                 opened = self._open.get(range_.number) or self._opened(range_)

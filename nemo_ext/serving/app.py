@@ -57,7 +57,7 @@ class Served:
 
 
 class _Metrics:
-    """Prometheus metrics, with vLLM's names for those that vLLM has too."""
+    """Prometheus metrics of the server, with vLLM's names where vLLM has the same metrics."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()
@@ -183,7 +183,7 @@ class Api:
         if mode is not None and more.setdefault("enable_thinking", mode) is not mode:
             raise BadRequest("enable_thinking contradicts chat_template_kwargs: set only one of the two")
         if taken := {"tokenize", "return_tensors", "chat_template", "conversation"} & set(more):
-            raise BadRequest(f"chat_template_kwargs must not contain {', '.join(sorted(taken))}")
+            raise BadRequest(f"chat_template_kwargs must not contain {', '.join(sorted(taken))}: remove it")
         add = not last if given.add_generation_prompt is None else given.add_generation_prompt
         try:
             rendered: str = self.served.tokenizer.apply_chat_template(
@@ -318,7 +318,7 @@ class Api:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Decoder of single tokens to bytes and text."""
+        """Converter of single tokens to bytes and text."""
         return TokenBytes(self.served.tokenizer)
 
 
@@ -472,7 +472,7 @@ class _CompletionAnswers(_Answers):
         return text
 
     def _measured(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """OpenAI's `logprobs`: lists over the tokens, with null for a prompt's first token; None if not requested."""
+        """Return OpenAI's `logprobs`: lists over tokens, with null for a prompt's first one; None if not requested."""
         shown = [token for token in tokens if token.id >= 0 and (token.prompt or token.logprob is not None)]
         if not any(token.logprob is not None for token in shown):
             return None
@@ -493,7 +493,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) -> Kind:
-    """Read a request's body and validate it as `kind`; BadRequest if it is too large or invalid."""
+    """Read a request's body and validate it as `kind`; raise BadRequest if it is too large or invalid."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk

@@ -1,8 +1,8 @@
 """Load balancer for replicas: a request goes to the replica with the fewest requests, and on failure to another one.
 
-A replica is used as long as its file is touched and it answers; idle replicas are probed every few seconds with a
-request for one token. If a replica is lost before it starts to answer, the request goes to another replica. Streams are
-forwarded as they arrive. The balancer sets no time limits on requests.
+A replica is used as long as it answers and its `endpoint.json` is touched; idle replicas are probed every few seconds
+with a request for one token. If a replica is lost before it starts to answer, the request goes to another replica.
+Streams are forwarded as they arrive. The balancer sets no time limits on requests.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class _Elsewhere(Exception):
 
 
 class _Left(Exception):
-    """Raised if the client has disconnected."""
+    """Raised if the client has disconnected and no longer needs a response."""
 
 
 class Balancer:
@@ -92,7 +92,7 @@ class Balancer:
         return app
 
     async def keep(self) -> None:
-        """Monitor the replicas until cancelled."""
+        """Monitor which replicas exist and answer, until cancelled."""
         import aiohttp
 
         # The client sets the time limits.
@@ -217,20 +217,20 @@ class Balancer:
             return Response(content, answer.status, headers)
         except (aiohttp.ClientError, OSError) as error:
             member.up = False
-            raise _Elsewhere(f"{member.name}: {type(error).__name__}") from None
+            raise _Elsewhere(f"replica {member.name}: {type(error).__name__}") from None
         finally:
             if not streaming:
                 self._done(member)
 
     async def _unless[T](self, task: asyncio.Task[T], member: Member, request: Request) -> T:
-        """Return a task's result; _Elsewhere if the replica is lost first, _Left if the client disconnects first."""
+        """Return a task's result; _Elsewhere is raised if the replica is lost first, _Left if the client leaves."""
         others = [asyncio.create_task(member.lost.wait()), asyncio.create_task(gone(request))]
         try:
             await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if member.lost.is_set():
-                raise _Elsewhere(f"{member.name} is gone")
+                raise _Elsewhere(f"replica {member.name} has ended")
             raise _Left
         finally:
             for pending in (task, *others):

@@ -28,28 +28,28 @@ STARTS_FROM = Model(key="model")
 
 
 def engines(config: Config) -> tuple[str, ...]:
-    """Return the engines that serving the config's model in this process requires: `torch`, or none.
+    """Return the engines that this process requires to serve the config's model: `torch`, or none.
 
-    None are required with vLLM, which runs in a process of its own, or with an existing endpoint.
+    With vLLM, which runs in its own process, or with an existing endpoint, none are required.
     """
     here = config.get("endpoint") is None and config["served"] and config["serving"]["engine"] == "transformers"
     return ("torch",) if here else ()
 
 
 def extras(config: Config) -> tuple[str, ...]:
-    """Extras that the server needs; none if this process does not serve the config's model."""
+    """Return the nemo_ext extras that the server needs; none if this process does not serve the config's model."""
     return ("serve",) if engines(config) else ()
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Return the number of nodes per replica, and of GPUs per node; the latter is 0 if no GPU is needed."""
+    """Return the number of nodes per replica and the number of GPUs per node, 0 if no GPU is needed."""
     serving = config["serving"]
     cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
     return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
 
 
 def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
-    """Number of nodes (one) and number of GPUs for a job that serves one model after another."""
+    """Return the number of nodes (one) and the number of GPUs for a job that serves one model after another."""
     return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
 
 

@@ -41,7 +41,7 @@ class Sampling:
         seed: seed of sampling; None for a random seed.
         stop: ids of tokens that end an answer and are not part of it.
         logprobs: number of most likely tokens whose log-probabilities are returned at each position; if None, no
-            log-probabilities are.
+            log-probabilities are returned.
         echo: whether the prompt's tokens are returned too.
     """
 
@@ -85,7 +85,7 @@ class _Sequence:
     generator: "torch.Generator | None" = None
     last: int = -1
     length: int = 0
-    """Number of its tokens in the cache."""
+    """Number of the sequence's tokens in the cache."""
     made: int = 0
     dropped: bool = False
 
@@ -167,7 +167,7 @@ class Engine:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error to all waiting and later callers."""
+        """Report an error of the engine to all current and later callers of `generate`."""
         self.failed = error  # before the queue is emptied, so that later callers see it
         while not self._arriving.empty():
             if (sequence := self._arriving.get()) is not None:
@@ -223,8 +223,8 @@ class Engine:
         """Select sequences to prefill together: the first one, and all whose prompts have a long common prefix with it.
 
         A prefix is long if it covers at least half of a prompt, as for several answers to one prompt. If the first
-        has no such partner, all sequences without one are selected. If the model cannot reuse prefixes, all sequences
-        are selected. The rest wait for the next step.
+        shares no long prefix, all sequences that share none are selected. If the model cannot reuse prefixes, all
+        sequences are selected. The rest wait for the next step.
         """
         if joining[0].sampling.echo or not self._splits:
             return joining
@@ -275,8 +275,8 @@ class Engine:
     def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
         """Return the length of the prompts' common prefix in the cache, and a cache that holds this prefix in each row.
 
-        If several prompts share more than what is cached, the rest of what they share is computed here. A prompt's last
-        token is never part of the prefix, because its logits are needed.
+        If several prompts share more than the cached prefix, the remainder is computed here. A prompt's last token is
+        never part of the prefix, because its logits are needed.
         """
         import torch
 
@@ -302,7 +302,7 @@ class Engine:
 
     @cached_property
     def _splits(self) -> bool:
-        """True if a prompt can be computed in two parts with padding in between (no windows or recurrent states)."""
+        """True if a prompt can be computed in two parts with padding in between: no windows or recurrent states."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
@@ -382,7 +382,7 @@ class Engine:
 def new_cache(model: "PreTrainedModel") -> "DynamicCache":
     """Create an empty cache that keeps all keys and values, even with sliding windows, which the mask implements.
 
-    If layers dropped old tokens, rows that join later would not match them.
+    If layers dropped old tokens, their columns would not align with rows that join the batch later.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -440,14 +440,14 @@ def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
 
 
 def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
 
 
 def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
-    """Append the rows of `other` to `one`; the shorter cache is padded on the left."""
+    """Append the rows of `other` to `one`, and return `one`; the shorter cache is padded on the left."""
     import torch
     from torch.nn import functional
 
@@ -466,7 +466,7 @@ def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
 
 
 def cut_left(cache: "DynamicCache", columns: int) -> None:
-    """Remove the first `columns` columns of keys and values."""
+    """Remove the first `columns` columns of keys and values from a cache."""
     if columns:
         for layer in cache.layers:
             if getattr(layer, "keys", None) is not None:

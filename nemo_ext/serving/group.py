@@ -40,7 +40,7 @@ _QUICK, _MOST_QUICK = 600.0, 3
 
 
 def shared_key(run_dir: Path, settings: ServingSettings) -> str | None:
-    """API key of a run's endpoint, which the first process creates; None for an open endpoint."""
+    """Return the API key of a run's endpoint, which its first process creates; None for an open endpoint."""
     file = run_dir / "key"
     if settings.open or settings.key_variable is not None:
         return settings.key()
@@ -127,7 +127,7 @@ class Replica:
 
     @property
     def hopeless(self) -> bool:
-        """True if the process has recently been started too often."""
+        """True if the process has recently been started so often that another restart is pointless."""
         return len([start for start in self.starts if time.monotonic() - start < _QUICK]) > _MOST_QUICK
 
 
@@ -145,7 +145,7 @@ async def run_group(
         port: port of the endpoint; 0 for a free one.
 
     Raises:
-        ReplicaFailed: a replica has ended too often; names its log.
+        ReplicaFailed: a replica has ended too often; the message names its log.
         ValueError: a replica has ended because of an invalid setting.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

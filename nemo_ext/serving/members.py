@@ -59,14 +59,14 @@ def present(run_dir: Path, address: Address, lives: Callable[[], bool]) -> Itera
 
 
 class Watch:
-    """Watcher of a run's replicas, for one balancer."""
+    """Watcher of a run's replicas, from which a balancer learns which of them are alive."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
         self._seen: dict[str, tuple[int, float, bool]] = {}
 
     def living(self) -> Mapping[str, Address]:
-        """Mapping from name to address of the replicas that are alive."""
+        """Return a mapping from name to address of the replicas that are alive."""
         now, addresses = time.monotonic(), dict[str, Address]()
         for file in sorted(self.folder.glob(f"*/{FILE}")):
             name = file.parent.name

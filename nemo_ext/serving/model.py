@@ -21,7 +21,7 @@ from nemo_ext.serving.vllm import check_drafts
 _EXPORT = "export"
 _A_DAY = 86400.0
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Tokenizer files, of which a directory with a tokenizer has at least one."""
+"""Tokenizer files; a directory with a tokenizer has at least one of them."""
 
 
 def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:
@@ -92,7 +92,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
             f"model={model}: no such directory; set it to an export of `nemo-ext convert`, or a run directory"
         )
     if draft is None and _has_prediction(source):
-        advice = "; with vLLM, serving.draft=mtp drafts tokens by it" if _can_draft(source, model) else ""
+        advice = "; with vLLM, serving.draft=mtp drafts tokens with it" if _can_draft(source, model) else ""
         notice(f"model={model}: its multi-token prediction is not used{advice}")
     if is_hugging_face(source):
         return source
@@ -113,7 +113,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
 def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
     """Return a run's tokenizer as a config section with `kind` and `path`; None if it is unknown.
 
-    It is the one in the files next to the run's checkpoint, or else the one in its data settings.
+    It is read from the files next to the run's checkpoint, or else from the run's data settings.
     """
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
@@ -168,7 +168,7 @@ def _files_of_run(run: Path, run_dir: Path) -> Path | None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Digest (32 hexadecimal digits) of a directory's config.json and of its other files' names, sizes and times."""
+    """Return a digest (32 hex digits) of a directory's config.json and of its other files' names, sizes and times."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.name != CONFIG]
     return digest([json.loads((folder / CONFIG).read_bytes()), stats])[:32]

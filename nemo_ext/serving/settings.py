@@ -83,10 +83,10 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":
-        """Read the settings from a config's section `serving`; the model's name defaults to that of its directory.
+        """Read the settings from a config's section `serving`; the model's name defaults to its directory's name.
 
         Raises:
-            ValueError: a setting is invalid; names the key, its value and the expected values.
+            ValueError: a setting is invalid; the message names the key, its value and the expected values.
         """
         name = config["serving"].get("name") or Path(str(config["served"])).expanduser().resolve().name
         return checked(cls, {**config["serving"], "name": name}, where="serving")

@@ -102,7 +102,7 @@ class TokenBytes:
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of a string's longest suffix that is a proper prefix of a tag."""
+    """Return the length of a string's longest suffix that is a proper prefix of a tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 

@@ -113,8 +113,8 @@ def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None
         folder: the Hugging Face directory, whose weights must have MTP too; None for a Megatron run.
 
     Raises:
-        ValueError: the model or its weights have no MTP, no format expresses it, or vLLM does not support its class or
-            its depths.
+        ValueError: the model or its weights have no MTP, no Hugging Face format can represent the model, or vLLM does
+            not support its class or its number of prediction depths.
     """
     try:
         architecture, description = _with_format(model)
@@ -126,13 +126,13 @@ def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None
     if not pattern.mtp:
         reason = "has no multi-token prediction"
     elif architecture not in _DRAFTS:
-        reason = f"is in the format {architecture}, for which vLLM has no drafts"
+        reason = f"is in the format {architecture}, for which vLLM cannot draft tokens"
     elif pattern.depths > 1:
         reason = f"has {pattern.depths} prediction depths with their own weights, and vLLM drafts with one depth"
     elif other := sorted({block.kind for block in pattern.mtp} - set("*E")):
         reason = f"has blocks {' '.join(other)} in its prediction depth, and vLLM drafts only with * and E"
     elif names and not any(tensor.startswith(_WEIGHTS) for tensor in names):
-        reason = f"has multi-token prediction in its config alone, as its weights have no tensors {_WEIGHTS}*"
+        reason = f"has multi-token prediction only in its config: its weights have no tensors {_WEIGHTS}*"
     if reason is not None:
         raise ValueError(f"serving.draft=mtp: model={name} {reason}; set serving.draft=null")
     if module_folder("vllm") and not module_folder(_DRAFT_MODEL):
@@ -148,7 +148,7 @@ def check_drafts(model: Mapping[str, Any], name: str, folder: Path | None = None
 
 
 def _with_format(model: Mapping[str, Any]) -> tuple[str, Description]:
-    """Return a model's class name and description, as `check_drafts` takes it; ValueError if no format expresses it."""
+    """Return the class name and description of a model, given as in `check_drafts`; ValueError if it has no format."""
     if "architectures" in model:
         found, description = formats.read({key: value for key, value in model.items() if key != "quantization_config"})
         return found.architecture, description
@@ -162,7 +162,7 @@ def _with_format(model: Mapping[str, Any]) -> tuple[str, Description]:
 
 
 def _keeps_rejected() -> bool:
-    """True if the installed vLLM is for CPUs and ignores the number of accepted drafts in Mamba-2 (as 0.32 does)."""
+    """True if the installed vLLM is for CPUs and does not undo rejected drafts in Mamba-2 states (as in 0.32)."""
     try:
         on_cpu = metadata.version("vllm").endswith("cpu")
     except metadata.PackageNotFoundError:
@@ -172,7 +172,7 @@ def _keeps_rejected() -> bool:
 
 
 def _precision(folder: Path) -> dict[str, Any]:
-    """Return vLLM's type of the KV cache for a quantised checkpoint, whose config.json has all other types."""
+    """Return vLLM's argument for an FP8 KV cache, if a quantised checkpoint has one; other types are in config.json."""
     file = folder / "hf_quant_config.json"
     held = read_json(file) if file.is_file() else {}
     low = str((held.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() == "FP8"

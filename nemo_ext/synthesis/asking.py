@@ -103,7 +103,7 @@ class Asking:
         return asked.with_name(f"answers-{asked.stem.removeprefix('asked-')}")
 
     def _keep_answers(self, folder: Path) -> None:
-        """Before a folder's first request, collect the answers in the step's other folders in its `Known` file.
+        """Collect answers in the step's other folders in the `Known` file of `folder`, before its first request.
 
         Raises:
             ValueError: another folder's answers were requested with different settings.

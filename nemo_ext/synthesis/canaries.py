@@ -21,7 +21,7 @@ class Fooled(Exception):
 
 
 def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
-    """Return a step's canaries, with the user's share, if set, instead of the recipe's; None if there are none."""
+    """Return a step's canary settings, with the share set by the user, if any; None if the step has no canaries."""
     if step.canaries is None or work.canaries == 0:
         return None
     return step.canaries if work.canaries is None else replace(step.canaries, share=work.canaries)

@@ -13,9 +13,9 @@ _SECTIONS = (
 
 
 def literal(key: str, value: str) -> bool | None:
-    """Return whether Hydra parses the value of a step's or output's key; other values are templates or expressions.
+    """Return whether Hydra parses a command-line argument's value; False if the value is a template or expression.
 
-    None for keys outside `steps` and `outputs`.
+    Return None for keys outside `steps` and `outputs`.
     """
     if not key.startswith(("steps.", "outputs.")):
         return None

@@ -23,7 +23,7 @@ from nemo_ext.synthesis.translation import lines, unmasked
 
 _MARK = re.compile(r"#{1,6}|={2,6}")
 _TO_THE_END = 7
-"""Level of a heading without a mark: above that of all headings with one."""
+"""Level of a heading without markup, which is above all levels with markup."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _SHINGLE = 3
 
@@ -48,7 +48,7 @@ def number(text: str | None) -> float | None:
 def json_of(text: str | None) -> Any:
     """Parse JSON from a string's last code block, else from the whole string; None if it is invalid.
 
-    Valid JSON that cannot be stored in a row (lone surrogates, excessive nesting) gives None, too.
+    Valid JSON that cannot be stored in a row (lone surrogates, excessive nesting) also gives None.
     """
     try:
         value = strict_json(code(text) or text or "")
@@ -74,7 +74,8 @@ def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
 def without_sections(text: str, *names: str) -> str:
     """Remove the sections with these headings, as Markdown (`## Notes`), wiki text (`== Notes ==`) or a line alone.
 
-    A section ends before the next marked heading of the same or a higher level (of any level, after a line alone).
+    A section ends before the next Markdown or wiki heading of the same or a higher level. If its own heading is a line
+    alone, it ends before any such heading.
     """
     kept, level = list[str](), 0
     for line in text.splitlines(keepends=True):

@@ -38,7 +38,7 @@ _TRIED = 50
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job; the same command resumes it.
+    """Run `nemo-ext synthesize`; the same command resumes it.
 
     Raises:
         ValueError: a setting is invalid, the input cannot be read, or existing answers have different settings.
@@ -58,7 +58,7 @@ def run(config: Mapping[str, Any]) -> None:
         raise JobFailed(str(error)) from None
     except TooManyDead as error:
         raise JobFailed(
-            f"more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); see the reasons in "
+            f"synthesize.max_dead={work.max_dead:g} is exceeded in a step: {error}; see the reasons in "
             f"{folder}/steps/*/answers-*/dead, then fix the cause and set synthesize.retry_dead=true, or raise "
             "synthesize.max_dead"
         ) from None
@@ -67,7 +67,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Validate a config as the job does before its first request; input that does not exist yet is not checked.
+    """Validate a config of `nemo-ext synthesize` before its first request; input that does not exist yet is skipped.
 
     Raises:
         ValueError: a setting is invalid, or an expression fails for the first rows of the input.
@@ -130,8 +130,8 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
     """Provide a mapping from each role that the recipe queries to its endpoint.
 
-    Roles without an endpoint get the job's. If the config has a model folder instead, that is served until the context
-    ends.
+    Roles without an endpoint use the job's. If the config has a model folder instead, the model is served until the
+    block ends.
     """
     roles = {role: recipe.place(role) for role in recipe.asked()}
     places = {name: role for name, role in roles.items() if role.endpoint is not None}
@@ -260,7 +260,8 @@ class _Run:
 
         Args:
             record: file that records the finished step.
-            identity: digest of everything that the rows depend on; the step must be run if the record has another one.
+            identity: digest of everything that the rows depend on; if the record has a different one, the step must be
+                run.
         """
         existing = noted(record)
         if existing is None or existing["identity"] != identity:
@@ -329,7 +330,7 @@ def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None
 
 
 def _show(settings: Settings, recipe: Recipe) -> None:
-    """Print the steps and the first request."""
+    """Print a recipe's steps and its first request."""
     for number, (name, step) in enumerate(recipe.steps.items(), start=1):
         print(f"{number}. {name}: {' '.join(filter(None, (step.kind, ', '.join(step.roles()))))}")
     if (request := _first_request(settings, recipe)) is not None:

@@ -25,7 +25,7 @@ class Known:
         self.path = path
 
     def write(self, answers: Iterable[tuple[Request, Mapping[str, Any]]]) -> int:
-        """Write the file; return its number of answers."""
+        """Write answers to the file; return their number."""
         new = unfinished(self.path)
         new.unlink(missing_ok=True)
         with closing(sqlite3.connect(new)) as database, database:

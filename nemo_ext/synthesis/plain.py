@@ -97,7 +97,8 @@ def _group(step: Group, context: Context) -> Iterator[Row]:
                 members = [members[place] for place in sorted(range(len(members)), key=keys.__getitem__)]
             except TypeError as error:
                 raise ValueError(
-                    f"steps.{context.name}.order: the values in the group of row {name} cannot be sorted: {error}"
+                    f"steps.{context.name}.order: the values in the group of row {name} cannot be sorted ({error}); "
+                    "use an expression whose values have one type"
                 ) from None
         if step.into == "one":
             if members:
@@ -155,7 +156,7 @@ def _nearest(step: Nearest, context: Context) -> Iterator[Row]:
             vector = _unit_vector(step, context, row)
             if sizes - {len(vector)}:
                 raise ValueError(
-                    f"steps.{context.name}.vector: row {row[ID]}: vectors of different sizes: use one model"
+                    f"steps.{context.name}.vector: row {row[ID]}: vectors differ in size: use one model for all"
                 )
             similarities = matrix @ vector
             row[step.column] = [
@@ -194,7 +195,7 @@ def _spread(step: Spread, context: Context) -> Iterator[Row]:
 
 
 def _in_turns(members: Sequence[int], topics: Sequence[tuple[str, ...]], level: int = 0) -> Iterator[int]:
-    """Yield the rows in `members`, one of each group with the same topic at this level in turn."""
+    """Yield the rows in `members` in round robin over their topics at this level, and recursively at deeper levels."""
     if all(len(topics[member]) <= level for member in members):
         yield from members
         return

@@ -54,7 +54,7 @@ def written(path: Path) -> Iterator[Any]:
 
 
 def read(text: bytes | str) -> Row:
-    """Parse a line as a row."""
+    """Parse a line of JSON as a row."""
     row: Row = read_json(text, strict=False)  # some answers have lone surrogates
     return row
 
@@ -109,7 +109,7 @@ def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
 
 
 class FirstRows(RowFile):
-    """Rows held in memory, with the interface of `RowFile`."""
+    """First rows of the input, held in memory, with the interface of `RowFile`."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows

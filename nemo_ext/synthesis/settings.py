@@ -14,7 +14,7 @@ from nemo_ext.synthesis.expressions import TEMPLATES
 
 
 def _spelled(value: object) -> object:
-    """Return a number or boolean from YAML as the expression that evaluates to it; other values unchanged."""
+    """Return a number or boolean from YAML as the expression that evaluates to it; return other values unchanged."""
     return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
@@ -94,14 +94,14 @@ class Step:
         return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
-        """Return the names of the columns that the step sets, including columns of canaries; "" may be among them."""
+        """Return the names of the columns that the step and its canaries set; may contain the empty string."""
         planted = getattr(self, "canaries", None)
         named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
         return {name for section in named for name in section} | {getattr(self, "column", "")}
 
 
 _NOT_EMBEDDED = ("system", "tools", "thinking", "complete", "samples", "temperature", "top_p", "max_tokens", "stop")
-"""Settings of a step `ask` without a meaning for embeddings."""
+"""Settings of a step `ask` that have no meaning for embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -162,7 +162,7 @@ class User:
     Attributes:
         system: template of its system message, over the task's row and `request`, the task's last message.
         role: role that simulates the user.
-        end: string with which it ends the conversation.
+        end: string with which the model ends the conversation.
         max_turns: maximum number of its messages.
     """
 
@@ -210,7 +210,7 @@ class Verify(Step):
         reference: mapping from the reference's keys to expressions; if None, the row's column `reference`.
         answer, reasoning, tool_calls: expressions for the parts of the response.
         tools: expression for the declared tools.
-        settings: the environment's settings; a mapping from environment to settings if the rows name theirs.
+        settings: the environment's settings; a mapping from environment to settings if the rows name the environment.
         judge: role of the judge, for an environment that uses one.
         canaries: see `Canaries`.
     """
@@ -317,7 +317,7 @@ class Nearest(Step):
     Attributes:
         column: name of the new column, a list of {value, similarity}, the most similar first.
         vector: expression for a row's vector, a list of numbers.
-        among: condition for the rows that are candidates; exclude them with `when`, as a row is nearest to itself.
+        among: condition for candidates; exclude these rows from the step with `when`, as a row is nearest to itself.
         value: expression over each candidate.
         count: number of candidates in the list.
     """
@@ -335,7 +335,8 @@ class Nearest(Step):
 class Spread(Step):
     """Step that orders rows in hierarchical round robin, so that the first N are diverse (Nemotron 3 Nano, 2.2.4).
 
-    Groups of the first entry of `by` take turns, within each of them groups of the second entry, and so on.
+    Rows are taken in turn from the groups that share the first entry of `by`, within each group in turn from those
+    that share the second entry, and so on.
 
     Attributes:
         by: expression for the list of a row's topics, from broad to narrow.
@@ -507,7 +508,7 @@ class Recipe:
             if role.like is not None and (role.like not in self.roles or self.roles[role.like].like is not None):
                 others = set(self.roles) - {name}
                 raise ValueError(
-                    f"roles.{name}.like={role.like}: expected another role with no like: {nearest(role.like, others)}"
+                    f"roles.{name}.like={role.like}: expected another role without `like`: {nearest(role.like, others)}"
                 )
         for name, step in self.steps.items():
             where = f"steps.{name}"
@@ -536,7 +537,7 @@ class Recipe:
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Return a role with its endpoint or, if it has none, that of the role in `like`; None if neither has one."""
+        """Return a role with its own endpoint, or else with the endpoint of the role in `like`; it may be None."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own

@@ -37,7 +37,7 @@ def parses(text: str | None, language: str = "python") -> bool:
     """Whether a non-empty string is a syntactically valid program, by Python's parser or Tree-sitter (for cpp).
 
     Raises:
-        ValueError: the language is neither, or Tree-sitter is not installed.
+        ValueError: the language is not supported, or Tree-sitter is not installed.
     """
     if language not in TAGS:
         raise ValueError(f"parses({language!r}): expected one of {', '.join(TAGS)}")

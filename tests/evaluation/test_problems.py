@@ -129,7 +129,7 @@ def test_an_invalid_expression_is_reported_and_runs_no_code(folder: Folder, keys
     ("keys", "said"),
     [
         ({"generator": "arithmetic", "shots": 3}, "shots is not used with generator=arithmetic"),
-        ({"generator": "arithmetic", "kind": "bits"}, "kind=bits"),
+        ({"generator": "arithmetic", "kind": "bits"}, "kind is bits"),
         ({"generator": "needles", "prompt": "{{ question }}"}, "environment is missing"),
         ({"generator": "needles", "environment": "contains"}, "prompt is missing"),
         ({"data": "x", "kind": "bits", "messages": "m"}, "messages requires kind=generate"),

@@ -143,6 +143,6 @@ def test_an_interrupted_call_resumes(notebook: bool, ask: Map, answering: Any) -
 def test_failures_are_exceptions(ask: Map, tmp_path: Path) -> None:
     frame = pytest.importorskip("pandas").DataFrame({"prompt": [f"refuse me {n}" for n in range(5)]})
 
-    with pytest.raises(JobFailed, match=r"generate\.max_dead=0\.1 of the answers failed"):
+    with pytest.raises(JobFailed, match=r"generate\.max_dead=0\.1 is exceeded"):
         ask(frame, template=None)
     assert (tmp_path / "answers" / "dead").is_dir()

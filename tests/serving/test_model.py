@@ -76,7 +76,7 @@ def test_a_run_is_exported_with_its_depth_for_drafts_alone(
 
     exports = {draft: folder_of(str(run), tmp_path / "serve", str(source), draft=draft) for draft in (None, "mtp")}
 
-    assert capsys.readouterr().err.count("is not used; with vLLM, serving.draft=mtp drafts tokens by it\n") == 1
+    assert capsys.readouterr().err.count("is not used; with vLLM, serving.draft=mtp drafts tokens with it\n") == 1
     with safe_open(exports["mtp"] / "model.safetensors", "pt") as kept:
         assert set(kept.keys()) == set(shapes)
     with safe_open(exports[None] / "model.safetensors", "pt") as dropped:

@@ -66,7 +66,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Check that a training config's evaluations are possible on a suitable machine; a config without any passes.
+    """Check that the evaluations in a training config are possible on a suitable machine; without any, do nothing.
 
     Raises:
         ValueError: a setting is invalid, a suite or tokenizer is missing, or a Megatron setting excludes

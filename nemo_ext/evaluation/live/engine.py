@@ -208,7 +208,7 @@ class LiveEngine(Engine):
         """Process requests until `close` is called; return False if stopped early.
 
         Raises:
-            BaseException: the forward pass failed, and there are other ranks, which cannot recover from that.
+            BaseException: the forward pass failed, and other ranks exist, which cannot recover from this.
         """
         import torch
 
@@ -222,11 +222,11 @@ class LiveEngine(Engine):
                 raise
             return True  # clients have received the error
         self.model.end()
-        self._fail(RuntimeError("training continues"))
+        self._fail(RuntimeError("the evaluation has ended, and training continues"))
         return not self._stopped()
 
     def _begin(self) -> None:
-        """Start no thread, since `run` is called in the main thread."""
+        """Do nothing: no thread is needed, as `run` is called in the main thread."""
 
     def _arrive(self) -> bool:
         idle = not self._rows and not self._waiting
@@ -274,7 +274,7 @@ class LiveEngine(Engine):
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
     """Send a prompt's tokens to the client, with log-probabilities if requested.
 
-    The measurements are those of `LiveModel`, with `top` most likely tokens each.
+    `measured` holds measurements from `LiveModel`, each with `top` most likely tokens.
     """
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]

@@ -275,7 +275,7 @@ def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
 
 
 def run(config_path: str) -> NoReturn:
-    """Train as `nemo_ext.megatron.rank` does, with evaluations at the steps that the config asks for."""
+    """Train as `nemo_ext.megatron.rank` does, with evaluations at the steps given by the config."""
     rank.run(config_path, prepare=Evaluations(read_config(Path(config_path))).install)
 
 
