@@ -216,9 +216,10 @@ class BlockSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
         query, key, value = torch.split(mixed, sizes, dim=-1)
-        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        # The query is normalised by group of heads, as its single heads are no view of `mixed`, only a copy.
         pairs = norm(query, deferred=True), self.k_layernorm(key, deferred=True)
-        return *reduced_norms(norm.tp_group, norm.eps, *pairs), value
+        query, key = reduced_norms(norm.tp_group, norm.eps, *pairs)
+        return query.view(*query.shape[:2], -1, self.hidden_size_per_attention_head), key, value
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any

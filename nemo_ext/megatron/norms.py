@@ -101,7 +101,8 @@ class HeadsRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, *, deferred: bool = False) -> Any:
         """Normalise `x` `[seq, batch, local heads, head_dim]`, keeping its shape and dtype.
 
-        With `deferred`, return `x` and this rank's slice of the weight, `[local heads, head_dim]`, for `reduced_norms`.
+        With `deferred`, return `x` and this rank's slice of the weight in the shape of its last two dimensions, for
+        `reduced_norms`; these may also be groups of heads and their width.
         """
         rank = dist.get_rank(self.tp_group) if self.tensor_parallel > 1 else 0
         weight = self.weight.chunk(self.tensor_parallel)[rank].view(x.shape[-2:])
