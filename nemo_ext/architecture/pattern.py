@@ -216,7 +216,7 @@ class _Reader:
             position = self.next_position()
             name = self.word(ascii_letters + digits + "_")
             if not name:
-                raise self.error(f"expected a value name of {kind!r}: one of {', '.join(VALUES[kind])}")
+                raise self.error(f"expected the name of a value of {kind!r}: one of {', '.join(VALUES[kind])}")
             if name not in VALUES[kind]:
                 raise self.error(unknown_value(kind, name), position)
             if name in values:

@@ -38,7 +38,7 @@ def lettered(choices: Sequence[Any], form: str = "{}. {}") -> str:
 
 
 def letter(place: int) -> str:
-    """Return the letter of the choice with this index, from 0."""
+    """Return the letter of the choice at this 0-based index."""
     return string.ascii_uppercase[int(place)]
 
 

@@ -68,7 +68,7 @@ def name_of(name: str, entry: Mapping[str, Any]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> list[Table[Cell]]:
-    """Return the tables of results.json: the benchmarks, then the further tables that have rows."""
+    """Return the tables for results.json: first the benchmarks, then any other tables that have rows."""
     return [_benchmarks(results), *(table for table in _parts(results) if table.rows)]
 
 

@@ -170,7 +170,7 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
 
 @dataclass
 class _Speed:
-    """Numbers of answers and tokens received since this process started; answers of earlier starts are not counted."""
+    """Numbers of answers and tokens received since this process started, excluding earlier runs of the job."""
 
     answers: int = 0
     tokens: int = 0

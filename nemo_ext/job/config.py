@@ -47,7 +47,7 @@ def iterations(tokens: float | None, seq_length: int, global_batch_size: int) ->
     if tokens is None:
         return None
     if not isinstance(tokens, int | float) or tokens < 0:
-        raise ValueError(f"the number of tokens must be at least 0, not {tokens!r}")
+        raise ValueError(f"${{iterations:...}}: the number of tokens must be at least 0, not {tokens!r}")
     return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
 
 

@@ -1,4 +1,4 @@
-"""Key figures of a run, which pipeline reports show."""
+"""Key figures of a run, as shown in pipeline reports."""
 
 from dataclasses import dataclass
 

@@ -336,7 +336,8 @@ def check_machine(config: Mapping[str, Any]) -> None:
     start = megatron.get("pretrained_checkpoint")
     if start is not None and not Path(start).exists():
         raise ValueError(
-            f"megatron.pretrained_checkpoint={start}: no such directory; train that stage first, or set it to null"
+            f"megatron.pretrained_checkpoint={start}: no such directory; first train the stage that "
+            "writes it, or set it to null"
         )
     if start is not None and run_directory.last_checkpoint(Path(start)) is not None:
         raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory; set it to {start}/checkpoints")

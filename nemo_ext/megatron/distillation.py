@@ -215,7 +215,7 @@ def model_flags() -> frozenset[str]:
 
 
 class Distillation(ABC):
-    """Divergence of a student from its teacher in each micro-batch, and the weights of both losses."""
+    """Divergence of a student from its teacher in each micro-batch, and the weights of that loss and the LM loss."""
 
     def __init__(self, *, kl_weight: float, lm_weight: float) -> None:
         self.kl_weight, self.lm_weight = kl_weight, lm_weight

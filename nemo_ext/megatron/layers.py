@@ -72,7 +72,7 @@ class AttentionBlock(_Block, TransformerLayer):
 
 
 class MLPBlock(_Block, MLPLayer):
-    """Dense FFN block (`-`) with its own width, or one linear map."""
+    """Dense FFN block (`-`): an MLP with its own width, or a single linear layer."""
 
 
 class MoEBlock(_Block, MoETransformerLayer):

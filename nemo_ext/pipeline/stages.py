@@ -105,9 +105,9 @@ class Pipeline:
 def read(words: Sequence[str]) -> Pipeline:
     """Parse the command's arguments into a pipeline.
 
-    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, and arguments about site and queue
-    to all stages; other arguments are the pipeline's own keys. Stages keep the file's order unless dependencies require
-    a different one.
+    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, and the arguments for the site and
+    queue to all stages; other arguments are the pipeline's own keys. Stages keep the file's order unless dependencies
+    require a different one.
 
     Raises:
         ValueError: a stage or an argument is invalid.

@@ -109,9 +109,9 @@ def _training(config: Mapping[str, Any], chosen: Settings, parent: Description, 
 
     Args:
         config: composed config of `nemo-ext puzzle`.
-        chosen: settings of the compression; stages that these do not run are left out.
+        chosen: settings of the compression; stages that they skip are left out.
         parent: description of the parent.
-        folder: folder for the runs, and for the parent's config if it is the teacher in healing.
+        folder: folder for the runs, and for the parent's config if the parent is the teacher in healing.
     """
     runs = {}
     if chosen.parent is None and chosen.runs("parent"):

@@ -216,8 +216,8 @@ class Episodes:
             )
         if self.environment.judged_in_groups and task.tools:
             raise ValueError(
-                f"environment {self.environment.name!r} is judged in groups, where the judge does not see tool calls; "
-                "remove the task's tools"
+                f"environment {self.environment.name!r} judges responses in groups, and its judge does not see "
+                "tool calls; remove the task's tools"
             )
 
     async def _guarded(self, response: Response, work: Awaitable[Turn]) -> Turn:

@@ -164,7 +164,7 @@ def check_reference(task: Task) -> None:
 
 
 def gym_row(task: Task) -> dict[str, Any]:
-    """Return a task's row with its agent, for a run in which Gym plays all tasks."""
+    """Return a task's row, including its agent, for a run in which Gym runs the rollouts of all tasks."""
     if not task.environment.startswith(GYM):
         return {**to_gym(task), AGENT: {"type": _AGENTS, "name": agent_of(task.environment)}}
     row = dict(task.reference)

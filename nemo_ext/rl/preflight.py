@@ -67,7 +67,11 @@ def _reinforcement(
 
 
 def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Iterator[Finding]:
-    """Yield what NeMo-RL's own `setup` finds, if it can be imported; ValueError if the config cannot be rendered."""
+    """Yield the problems that NeMo-RL's own `setup` finds; nothing if NeMo-RL cannot be imported.
+
+    Raises:
+        ValueError: the config cannot be rendered.
+    """
     from nemo_ext.rl.nemo_rl.checkout import Checkout
     from nemo_ext.rl.nemo_rl.draft import section_of
     from nemo_ext.rl.nemo_rl.job import on_cluster, settings_of

@@ -77,7 +77,8 @@ def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> N
     if chosen.bits is None:
         if plan.uses_nvfp4:
             raise ValueError(
-                "precision_plan uses NVFP4, which needs a budget of bits: set sensitivity.bits, such as 4.75"
+                "precision_plan uses NVFP4, which needs a bit budget: set sensitivity.bits, for example "
+                "sensitivity.bits=4.75"
             )
         return
     if plan.recipe == "delayed":

@@ -140,7 +140,7 @@ class Batch(ABC):
         """Complete a finished run, for example with a report."""
 
     def run(self) -> int:
-        """Work until the run is finished or this start has to end, and return the exit code."""
+        """Run until the work is finished or this Slurm job must stop; return the exit code."""
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, self._stop)
         if line := gpu_line(container=self.settings.cluster.container.used):

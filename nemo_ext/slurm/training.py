@@ -72,7 +72,7 @@ class Training(Batch):
         return stood(Path(self.made["run_dir"]), minutes) or f"a rank failed (exit code {code})"
 
     def goes_on(self) -> bool:
-        """True after a step that failed the guard's checks, as the next start skips its batch."""
+        """Whether the job restarts: True after a step that failed the guard's checks, as a restart skips its batch."""
         return pending(Path(self.made["run_dir"])) is not None
 
     def conclude(self) -> None:

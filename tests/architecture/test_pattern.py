@@ -132,8 +132,8 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
         ("(M*)x9999", 5, "this repeat makes more than 2048 blocks"),
         ("Mx2000/Ex30/Ex30", 0, "the pattern has 2060 blocks, more than 2048"),
         ("M|x2", 2, "a pipeline cut cannot be repeated"),
-        ("M{}", 2, "expected a value name of 'M': one of heads, head_dim, state, groups, linear"),
-        ("-{ffn=8,}", 8, "expected a value name of '-'"),
+        ("M{}", 2, "expected the name of a value of 'M': one of heads, head_dim, state, groups, linear"),
+        ("-{ffn=8,}", 8, "expected the name of a value of '-'"),
         (
             "(*-{fnn=3})x2",
             4,

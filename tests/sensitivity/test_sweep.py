@@ -178,7 +178,7 @@ def test_a_plan_within_a_budget_of_bits(
     for words, said in (
         (["sensitivity.bits=4.2"], r"sensitivity\.bits=4\.2: the weights .* need at least 4\.5 bits"),
         (["sensitivity.bits=5", "sensitivity.nats=1"], r"sensitivity\.bits and sensitivity\.nats are both set"),
-        (["precision=nvfp4"], "needs a budget of bits: set sensitivity.bits"),
+        (["precision=nvfp4"], "needs a bit budget: set sensitivity.bits"),
         (["precision=nvfp4", "sensitivity.bits=5", "precision_plan.recipe=delayed"], "recipe=delayed needs"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -10,7 +10,7 @@
         names: multilingual_*                  # leaf `spa` is the stream multilingual_spa
         of: {A: {each: 0.1, of: [spa, ita, fra, deu]}, B: [por, nld], others: [mlt, gle]}
 
-Reading a tree makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
+Reading a tree performs all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
 """
 
 import math
@@ -106,7 +106,9 @@ def read_tree(data: Mapping[str, object]) -> Group:
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
-        raise ValueError("data.blend and data.streams are both set: remove one, with data.blend=null or data.streams=null")
+        raise ValueError(
+            "data.blend and data.streams are both set: remove one, with data.blend=null or data.streams=null"
+        )
     directory = data.get("directory")
     if not isinstance(directory, str | Path) or not str(directory):
         raise ValueError(f"data.directory must be a path, not {directory!r}")

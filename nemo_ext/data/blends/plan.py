@@ -40,7 +40,7 @@ class Part:
 
     @property
     def epochs(self) -> float | None:
-        """Number of passes over the node in the run; None if its size or the run's length is unknown."""
+        """Number of epochs over this part's data in the run; None if the data's size or the run's length is unknown."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 

@@ -212,7 +212,7 @@ def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
             f"keys.domain={keys.domain} has more than {MOST_DOMAINS:,} values, such as {next(iter(names))!r} and "
-            f"{domain!r}: set it to the key of the domain's name, or to null to put all prompts into one domain"
+            f"{domain!r}: set it to the key that holds the domain's name, or to null to put all prompts into one domain"
         )
     return names.setdefault(domain, len(names))
 

@@ -81,9 +81,9 @@ def write_ordered(
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
-    """Return a function that writes the mode into a record, and adds the mode's system message, if there is one.
+    """Return a function that writes the thinking mode into a record, and adds that mode's system message, if any.
 
-    `prompt_key` is the key of the prompt in a record; dots lead into nested objects.
+    `prompt_key` is the key of the prompt in a record; dots separate nested keys.
     """
     field = f'"{settings.key}":'.encode()
     marked = re.compile(re.escape(field[:-1]) + rb"\s*:")

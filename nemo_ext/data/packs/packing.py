@@ -36,7 +36,7 @@ class Packs:
     """Assignment of samples to packs.
 
     Attributes:
-        samples: numbers of the samples, in the order of the packs.
+        samples: indices of the samples, in the order of the packs.
         starts: `[packs + 1]`, start of each pack in `samples`.
         capacity: capacity of a pack, in tokens.
         tokens: total number of tokens in all packs, without padding.
@@ -51,7 +51,7 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> Lengths:
-        """Return the numbers of the samples in one pack."""
+        """Return the indices of the samples in one pack."""
         if not 0 <= pack < len(self):  # without this check, iteration would not end
             raise IndexError(pack)
         return self.samples[self.starts[pack] : self.starts[pack + 1]]

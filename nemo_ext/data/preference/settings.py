@@ -82,7 +82,7 @@ class SourceSettings(Rules, HallucinationRules):
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
-        """Paths, keyed by side ("", strong, weak); sides without paths are omitted."""
+        """Paths by side: strong or weak, or "" for files of no side; sides without paths are omitted."""
         by_side = {"": self.path, "strong": self.strong, "weak": self.weak}
         return {side: paths for side, paths in by_side.items() if paths}
 

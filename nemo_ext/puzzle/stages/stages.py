@@ -323,7 +323,7 @@ class Stages:
         return sum((self._costs[block][resource] for block in blocks), outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Evaluate baselines with the child's limit on one resource, and a search limited by that resource alone.
+        """Evaluate baselines and the result of a search, each limited only by one resource's limit of the child.
 
         Returns:
             True if baselines.json was written; False if baselines are disabled.

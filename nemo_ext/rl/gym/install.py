@@ -144,7 +144,10 @@ def server_config(name: str) -> dict[str, Any]:
 
 
 def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a server's config; `folder` is its folder in Gym's resources_servers, `more` further keys of its agent."""
+    """Return a server's config.
+
+    `folder` is the server's folder in Gym's resources_servers, and `more` holds further keys of its agent.
+    """
     instance = f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",

@@ -78,8 +78,8 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
     step = int(np.searchsorted(order.before[:, order.anchor], position))
     if step >= steps or order.before[step, order.anchor] != position:
         raise ValueError(
-            f"the next prompt is {position} of dataset {tasks[order.anchor]}, but no step of the curriculum starts "
-            f"with it; set data.shuffle=false and grpo.num_prompts_per_step={order.domain.shape[1]}"
+            f"the next prompt is number {position} of dataset {tasks[order.anchor]}, but no step of the curriculum "
+            f"starts with it; set data.shuffle=false and grpo.num_prompts_per_step={order.domain.shape[1]}"
         )
     due = order.before[step].copy()
     drawn = {order.anchor: [first]}

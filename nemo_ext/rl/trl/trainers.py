@@ -73,7 +73,7 @@ class Drawn(TrainerCallback, ExportableState):
         self._datasets: list[int] = []
 
     def next(self, count: int) -> list[Task]:
-        """Draw the next tasks in the plan's order, or from the datasets that adaptive shares choose."""
+        """Draw the next tasks: in the plan's order, or from datasets drawn by their current shares if these adapt."""
         first = self.number
         self.number += count
         if self.shares is None:

@@ -241,7 +241,10 @@ def environment(
     judged = {"judge": judge} if judge is not None and "judge" in settings_of(verifier) else {}
     inner = make(verifier, {**(settings or {}), **judged})
     if (verify := inner.verify) is None or inner.begin is not None:
-        raise ValueError(f"verifier={verifier} holds conversations itself: choose a verifier of single responses")
+        raise ValueError(
+            f"verifier={verifier} holds conversations itself, so it cannot be combined with the Python tool: choose a "
+            "verifier of single responses"
+        )
     applied = Limits(processes=16, output_bytes=1 << 20).changed({**(limits or {}), "wall_seconds": seconds})
     sandbox = Sandbox(limits=applied, concurrency=concurrency, isolation=cast(Any, isolation), strict=strict)
     tool = PythonTool(

@@ -22,7 +22,7 @@ class Length(Filter):
     """Filter by the total length of a sample's texts, including tools and calls, without the template's markup.
 
     Attributes:
-        max_tokens: maximum number of tokens (Domyn: 32 600, for sequences of 32 768); requires `tokenizer`.
+        max_tokens: maximum number of tokens (Domyn's recipe has 32,600 for sequences of 32,768); requires `tokenizer`.
         max_characters: maximum number of characters.
         min_characters: minimum number of characters in all of the assistant's answers together.
         tokenizer: config for `nemo_ext.data.text.tokenizers.load_tokenizer`: {kind: huggingface, path: ...}.

@@ -133,5 +133,7 @@ def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
     for key in ("patterns", "keywords"):
         for word in content.get(key) or ():
             if not isinstance(word, str) or not word:
-                raise ValueError(f"filters.narrative.files: {path}: {key} must be non-empty strings, not {word!r}")
+                raise ValueError(
+                    f"filters.narrative.files: {path}: the entries of {key} must be non-empty strings, not {word!r}"
+                )
             yield f"filters.narrative.files: {path}, {key}", word, key == "patterns"

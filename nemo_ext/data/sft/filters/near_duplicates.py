@@ -131,7 +131,7 @@ class NearDuplicates:
 
 
 def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
-    """Return the index of the first sample with the same id (a 64-bit digest) as each sample, [samples]."""
+    """Return for each sample the index of the first sample with the same id (a 64-bit digest), [samples]."""
     _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     found: Samples = first[number]
     return found
