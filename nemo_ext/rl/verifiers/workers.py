@@ -196,14 +196,16 @@ class WorkerPool:
             worker.send([self.time_limit, arguments])
             return worker.receive(self.time_limit + GRACE)
         except TimeLimitError:
-            raise TimeLimitError(f"a verification took longer than time_limit={self.time_limit:g} s") from None
+            raise TimeLimitError(
+                f"a verification exceeded the time limit of {self.time_limit:g} s (time_limit)"
+            ) from None
         except (EOFError, OSError):
             try:
                 status = worker.process.wait(GRACE)
             except subprocess.TimeoutExpired:  # its pipe is closed, but it still runs
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"a verification took longer than time_limit={self.time_limit:g} s")
+            raise TimeLimitError(f"a verification exceeded the time limit of {self.time_limit:g} s (time_limit)")
         raise WorkerError(f"a worker process exited with status {status} during a call: raise memory if it ran out")
 
     def _discard(self, worker: _Worker) -> int:
