@@ -205,7 +205,7 @@ class WorkerPool:
             except subprocess.TimeoutExpired:  # its pipe is closed, but it still runs
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"a verification exceeded the time limit of {self.time_limit:g} s (time_limit)")
+            raise TimeLimitError(f"verification exceeded the time limit of {self.time_limit:g} s (time_limit)")
         raise WorkerError(f"a worker process exited with status {status} during a call: raise memory if it ran out")
 
     def _discard(self, worker: _Worker) -> int:
