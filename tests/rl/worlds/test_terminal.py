@@ -21,7 +21,8 @@ REFERENCE = {
     "test_files": {"check.sh": '[ "$(cat total.txt)" = 7 ] || { echo "wrong total"; exit 3; }\n'},
 }
 QUESTION = {"files": {"task/question.txt": "What is 6 * 7?"}, "answers": {"task/answer.txt": "42 apples"}}
-COMPARED = {"test": "cmp task/answer.txt task/expected.txt", "test_files": {"task/expected.txt": "42\n"}}
+COMPARED = {"test": "sleep 0.1; diff -q task/answer.txt task/expected.txt", "test_files": {"task/expected.txt": "42\n"}}
+COPY = "until [ -s task/expected.txt ]; do :; done; cp task/expected.txt task/answer.txt"
 SCRIPT = {"test": "sh check.sh", "test_files": {"check.sh": "exit 3"}}
 
 
@@ -68,11 +69,8 @@ def test_files_persist_and_the_test_is_the_verdict() -> None:
         (COMPARED, "mkdir -p task/expected.txt; echo 1 | tee task/answer.txt > task/expected.txt/answer.txt"),
         (COMPARED, "mkdir task; : > task/answer.txt; cat /dev/zero > task/fill 2> /dev/null"),
         (COMPARED, "mkdir real; ln -s real task; ln -s answer.txt real/expected.txt"),
-        (COMPARED, "mkdir task; (until cp task/expected.txt task/answer.txt; do :; done) > /dev/null 2>&1 &"),
-        (
-            COMPARED,
-            "mkdir task; setsid bash -c 'until cp task/expected.txt task/answer.txt; do :; done' &> /dev/null &",
-        ),
+        (COMPARED, f"mkdir task; ({COPY}) &> /dev/null &"),
+        (COMPARED, f"mkdir task; setsid bash -c '{COPY}' &> /dev/null &"),
         (SCRIPT, "echo exit 0 > check.sh; chmod 444 check.sh"),
         (
             {"test": "python3 -c 'raise SystemExit(3)'"},
