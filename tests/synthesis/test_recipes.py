@@ -1270,12 +1270,13 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
     rows.append({"id": "idle", "question": "Do nothing.", "test": "true"})
     rows.append({"id": "hard", "question": "Do what you cannot.", "test": "false"})
     rows.append({"id": "open", "question": "What do you think?"})
+    rows.append({"id": "image", "question": "Do nothing.", "test": "true", "image": "debian"})
 
     code, output = synthesize("recipe=terminal_traces", f"input={written(rows)}", f"endpoint={model(agent).url}")
 
     assert code == 0, output
     steps = report()["steps"]
-    assert steps["testable"]["dropped"] == {"without a test or an answer": 1}
+    assert steps["testable"]["dropped"] == {"without a test or an answer": 1, "with an image": 1}
     assert steps["fate"]["dropped"] == {"never solved": 4}
     assert steps["right"]["dropped"]["without a call"] == 4
     found = records("conversations")

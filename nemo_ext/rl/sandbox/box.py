@@ -288,14 +288,17 @@ class Box:
             if taken < sent:
                 self.kill()
 
-    def call(self, code: str, limits: Limits) -> Run:
+    def call(self, code: str, limits: Limits, *, fresh: bool = False) -> Run:
         """Execute code in the box's Python session, which the first call starts; variables and files persist.
 
         The result's `value` is {"error": traceback, or ""}, and `stdout` includes standard error and the value of the
         last expression, cut off at the limit. If the call exceeds a limit or ends the interpreter, `value` is empty,
         and the next call starts a new session. Processor time has no limit of its own.
+
+        Args:
+            fresh: whether to end the interpreter and all processes of earlier calls first; only files persist.
         """
-        header = {"operation": "call", "limits": {**asdict(limits), "cpu_seconds": _SESSION_SECONDS}}
+        header = {"operation": "call", "fresh": fresh, "limits": {**asdict(limits), "cpu_seconds": _SESSION_SECONDS}}
         return self._run(header, _encoded(code), limits)
 
     def kill(self) -> None:

@@ -103,7 +103,8 @@ class Sandbox:
                     raise SandboxError(
                         f"sandbox: namespaces are not available: {error}. Allow user namespaces (sysctl "
                         "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in containers a "
-                        "seccomp profile that allows unshare and mount), or run without: strict=false, isolation=auto"
+                        "seccomp profile that allows unshare and mount), or run without, where the environment "
+                        "allows it: strict=false, isolation=auto"
                     ) from error
                 why_not = str(error)
         return self._try(namespaces=False, why_not=why_not)

@@ -34,13 +34,14 @@ class Sessions:
         self._lock = threading.RLock()
         self._idle: OrderedDict[str, tuple[Box, tuple[str, ...], float]] = OrderedDict()
 
-    def call(self, name: str, before: Sequence[str], code: str) -> Run:
+    def call(self, name: str, before: Sequence[str], code: str, *, fresh: bool = False) -> Run:
         """Execute code in a session and return the result, as `Box.call` does.
 
         A call that exceeds a limit or ends the interpreter has no effect: the next one starts from the state before it.
 
         Args:
             before: code of the session's earlier calls, without calls that ended the interpreter.
+            fresh: whether to end all processes of earlier calls first, so that only files persist.
 
         Raises:
             BusyError: it waited longer than the sandbox's `queue_seconds`.
@@ -51,14 +52,14 @@ class Sessions:
             run = None
             if box is not None:
                 try:
-                    run = box.call(code, self._sandbox.limits)
+                    run = box.call(code, self._sandbox.limits, fresh=fresh)
                 except SandboxError:  # the interpreter was killed from outside
                     box.close()
                     box = None
             if box is None:
                 box = self._rebuilt(before)
             try:
-                run = run or box.call(code, self._sandbox.limits)
+                run = run or box.call(code, self._sandbox.limits, fresh=fresh)
             except BaseException:
                 box.close()
                 raise

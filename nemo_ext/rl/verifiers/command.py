@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import which
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked
 from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.sandbox.files import WRITE, Files, check_files
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
 from nemo_ext.rl.sandbox.sandbox import Sandbox
@@ -27,22 +28,19 @@ from nemo_ext.rl.verifiers.code import program
 
 _SHOWN = 2000
 """Maximum number of characters of the command's output in a verdict, from which a model may repair its program."""
-_NOT_STARTED = 125
+# The command has no access to the original standard error, so output there means that it was not started.
 _START = f"""\
-import json, os, sys
+{WRITE}
+import json, sys
 work = json.loads(sys.stdin.read())
-for name, text in work["files"].items():
-    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-    with open(name, "w") as file:
-        file.write(text)
+write(work["files"])
+errors = os.dup(2)
 os.dup2(1, 2)
 try:
     os.execvpe(work["command"][0], work["command"], work["variables"])
-except OSError as error:
-    print(error)
-    os._exit({_NOT_STARTED})
+except BaseException as error:
+    os.write(errors, str(error).encode())
 """
-Name = Annotated[str, Field(pattern=r"^\w[\w./-]*$")]
 Nonempty = Annotated[str, Field(min_length=1)]
 
 
@@ -51,18 +49,26 @@ class Reference:
     """Conditions that the program must meet before the command is run.
 
     Attributes:
-        start: text that the program must start with, such as the theorem; white space is ignored.
+        start: text that the program must start with, such as the theorem; white space must follow it.
         excludes: texts that the program must not contain, such as `sorry`.
         files: further files for the command, from relative path to content.
     """
 
     start: str = ""
     excludes: tuple[Nonempty, ...] = ()
-    files: Mapping[Name, str] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
 
 
-check = partial(checked, Reference, where="reference", strict=True)
-"""Parses a task's reference; raises ValueError if it is invalid."""
+def check(reference: Mapping[str, Any], *, file: str) -> Reference:
+    """Parse a task's reference; raise ValueError if it is invalid or its files conflict with `file`, the program."""
+    parsed = checked(Reference, reference, where="reference", strict=True)
+    if file in parsed.files:
+        raise ValueError(f"reference.files: {file!r} is the path of the program: rename it")
+    try:
+        check_files({**parsed.files, file: ""})
+    except ValueError as error:
+        raise ValueError(f"reference.files: {error}") from None
+    return parsed
 
 
 def environment(
@@ -74,8 +80,6 @@ def environment(
     variables: Mapping[str, str] | None = None,
     limits: Mapping[str, Any] | None = None,
     concurrency: int | None = None,
-    isolation: str = "auto",
-    strict: bool = False,
 ) -> Environment:
     """Create the environment `command`, which checks programs with a user-supplied command.
 
@@ -87,30 +91,36 @@ def environment(
         readable: folders that the command may read in addition to the system's, such as a toolchain.
         variables: the command's environment variables, in addition to PATH and HOME.
         limits: changes to `nemo_ext.rl.sandbox.limits.Limits`. Lean with Mathlib needs more than 4 GB of memory.
-        concurrency, isolation, strict: see `nemo_ext.rl.sandbox.sandbox.Sandbox`.
+        concurrency: see `nemo_ext.rl.sandbox.sandbox.Sandbox`.
 
     Raises:
         ValueError: a setting is invalid.
-        SandboxError: `strict` is set and namespaces are not available.
+        SandboxError: namespaces are not available, without which the command cannot start processes.
     """
-    if isinstance(command, str) or not command:
+    if isinstance(command, str) or not command or not all(map(_is_text, command)):
         raise ValueError(
-            f"command must be a list such as [lean, Main.lean], a program and its arguments, not {command!r}"
+            f"command must be a list of strings such as [lean, Main.lean], a program and its arguments, not {command!r}"
         )
+    for name, value in (variables or {}).items():
+        if not _is_text(name) or not _is_text(value) or not name or "=" in name:
+            raise ValueError(f"variables: invalid variable {name!r}: {value!r}: use names without '=', and strings")
+    try:
+        check_files({file: ""})
+    except ValueError as error:
+        raise ValueError(f"file: {error}") from None
     for folder in readable:
         if not Path(folder).is_dir():
             raise ValueError(f"readable: {folder!r} is not a folder: list only folders that exist")
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
         concurrency=concurrency,
-        isolation=cast(Any, isolation),
-        strict=strict,
+        strict=True,
         packages=list(readable),
     )
     work = {"command": list(command), "variables": {"PATH": "/usr/local/bin:/usr/bin:/bin", **(variables or {})}}
     return Environment(
         name="command",
-        check=check,
+        check=partial(check, file=file),
         verify=partial(verify, sandbox=sandbox, work=work, file=file, languages=tuple(languages)),
         waits=True,
     )
@@ -138,21 +148,27 @@ async def verify(
     source = program(response.answer, languages)
     if source is None:
         return Verdict.wrong(f"no answer in a ```{languages[0]} block" if response.answer else "no answer")
-    if not "".join(source.split()).startswith("".join(reference.start.split())):
-        return Verdict.wrong("the program does not start with the required text", source)
+    start, text = reference.start.strip(), source.strip()
+    if start and not (text.startswith(start) and text[len(start) : len(start) + 1].isspace()):
+        return Verdict.wrong("the program does not start with the required text and white space", source)
     if (excluded := next((text for text in reference.excludes if text in source), None)) is not None:
         return Verdict.wrong(f"the program contains {excluded!r}", source)
     name, variables = work["command"][0], work["variables"]
     if which(name, path=variables["PATH"]) is None:
         return Verdict.error(f"the command {name!r} is not installed: set command, or PATH in variables")
-    given = {**work, "files": {**reference.files, file: source}, "variables": {"HOME": ".", **variables}}
+    files = {**reference.files, file: source.encode(errors="replace").decode()}
+    given = {**work, "files": files, "variables": {"HOME": ".", **variables}}
     try:
         run = await sandbox.run_async(_START, stdin=json.dumps(given))
     except SandboxError as error:
         return Verdict.error(str(error), source)
+    if run.stderr:
+        problem = run.stderr.decode(errors="replace").strip()[-_SHOWN:]
+        return Verdict.error(f"the command {name!r} cannot be started in the sandbox: {problem}: set readable", source)
     if run.ok:
         return Verdict.correct(source)
-    output = run.stdout.decode(errors="replace").strip()[:_SHOWN]
-    if run.ended == "exit" and run.status == _NOT_STARTED:
-        return Verdict.error(f"the command {name!r} cannot be started in the sandbox: {output}: set readable", source)
-    return Verdict.wrong(f"{run}: {output}", source)
+    return Verdict.wrong(f"{run}: {run.stdout.decode(errors='replace').strip()[:_SHOWN]}", source)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value

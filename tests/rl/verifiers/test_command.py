@@ -40,13 +40,16 @@ def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENC
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("So:\n```lean\ntheorem t :\n  1 = 1 := by rfl\n```", ""),
+        ("So:\n```lean\ntheorem t : 1 = 1 :=\n  by rfl\n```", ""),
         ("```lean\ntheorem t : 1 = 1 := by simp\n```", "exit status 1: Main.lean:1: unsolved goals\nnone"),
         ("```lean4\ntheorem t : 1 = 1 := by spin\n```", "over its time limit: "),
         (
             "```lean\n/- theorem t : 1 = 1 := -/ theorem t : True := by rfl\n```",
             "does not start with the required text",
         ),
+        ("```lean\ntheorem t :\n1 = 1 := by rfl\n```", "does not start with the required text"),
+        ("```lean\ntheorem t : 11 = 1 := by rfl\n```", "does not start with the required text"),
+        ("```lean\ntheorem t : 1 = 1 :=0 by rfl\n```", "does not start with the required text"),
         ("```lean\ntheorem t : 1 = 1 := by sorry -- by rfl\n```", "contains 'sorry'"),
         ("theorem t : 1 = 1 := by rfl", "no answer in a ```lean block"),
         ("", "no answer"),
@@ -68,12 +71,27 @@ def test_a_command_that_cannot_run_is_an_error_and_not_a_wrong_answer(tmp_path: 
     assert found.outcome == "error" and "set readable" in found.reason
 
 
+def test_a_program_cannot_pretend_that_the_command_was_not_started() -> None:
+    made = make("command", {"command": ["python3", "Main.py"], "file": "Main.py", "languages": ["python"]})
+
+    ended = verdict(made, "```python\nimport os\nprint(1, flush=True)\nos.write(2, b'2')\nos._exit(125)\n```", {})
+    half = verdict(made, "```python\nprint('\ud800')\n```", {})
+
+    assert ended.outcome == "wrong" and ended.reason == "exit status 125: 1\n2"
+    assert half.outcome == "correct"
+
+
 @pytest.mark.parametrize(
     ("settings", "reference", "message"),
     [
         ({"command": "lean"}, {}, "command must be a list"),
         ({"readable": ["/nowhere"]}, {}, "'/nowhere' is not a folder"),
-        ({}, {"files": {"../x": ""}}, "reference.*files"),
+        ({"command": ["lean", 1]}, {}, "command must be a list of strings"),
+        ({"variables": {"A=B": "1"}}, {}, "variables: invalid variable 'A=B'"),
+        ({"file": "../Main.lean"}, {}, "file: invalid path"),
+        ({}, {"files": {"a/../../x": ""}}, "reference.*files.*invalid path"),
+        ({}, {"files": {"Main.lean": ""}}, "'Main.lean' is the path of the program"),
+        ({}, {"files": {"Main.lean/x": ""}}, "'Main.lean' is a file and also the folder"),
         ({}, {"excludes": [""]}, "reference.*excludes"),
     ],
 )

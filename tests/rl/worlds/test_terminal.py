@@ -1,11 +1,7 @@
-"""Tasks in a shell: in the sandbox, and in containers of a stand-in engine."""
+"""Tasks in a shell in the sandbox."""
 
 import asyncio
-import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.episodes import Episode, Episodes
+from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.worlds.terminal import TOOL, Conversation
 
@@ -23,26 +20,10 @@ REFERENCE = {
     "test": "sh check.sh",
     "test_files": {"check.sh": '[ "$(cat total.txt)" = 7 ] || { echo "wrong total"; exit 3; }\n'},
 }
-ENGINE = """\
-#!/bin/bash
-case $1 in
-    start) [ -d "$2" ] || { echo "no image $2"; exit 1; }; cp -r "$2" "$0.$3" ;;
-    run) cd "$0.$2" 2>/dev/null || { echo "no container $2"; exit 125; }; shift 2; exec "$@" ;;
-    stop) rm -rf "$0.$2" ;;
-esac
-"""
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> dict[str, Any]:
-    """Settings with a stand-in for a container engine: an image is a folder, a container its copy."""
-    script = tmp_path / "engine"
-    script.write_text(ENGINE)
-    script.chmod(0o755)
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "README").write_text("of the image\n")
-    commands = {"start": ["start", "{image}", "{name}"], "run": ["run", "{name}"], "stop": ["stop", "{name}"]}
-    return {"container": {name: [str(script), *words] for name, words in commands.items()}}
+QUESTION = {"files": {"task/question.txt": "What is 6 * 7?"}, "answers": {"task/answer.txt": "42 apples"}}
+COMPARED = {"test": "sleep 0.1; diff -q task/answer.txt task/expected.txt", "test_files": {"task/expected.txt": "42\n"}}
+COPY = "until [ -s task/expected.txt ]; do :; done; cp task/expected.txt task/answer.txt"
+SCRIPT = {"test": "sh check.sh", "test_files": {"check.sh": "exit 3"}}
 
 
 def call(*commands: str) -> Response:
@@ -61,13 +42,10 @@ def outputs(conversation: Conversation, *commands: str) -> list[str]:
     return [message.content for message in conversation.step(call(*commands))]
 
 
-@pytest.mark.parametrize("where", ["sandbox", "container"])
-def test_files_persist_and_the_test_is_the_verdict(where: str, engine: dict[str, Any], tmp_path: Path) -> None:
-    settings = engine if where == "container" else {}
-    reference = {**REFERENCE, "image": str(tmp_path / "image")}
+def test_files_persist_and_the_test_is_the_verdict() -> None:
     sums = "awk -F, '{ total += $2 } END { print total }' data/prices.csv > total.txt"
 
-    right, wrong, idle = (begun(reference, seconds=5, **settings) for _ in range(3))
+    right, wrong, idle = (begun(REFERENCE, seconds=5) for _ in range(3))
     found = outputs(
         right, f"cd data && ls; {sums.replace('data/', '')}; mv total.txt ..", "cat total.txt log; ls check.sh"
     )
@@ -81,62 +59,76 @@ def test_files_persist_and_the_test_is_the_verdict(where: str, engine: dict[str,
     assert (verdict.outcome, verdict.more) == ("wrong", {"calls": 2, "failed_calls": 1})
     assert verdict.reason == "the test failed: wrong total [exit status 3]"
     assert "wrong total" in idle.verdict().reason
-    assert not list(tmp_path.glob("engine.*")), "no container is left"
 
 
-def test_limits_end_a_command_but_not_the_container(engine: dict[str, Any], tmp_path: Path) -> None:
-    conversation = begun({"test": "test -e made", "image": str(tmp_path / "image")}, seconds=0.5, **engine)
+@pytest.mark.parametrize(
+    ("reference", "command"),
+    [
+        (COMPARED, "mkdir task; ln -s answer.txt task/expected.txt"),
+        (COMPARED, "mkdir task; echo 1 | tee task/answer.txt > task/expected.txt; chmod 444 task/expected.txt"),
+        (COMPARED, "mkdir -p task/expected.txt; echo 1 | tee task/answer.txt > task/expected.txt/answer.txt"),
+        (COMPARED, "mkdir task; : > task/answer.txt; cat /dev/zero > task/fill 2> /dev/null"),
+        (COMPARED, "mkdir real; ln -s real task; ln -s answer.txt real/expected.txt"),
+        (COMPARED, f"mkdir task; ({COPY}) &> /dev/null &"),
+        (COMPARED, f"mkdir task; setsid bash -c '{COPY}' &> /dev/null &"),
+        (SCRIPT, "echo exit 0 > check.sh; chmod 444 check.sh"),
+        (
+            {"test": "python3 -c 'raise SystemExit(3)'"},
+            "folder=$(python3 -m site --user-site); mkdir -p $folder; "
+            "echo 'import os; os._exit(0)' > $folder/usercustomize.py",
+        ),
+        (QUESTION, "echo 'raise SystemExit' | tee json.py > subprocess.py"),
+        (QUESTION, "echo 42 apple s > task/answer.txt"),
+        (QUESTION, "ln -s /dev/zero task/answer.txt"),
+        (QUESTION, "mkfifo task/answer.txt"),
+    ],
+)
+def test_a_verdict_cannot_be_forged(reference: dict[str, Any], command: str) -> None:
+    conversation = begun(reference, seconds=1, limits={"disk_megabytes": 4})
 
-    slow, long = outputs(conversation, "touch made; sleep 9", "yes | head -c 9000000")
+    outputs(conversation, command)
 
-    assert slow == "[stopped after 0.5 s]"
-    assert "characters omitted" in long and len(long) < 9000
-    assert outputs(conversation, "cat README") == ["of the image"]
+    assert conversation.verdict().outcome == "wrong"
+
+
+def test_answers_are_compared_without_case_and_white_space() -> None:
+    conversation = begun({**QUESTION, "test": "test ! -e process.txt"})
+
+    outputs(conversation, "printf '42\\n\\n  Apples' > task/answer.txt; (sleep 0.05; touch process.txt) > /dev/null &")
+
     assert conversation.verdict().outcome == "correct"
 
 
-def test_an_abandoned_container_ends_with_its_process(engine: dict[str, Any], tmp_path: Path) -> None:
-    program = (
-        "import json, sys\n"
-        "from nemo_ext.chat.response import Response\n"
-        "from nemo_ext.chat.sample import ToolCall\n"
-        "from nemo_ext.rl.environments import make\n"
-        "made = make('terminal', json.loads(sys.argv[1]))\n"
-        "conversation = made.begin(made.check({'test': 'true', 'image': sys.argv[2]}))\n"
-        "call = ToolCall(name='bash', arguments={'command': 'pwd'})\n"
-        "print(conversation.step(Response(text='', tool_calls=(call,)))[0].content)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(engine), str(tmp_path / "image")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_commands_that_cannot_be_started_are_reported_to_the_model() -> None:
+    conversation = begun(QUESTION)
 
-    assert "engine.nemo_ext_" in done.stdout and not list(tmp_path.glob("engine.*"))
+    long, null = outputs(conversation, "echo " + "\u4e2d" * 49_000, "echo \0")
+
+    assert long == "OSError: [Errno 7] Argument list too long: 'bash'" and null == "ValueError: embedded null byte"
 
 
-def test_a_container_that_fails_is_an_error_and_not_a_wrong_answer(engine: dict[str, Any], tmp_path: Path) -> None:
-    missing = begun({"test": "true", "image": "nowhere"}, **engine)
-    setup = begun({"test": "true", "setup": "ls nothing"})
-    lost = begun({"test": "true", "image": str(tmp_path / "image")}, **engine)
-    outputs(lost, "ls")
-    for folder in tmp_path.glob("engine.*"):
-        folder.rename(tmp_path / "gone")
+def test_a_task_that_cannot_be_set_up_is_an_error_and_not_a_wrong_answer() -> None:
+    verdict = begun({"test": "true", "setup": "ls nothing"}).verdict()
 
-    assert "no image nowhere" in missing.verdict().reason
-    assert "reference.setup failed" in setup.verdict().reason
-    assert "no container" in lost.verdict().reason
-    assert {each.verdict().outcome for each in (missing, setup, lost)} == {"error"}
+    assert verdict.outcome == "error" and "reference.setup failed" in verdict.reason
+
+
+def test_files_with_unusual_names_and_sizes() -> None:
+    conversation = begun({"test": "cat -- -a/b | wc -c | grep -qx 300000", "files": {"-a/b": "x" * 300_000}})
+
+    assert conversation.verdict().outcome == "correct"
 
 
 @pytest.mark.parametrize(
     ("settings", "reference", "message"),
     [
-        ({"container": {"start": ["docker", "{image}"], "run": ["docker"]}}, {}, "container.*stop"),
         ({"limits": {"wall_seconds": 3}}, {}, "set seconds"),
-        ({}, {"files": {}}, "reference.*test"),
-        ({}, {"test": "true", "test_files": {"x": "x" * 90_000}}, "reference.test_files: more than 60 kB"),
+        ({}, {"files": {}}, "reference.*set one of them"),
+        ({}, {"test": "true", "image": "debian"}, "image"),
+        ({}, {"test": "true", "files": {"../x": ""}}, r"reference.*files.*invalid path '../x'"),
+        ({}, {"test": "true", "test_files": {"x": "", "x/y": ""}}, "'x' is a file and also the folder of 'x/y'"),
+        ({}, {"test": "true", "setup": "\u4e2d" * 50_000}, "setup has a null character or more than 120 kB"),
+        ({}, {"answers": {"x": " "}}, "answers.x is empty or too large"),
     ],
 )
 def test_invalid_settings_and_references_are_reported(
@@ -146,9 +138,15 @@ def test_invalid_settings_and_references_are_reported(
         make("terminal", settings).check(reference)
 
 
-def test_containers_need_an_image(engine: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"reference.image is missing: container.start"):
-        make("terminal", engine).check({"test": "true"})
+@pytest.mark.parametrize("name", ["terminal", "command"])
+def test_without_namespaces_the_environment_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **settings: Any) -> Any:
+        raise SandboxError("no namespaces here")
+
+    monkeypatch.setattr("nemo_ext.rl.sandbox.sandbox.Box", fails)
+
+    with pytest.raises(SandboxError, match=r"namespaces are not available: no namespaces here\. Allow user namespaces"):
+        make(name)
 
 
 def test_an_episode_in_a_shell() -> None:

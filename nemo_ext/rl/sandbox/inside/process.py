@@ -281,9 +281,13 @@ class Session(Process):
                 self._take(reader)
             outputs = {number: bytes(held) for number, held in self._read.items()}
             return Ended("exit", 0, seconds, 0.0, outputs), True
-        os.close(self._wake)
         self._read[program.VALUE].clear()
-        return self._ended(over, seconds, *self._end()), False
+        return self.end(over, seconds), False
+
+    def end(self, over: str = "", seconds: float = 0.0) -> Ended:
+        """Kill the process and everything it started, and return the result of its last call."""
+        os.close(self._wake)
+        return self._ended(over, seconds, *self._end())
 
     def _answered(self) -> bool:
         return self._read[program.VALUE].endswith(b"\n")

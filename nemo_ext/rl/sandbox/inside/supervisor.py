@@ -112,6 +112,10 @@ class Supervisor:
     def _call(self, header: dict[str, Any], code: bytes) -> Ended:
         if self._session is None:
             self._place.confinement.empty_directory()
+        elif header["fresh"]:
+            self._session.end()
+            self._session = None
+        if self._session is None:
             self._session = Session(self._place, self._python, header["limits"])
         ended, alive = self._session.call(code, header["limits"])
         if not alive:
