@@ -132,8 +132,9 @@ def differences() -> str:
     parts = [
         "# What differs from the papers",
         "After this page you know every stage and method that is not as in its paper: "
-        f"{verdicts['not here']} rows are not here, {verdicts['partly']} are here partly, {verdicts['differs']} differ. "
-        "Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked (choice) on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
+        f"{verdicts['not here']} rows are not here, {verdicts['partly']} are here partly, {verdicts['differs']} differ."
+        " Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked (choice) "
+        "on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
         "This page is written by `python tests/papers/pages.py`.",
     ]
     for paper, rows in tables.items():
