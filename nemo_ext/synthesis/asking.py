@@ -87,7 +87,7 @@ class Asking:
         number = 0
         with written(new) as write:
             for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
-                if asked:
+                if asked and not self._problem(row):
                     write({"key": row[ID], "row": json_line(row).decode()})
                     number += 1
         with open(new, "rb") as content:
@@ -253,6 +253,16 @@ class Asking:
         task = Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
         return replace(task, tools=task.tools or self.episodes(task.environment).environment.tools)
 
+    def _problem(self, row: Row) -> str:
+        """Return why a conversation about a row cannot be held, such as an invalid reference; "" if it can."""
+        if isinstance(self.step, Converse):
+            try:
+                task = self._task(row)
+                self.episodes(task.environment).reference(task)
+            except ValueError as error:
+                return str(error)
+        return ""
+
     def episodes(self, environment: str) -> Episodes:
         """Return the object that holds conversations in the environment with this name; the first call creates it.
 
@@ -286,6 +296,9 @@ class Asking:
             self.context.counts.rows += not is_canary
             if not asked:
                 yield row
+                continue
+            if problem := self._problem(row):
+                self.context.drop(row, "wrong reference", problem)
                 continue
             key, row_answers = next(by_row)
             if key != row[ID]:

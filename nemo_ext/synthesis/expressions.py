@@ -17,8 +17,9 @@ from nemo_ext.job.records import strict_json
 from nemo_ext.job.seeds import generator, uniform
 from nemo_ext.job.templates import Templates
 from nemo_ext.rl.answers import final_answer, last_boxed, normal
+from nemo_ext.rl.verifiers import structured_output
 from nemo_ext.rl.verifiers.refusal import refuses
-from nemo_ext.synthesis.source_code import code, code_blocks, lint_score, parses
+from nemo_ext.synthesis.source_code import code, code_blocks, lean_excluded, lint_score, parses
 from nemo_ext.synthesis.translation import lines, unmasked
 
 _MARK = re.compile(r"#{1,6}|={2,6}")
@@ -56,6 +57,15 @@ def json_of(text: str | None) -> Any:
     except (ValueError, TypeError, RecursionError):
         return None
     return value
+
+
+def valid_schema(schema: Any) -> bool:
+    """Whether a value is a JSON schema that the environment `structured_output` accepts."""
+    try:
+        structured_output.check({"schema": schema})
+    except ValueError:
+        return False
+    return True
 
 
 def final(text: str | None) -> str:
@@ -217,7 +227,9 @@ TEMPLATES = Templates(
             *(tagged, all_tagged, number, json_of, code, code_blocks, parses, lint_score, final, in_box, words, mean),
             *(
                 majority,
+                lean_excluded,
                 overlap,
+                valid_schema,
                 without_sections,
                 language,
                 shuffled,

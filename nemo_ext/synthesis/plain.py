@@ -41,26 +41,25 @@ def run_step(step: Step, context: Context) -> Iterator[Row]:
 
 
 def _set(step: Set, context: Context) -> Iterator[Row]:
-    for row in context.read_rows():
-        if context.applies(step.when, row):
-            new = context.columns("columns", step.columns, context.names(row))
-            for name, source in step.templates.items():
-                new[name] = context.text(f"templates.{name}", source, context.names(row | new))
-            row |= new
-        yield row
+    def changed(row: Row) -> Iterator[Row]:
+        new = context.columns("columns", step.columns, context.names(row))
+        for name, source in step.templates.items():
+            new[name] = context.text(f"templates.{name}", source, context.names(row | new))
+        yield row | new
+
+    return _mapped(step.when, context, changed)
 
 
 def _keep(step: Keep, context: Context) -> Iterator[Row]:
-    for row in context.read_rows():
-        if not context.applies(step.when, row) or context.satisfies(row, step.require, context.names(row)):
+    def kept(row: Row) -> Iterator[Row]:
+        if context.satisfies(row, step.require, context.names(row)):
             yield row
+
+    return _mapped(step.when, context, kept)
 
 
 def _expand(step: Expand, context: Context) -> Iterator[Row]:
-    for row in context.read_rows():
-        if not context.applies(step.when, row):
-            yield row
-            continue
+    def expanded(row: Row) -> Iterator[Row]:
         entries = context.value("rows", step.rows, context.names(row))
         if not isinstance(entries, list | tuple):
             raise ValueError(f"steps.{context.name}.rows: row {row[ID]}: expected a list, not {str(entries)[:60]!r}")
@@ -70,6 +69,30 @@ def _expand(step: Expand, context: Context) -> Iterator[Row]:
             columns = entry if isinstance(entry, Mapping) else {context.name: entry}
             named = f"{row[ID]}/{context.name}.{number}"
             yield {**row, **columns, "part": number, "parts": len(entries), ID: named}
+
+    return _mapped(step.when, context, expanded)
+
+
+def _mapped(when: str | None, context: Context, rows_of: Callable[[Row], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the rows that `rows_of` makes from each row; a row for which an expression fails is dropped.
+
+    Raises:
+        ValueError: the expressions fail for all rows that the step applies to.
+    """
+    problem: ValueError | None = None
+    readable = False
+    for row in context.read_rows():
+        try:
+            applies = context.applies(when, row)
+            new_rows = list(rows_of(row)) if applies else [row]
+        except ValueError as error:  # rows may be anything
+            problem = problem or error
+            context.drop(row, "unreadable row", str(error))
+            continue
+        readable = readable or applies
+        yield from new_rows
+    if problem is not None and not readable:
+        raise problem
 
 
 def _group(step: Group, context: Context) -> Iterator[Row]:

@@ -4,7 +4,8 @@ import ast
 import importlib
 import io
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_ext.rl.answers import fences
-from nemo_ext.rl.verifiers.code import TAGS
+from nemo_ext.rl.verifiers.code import TAGS, program
+
+_LEAN = ("lean", "lean4")
 
 
 def code(text: str | None, language: str = "") -> str:
@@ -49,6 +52,31 @@ def parses(text: str | None, language: str = "python") -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return bool(text)
+
+
+def lean_excluded(text: str | None, words: Sequence[str], start: str = "") -> list[str]:
+    """Return the words that occur in Lean code, outside comments, more often than in `start`.
+
+    The code is the answer's program, or the text itself without a code block. Words are compared whole: `extern` does
+    not occur in `external`. In code with strings or quoted names, which may contain the marks of comments, comments
+    count as well.
+    """
+    block = program(text or "", _LEAN)
+    source, before = map(_without_lean_comments, (text or "" if block is None else block, start))
+    patterns = {word: re.compile(rf"(?<![\w']){re.escape(word)}(?![\w'])") for word in words}
+    return [word for word in words if len(patterns[word].findall(source)) > len(patterns[word].findall(before))]
+
+
+def _without_lean_comments(source: str) -> str:
+    if '"' in source or "«" in source:
+        return source
+    kept, depth, place = list[str](), 0, 0
+    while (mark := re.compile(r"/-|-/" if depth else r"/-|--[^\n]*").search(source, place)) is not None:
+        if not depth:
+            kept.append(source[place : mark.start()])
+        depth += {"/-": 1, "-/": -1}.get(mark.group(), 0)
+        place = mark.end()
+    return " ".join([*kept, "" if depth else source[place:]])
 
 
 @cache

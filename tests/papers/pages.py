@@ -6,6 +6,7 @@ python tests/papers/pages.py          # writes them
 """
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -114,12 +115,12 @@ def page(paper: str) -> str:
 
 
 def differing(paper: str) -> list[tuple[str, str, str, str]]:
-    """Stage or method, section, `differs` or `not here`, and how, of everything on a page that is not exact."""
+    """Stage or method, section, `differs`, `partly` or `not here`, and how, of all that is not exact."""
     given, made = PAPERS[paper], []
     for stage in given["stages"]:
         config = composed(stage) if stage["numbers"] else {}
         told = [("differs", what) for what in stage.get("differs") or ()]
-        told += [("not here", what) for what in config.get("not_reproduced") or ()]
+        told += [("partly", what) for what in config.get("not_reproduced") or ()]
         made += [(stage["stage"], str(stage["section"]), *each) for each in told]
     return made + [tuple(row) for row in given.get("methods") or () if row[2] != "exact"]
 
@@ -127,13 +128,13 @@ def differing(paper: str) -> list[tuple[str, str, str, str]]:
 def differences() -> str:
     """The page with everything that is not exact, of all papers."""
     tables = {paper: differing(paper) for paper in PAPERS}
-    total = sum(map(len, tables.values()))
-    absent = sum(row[2] == "not here" for rows in tables.values() for row in rows)
+    verdicts = Counter(row[2] for rows in tables.values() for row in rows)
     parts = [
         "# What differs from the papers",
-        f"After this page you know every stage and method that is not as in its paper: {total} rows, {absent} of them "
-        "not here. Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked "
-        "(choice) on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
+        "After this page you know every stage and method that is not as in its paper: "
+        f"{verdicts['not here']} rows are not here, {verdicts['partly']} are here partly, {verdicts['differs']} differ."
+        " Stages that are not listed have the paper's numbers; numbers that a paper does not state are marked (choice) "
+        "on its page. How benchmarks differ is in [evaluation data](../evaluation_data.md). "
         "This page is written by `python tests/papers/pages.py`.",
     ]
     for paper, rows in tables.items():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +41,35 @@ def test_the_differences_of_all_papers_are_on_one_page() -> None:
 def test_every_method_has_a_verdict_and_differences_say_how() -> None:
     for paper in PAPERS.values():
         for method, section, verdict, how in paper.get("methods") or ():
-            assert verdict in ("exact", "differs", "not here") and method and section and how, (method, verdict)
+            assert verdict in ("exact", "differs", "partly", "not here") and method and section and how, (
+                method,
+                verdict,
+            )
+
+
+def test_differences_are_counted_and_have_all_methods() -> None:
+    page = (pages().FOLDER / "differences.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    counts = Counter(row[2] for row in rows)
+
+    assert (
+        f"{counts['not here']} rows are not here, {counts['partly']} are here partly, {counts['differs']} differ"
+        in page
+    )
+    for paper in PAPERS.values():
+        methods = [row for row in paper.get("methods") or () if row[2] != "exact"]
+        assert all([*map(str, row)] in rows for row in methods), paper["title"]
+
+
+def test_stages_that_can_be_run_are_not_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pages()
+    monkeypatch.setattr(made, "composed", lambda stage: {"not_reproduced": ["a part of it"]})
+
+    for paper in PAPERS:
+        methods = {row[0] for row in PAPERS[paper].get("methods") or ()}
+        absent = {row[0] for row in made.differing(paper) if row[2] == "not here"}
+        assert absent <= methods, paper
+        assert "partly" in {row[2] for row in made.differing(paper)}, paper
 
 
 def test_every_recipe_of_a_paper_is_a_stage_or_a_method_of_its_page() -> None:

@@ -14,6 +14,7 @@ from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.worlds.python_tool import TOOL
 from nemo_ext.rl.worlds.world import solution_calls
 from nemo_ext.synthesis.settings import Recipe
+from nemo_ext.synthesis.source_code import lean_excluded
 
 Run = Callable[..., tuple[int, str]]
 Model = Callable[..., Any]
@@ -1108,14 +1109,25 @@ def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
             return f"<message>More of matter {asked[0]}, {turn}</message>"
         return f"matter {asked[-1] if asked[-1] != '5' else 6} is this" if asked else "What?"
 
-    rows = [{"id": f"q{number}", "question": f"Explain matter {number}"} for number in range(24)]
+    rows: list[dict[str, Any]] = [{"id": f"q{number}", "question": f"Explain matter {number}"} for number in range(24)]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ]
+    wrong = [{"prompt": turns}, {"prompt": ""}, {"prompt": ["Hello."]}, {"prompt": 5}]
 
     code, output = synthesize(
-        "recipe=multi_turn_chat", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+        "recipe=multi_turn_chat",
+        f"input={written(rows + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
+        f"endpoint={model(anyone).url}",
+        "steps.unique.near=null",
     )
 
     assert code == 0, output
     steps = report()["steps"]
+    assert steps["texts"]["dropped"] == {"a message without text": 2, "no prompt": 1, "unreadable row": 1}
     assert steps["judge"]["dropped"] == {"does not answer": 1}, "of matter 5"
     assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
     found = {record["id"]: record for record in records("conversations")}
@@ -1151,11 +1163,17 @@ def test_personas_write_instructions_that_are_verified_in_every_turn(
         }
         for word in words
     ]
-    people = [{"id": f"p{number}", "persona": f"person {number}"} for number in range(24)]
+    people: list[dict[str, Any]] = [{"id": f"p{number}", "persona": f"person {number}"} for number in range(24)]
+
+    wrong: list[dict[str, Any]] = [
+        {"key": 1, "prompt": "Write a poem without commas.", "instruction_id_list": ["punctuation:no_comma"]},
+        {"rules": "1. Be brief."},
+        {"prompt": [{"role": "user", "content": None}]},
+    ]
 
     code, output = synthesize(
         "recipe=persona_instructions",
-        f"input={written(people + rules)}",
+        f"input={written(people + rules + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
         f"endpoint={model(anyone).url}",
         "steps.unique.near=null",
         "steps.task.columns.turns=2 if id == 'p3' else 1 | within(3, seed, id, 'turns')",
@@ -1163,6 +1181,8 @@ def test_personas_write_instructions_that_are_verified_in_every_turn(
 
     assert code == 0, output
     steps = report()["steps"]
+    assert steps["task"]["dropped"] == {"unreadable row": 1}
+    assert steps["usable"]["dropped"] == {"neither a persona nor instructions": 2}
     assert steps["personas"]["dropped"] == {"a row of instructions": 4}
     assert (steps["right1"]["dropped"], steps["right2"]["dropped"]) == ({}, {"not followed": 1})
     assert steps["judge"]["dropped"] == {"trivial": 1}
@@ -1196,18 +1216,21 @@ def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
         if "Prove the theorem" not in prompt:  # t2 is never formalised, t1 in the second attempt
             wrong = number == 2 or (number == 1 and "[Lean]" not in prompt)
             claim = "mistake" if wrong else f"{number} = {number}"
+            header += "#eval 1\n\n" if number == 9 else "/-- An external claim. -/\n"
             return {"content": f"```lean\n{header}theorem t{number} : {claim} := by sorry\n```"}
         statement = f"theorem t{number} : {number} = {number} := by "
         rounds = prompt.count("[Lean]") and 1
+        comment = "/-- An external claim. -/\n" if number != 8 else "def m (h : #s = 1) : IO Unit := pure ()\n"
         proof = {4: "sorry", 5: "nlinarith", 6: "rfl" if rounds and "unsolved goals" in prompt else "simp"}.get(
             number, "rfl"
         )
         if number == 7 and payload["seed"] % 2:
             statement = f"/- {statement}-/ theorem u : True := by "
-        return {"content": f"```lean\n{header}{statement}{proof}\n```", "reasoning_content": "I think."}
+        return {"content": f"```lean\n{header}{comment}{statement}{proof}\n```", "reasoning_content": "I think."}
 
-    rows = [{"id": f"q{number}", "question": f"the claim t{number}"} for number in range(9)]
-    rows.append({"id": "formal", "statement": "import Mathlib\n\ntheorem t8 : 8 = 8 := by sorry", "question": "t8"})
+    rows = [{"id": f"q{number}", "question": f"the claim t{number}"} for number in (*range(8), 9)]
+    statement = "import Mathlib\n\ndef m (h : #s = 1) : IO Unit := pure ()\ntheorem t8 : 8 = 8 := by sorry"
+    rows += [{"id": "q8", "statement": statement}, {"id": "formal", "statement": statement, "question": "t8"}]
 
     code, output = synthesize(
         "recipe=lean_proofs",
@@ -1220,7 +1243,7 @@ def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
 
     assert code == 0, output
     steps = report()["steps"]
-    assert steps["compiles"]["dropped"] == {"does not compile": 1}, "t2"
+    assert steps["compiles"]["dropped"] == {"does not compile": 1, "an excluded word": 1}, "t2, t9"
     assert steps["judge"]["dropped"] == {"states something else": 1}, "t3"
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
     assert steps["unique"]["dropped"] == {"duplicate": 1}, "t8"
@@ -1229,7 +1252,26 @@ def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
     assert {("q0", 0), ("q1", 0), ("q6", 1), ("q8", 0)} <= rounds
     assert {name for name, _ in rounds}.isdisjoint({"q4", "q5"})
     assert all(record["messages"][1]["content"].endswith("by rfl\n```") for record in found)
-    assert all(task["reference"]["start"].endswith(":= by ") for task in records("tasks"))
+    for task in records("tasks"):
+        start, excludes = task["reference"]["start"], task["reference"]["excludes"]
+        assert start.endswith(":= by ") and "sorry" in excludes and not any(word in start for word in excludes)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("-- sorry\nexact external", []),
+        ("/- a /- b -/ sorry -/ simp -- extern", []),
+        ("-- /-\nsorry\n-- -/", ["sorry"]),
+        ("/-- a --/ sorry", ["sorry"]),
+        ('exact "/-" sorry "-/"', ["sorry"]),
+        ("```lean4\n#eval! x\n```", ["#eval"]),
+        ("exact notation", []),
+        ("exact notation notation", ["notation"]),
+    ],
+)
+def test_excluded_words_of_lean_are_whole_words_outside_comments(source: str, words: list[str]) -> None:
+    assert lean_excluded(source, ["sorry", "extern", "#eval", "notation"], "theorem notation : True := by") == words
 
 
 def test_tasks_in_a_shell_are_verified_by_their_tests(
@@ -1271,12 +1313,13 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
     rows.append({"id": "hard", "question": "Do what you cannot.", "test": "false"})
     rows.append({"id": "open", "question": "What do you think?"})
     rows.append({"id": "image", "question": "Do nothing.", "test": "true", "image": "debian"})
+    rows.append({"id": "empty", "question": "What is nothing?", "answer": " "})
 
     code, output = synthesize("recipe=terminal_traces", f"input={written(rows)}", f"endpoint={model(agent).url}")
 
     assert code == 0, output
     steps = report()["steps"]
-    assert steps["testable"]["dropped"] == {"without a test or an answer": 1, "with an image": 1}
+    assert steps["testable"]["dropped"] == {"without a test or an answer": 2, "with an image": 1}
     assert steps["fate"]["dropped"] == {"never solved": 4}
     assert steps["right"]["dropped"]["without a call"] == 4
     found = records("conversations")
@@ -1311,13 +1354,25 @@ def test_questions_that_require_five_documents_fail_without_any_of_them(
         return str(sum(100 + int(mill) for mill in mills))
 
     rows = [{"id": f"q{n}", "text": f"The mill {n} ground {100 + n} sacks. It stands by the river."} for n in range(12)]
+    wrong: list[dict[str, Any]] = [
+        {"documents": [{"title": "A", "text": "The mill 3 ground 103 sacks."}] * 5},
+        {"documents": [["A", ["One sentence."]]] * 5},
+        {"documents": "one text"},
+        {"documents": {"title": ["A"], "sentences": [["One sentence."]]}},
+        {"text": None},
+        {"documents": 5},
+    ]
 
     code, output = synthesize(
-        "recipe=multi_document_qa", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
+        "recipe=multi_document_qa",
+        f"input={written(rows + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
+        f"endpoint={model(anyone).url}",
+        "steps.unique.near=null",
     )
 
     assert code == 0, output
     steps = report()["steps"]
+    assert steps["texts"]["dropped"] == {"documents are not texts": 4, "no text": 1, "unreadable row": 1}
     assert steps["ask"]["dropped"] == {"fewer than five documents": 1}, "q3"
     assert steps["needed"]["dropped"]["answered without one of them"] == 1, "q2"
     assert steps["check"]["numbers"]["canaries"] > 10 and not steps["check"]["numbers"]["canaries_fooled"]
@@ -1338,6 +1393,10 @@ def test_schemas_with_documents_are_limited_and_satisfied(
             return f"<verdict>{'yes' if len({*topic}) == 1 else 'no'}</verdict>"
         if "a JSON schema for" in prompt:
             properties: dict[str, Any] = {f"topic{topic[0]}": {"type": "string"}, "year": {"type": "integer"}}
+            if topic[0] in "456":  # an unknown type, another document, an endless loop
+                properties["year"] = {"4": {"type": "int"}, "5": {"$ref": "https://a.b/c"}}.get(
+                    topic[0], {"type": "string", "allOf": [{"$ref": "#/properties/one/properties/year"}]}
+                )
             if topic[0] == "1":  # too simple for levels 2 and 3
                 schema: dict[str, Any] = {"type": "object", "properties": properties}
             else:
@@ -1351,7 +1410,7 @@ def test_schemas_with_documents_are_limited_and_satisfied(
         value = {"one": {"year": 1900}, "two": {"year": 1900 if payload["seed"] % 2 else "1900"}}
         return json.dumps(value if topic[0] != "1" else {"year": 1900})
 
-    rows = [{"id": f"q{number}", "topic": f"topic{number}"} for number in range(4)]
+    rows = [{"id": f"q{number}", "topic": f"topic{number}"} for number in range(7)]
 
     code, output = synthesize(
         "recipe=json_schemas", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
@@ -1359,7 +1418,7 @@ def test_schemas_with_documents_are_limited_and_satisfied(
 
     assert code == 0, output
     steps = report()["steps"]
-    assert steps["write"]["dropped"] == {"too simple": 4}
+    assert steps["write"]["dropped"] == {"too simple": 4, "invalid schema": 18}
     assert steps["rate"]["dropped"]["never valid"] > 0
     assert steps["judge"]["numbers"]["canaries"] > 5 and not steps["judge"]["numbers"]["canaries_fooled"]
     found = records("conversations")

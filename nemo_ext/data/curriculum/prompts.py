@@ -94,7 +94,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         domains = codes[piece.domain] if len(codes) else piece.domain
         pieces.append((piece.offset, piece.length, key, piece.text, domains))
     check_share(report, "prompts", max_bad_share)
-    numbers = {str(path): number for number, path in enumerate(files)}
+    numbers = {str(path.absolute()): number for number, path in enumerate(files)}  # as in parts
     number_of_file = np.repeat(
         np.array([numbers[part.path] for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )

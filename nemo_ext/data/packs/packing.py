@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked_whole, nearest
 
 Lengths = npt.NDArray[np.int64]
 
@@ -131,8 +131,12 @@ def pack(
         Packs that contain every sample once.
 
     Raises:
-        ValueError: a length is below 1 or above the capacity, or the capacity is not a multiple of `align`.
+        ValueError: a length is below 1 or above the capacity, the capacity is not a multiple of `align`, or a limit is
+            below 1.
     """
+    for name, value in (("capacity", capacity), ("align", align), ("max_samples", max_samples)):
+        if value is not None:
+            checked_whole(name, value, least=1)
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -146,7 +150,7 @@ def pack(
     order = np.arange(count) if seed is None else generator(seed, "samples of one length").permutation(count)
     places = -(-tokens // align)
     order = order[np.argsort(-places[order], kind="stable")]
-    room, most = capacity // align, max_samples or count or 1
+    room, most = capacity // align, max_samples or max(count, 1)
     pack_of_sample = _place(places[order], capacity=room, max_samples=most)
     packs = int(pack_of_sample.max(initial=-1)) + 1
     if even:

@@ -81,10 +81,13 @@ def check(reference: Mapping[str, Any]) -> Reference:
         raise ValueError(f"reference.schema is not a valid JSON schema: {error}") from None
     for path, part in _parts(schema, "reference.schema"):
         _check_part(schema, part, path)
-    try:
-        compiled.is_valid({})
-    except RecursionError:
-        raise ValueError("reference.schema: its $ref references form an endless loop; break the loop") from None
+        if any(key in part for key in _REFERS):
+            try:
+                list(compiled.evolve(schema=part).iter_errors({}))  # all of them: the first may precede the loop
+            except RecursionError:
+                raise ValueError(f"{path}: its $ref references form an endless loop; break the loop") from None
+            except Unresolvable as error:
+                raise ValueError(f"{path}: a reference cannot be resolved ({error}); correct it") from None
     return Reference(text=text)
 
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import resource
@@ -84,6 +85,17 @@ def test_the_file_depends_on_the_seed_only(problems: Path) -> None:
 
     assert (first / "curriculum.jsonl").read_bytes() == (again / "curriculum.jsonl").read_bytes()
     assert ids_of(first) != ids_of(other)
+
+
+def test_packed_prompts_may_have_a_relative_output(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = problems / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress((problems / "prompts.jsonl").read_bytes()))
+    monkeypatch.chdir(problems)
+
+    curriculum(Path(), f"prompts={packed}", output="relative")
+
+    plain = curriculum(problems)
+    assert (problems / "relative" / "curriculum.jsonl").read_bytes() == (plain / "curriculum.jsonl").read_bytes()
 
 
 def test_shares_of_domains_and_filters(problems: Path) -> None:

@@ -126,6 +126,10 @@ def test_lengths_and_capacities_that_do_not_fit_are_refused(arguments: tuple[lis
         pack(*arguments)
     with pytest.raises(ValueError, match="multiple of align=3"):
         pack([1], 8, align=3)
+    limits: dict[str, Any]
+    for limits in ({"max_samples": -1}, {"max_samples": 0}, {"align": 0}, {"capacity": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(limits))} must be a whole number of at least 1"):
+            pack([1], **{"capacity": 8, **limits})
 
 
 def test_longer_samples_are_dropped_truncated_or_refused() -> None:

@@ -149,6 +149,10 @@ def test_schemas_may_refer_to_themselves(structured: Environment) -> None:
         ({"schema": {"type": "strin"}}, r"reference\.schema\.type"),
         ({"schema": {"properties": {"a": {"minimum": "x"}}}}, r"reference\.schema\.properties\.a\.minimum"),
         ({"schema": {"$ref": "#"}}, "endless loop"),
+        (
+            {"schema": {"properties": {"a": {"type": "string", "allOf": [{"$ref": "#/properties/a"}]}}}},
+            r"reference\.schema\.properties\.a\.allOf\[0\]: its \$ref references form an endless loop",
+        ),
         ({"schema": {"$schema": 5}}, r"\$schema=5: expected a string"),
         ({"schema": {"$ref": "https://example.org/schema"}}, "refer only to parts of itself"),
         ({"schema": {"items": {"$ref": "other.json"}}}, r"reference\.schema\.items\.\$ref"),
