@@ -51,9 +51,9 @@ from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, first_width, layers, mamba_widths
 
 ERROR = 0.15
-"""Deviation from published throughputs that predictions for dense models from 7 B on keep (docs/throughput.md)."""
+"""Error stated for dense models, chosen after comparison with published runs (docs/throughput.md)."""
 EXPERTS_ERROR = 0.2
-"""The same for models with experts."""
+"""The same for models with experts; Nemotron 3 alone was compared, and other models deviate by more."""
 BACKWARD_SCORES = 2.5
 """FLOPs of attention's backward pass relative to its forward pass: five products instead of two."""
 MOVES = 4
