@@ -195,6 +195,7 @@ def measured(base: Gpu, rates: Rates) -> Gpu:
         products["fp8"] = found.pop("fp8", base.matmul["fp8"])
     grouped = {**base.grouped, "bf16": found.pop("grouped", base.grouped["bf16"])}
     known = rates.found.keys() - ({"grouped"} if "fp8" in base.grouped else set())
+    known -= {"matmul"} if "fp8" in base.matmul and "fp8" not in rates.found else set()
     left = tuple(name for name in base.estimates if name.partition(".")[0] not in known)
     return replace(base, matmul=products, grouped=grouped, estimates=left, source=source(sorted(rates.found)), **found)
 
