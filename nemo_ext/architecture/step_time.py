@@ -10,16 +10,17 @@ size h, are:
 - memory: all other reads and writes of kernels: `MOVES` times the bytes kept for the backward pass, half of them in
   each pass, and another forward pass with full recomputation
 - TP: T x h in BF16 around every pair of linear layers, all-reduced twice, and once more if recomputed, or gathered and
-  scattered as often with sequence parallelism; nothing overlaps except the backward pass's gather of the input; with `tp_comm_overlap`, all
-  but the first of TP chunks
+  scattered as often with sequence parallelism; nothing overlaps except the backward pass's gather of the input; with
+  `tp_comm_overlap`, all but the first of TP chunks
 - EP: the tokens of a sequence-parallel rank to their experts and back, forward and backward, without overlap; the flex
   dispatcher sends a token once to each node and each rank that has one of its experts, `alltoall` once to each expert
 - CP: keys and values around the ring, once forward and twice backward, as far as they do not overlap with attention;
   Mamba-2's all-to-all between heads and tokens, without overlap
 - PP: T x h to the next stage and its gradient back, without overlap
 - bubble: idle time of the slowest rank in Megatron's schedule, simulated with the stages' FLOPs (`pipeline.idle_share`)
-- DP, once per step: gradients reduced in FP32, or BF16 (`grad_reduce_in_bf16`), and weights gathered; with `overlap_grad_reduce` and
-  `overlap_param_gather` only the part that does not overlap with the last backward and the first forward pass
+- DP, once per step: gradients reduced in FP32, or BF16 (`grad_reduce_in_bf16`), and weights gathered; with
+  `overlap_grad_reduce` and `overlap_param_gather` only the part that does not overlap with the last backward and the
+  first forward pass
 - optimizer, once per step: its states read and written
 
 A run without training (`Layout.frozen`) has only the forward passes. With `mtp_only`, so has the main model on the
@@ -96,6 +97,9 @@ class StepTime:
     def total(self) -> float:
         """Total time of the step in seconds."""
         return sum(getattr(self, part.name) for part in fields(self))
+
+    def __add__(self, other: "StepTime") -> "StepTime":
+        return StepTime(**{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)})
 
 
 class _Shape(NamedTuple):

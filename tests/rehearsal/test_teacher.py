@@ -11,9 +11,9 @@ from nemo_ext.architecture.cost import forward_flops_per_token, total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
+from nemo_ext.checkpoint.start import model_of
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.ranks import rehearse
-from nemo_ext.rehearsal.teacher import model_of
 
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
