@@ -30,7 +30,7 @@ FILL = 0.9
 """Fraction of a GPU's memory that a layout may use (choice); the rest is for the CUDA context, NCCL's buffers and
 allocator fragmentation, which neither the cost model nor the rehearsal counts."""
 COMPARED = ((8, 0), (9, 0))
-"""Compute capabilities of the GPUs whose predictions were compared with published runs: A100, H100."""
+"""Compute capabilities of the GPUs whose predictions were compared with published runs: A100, and H100 or H200."""
 SMALLEST = 6e9
 """Parameters of a model below which small kernels, which the predictions neglect, matter (choice)."""
 MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 6
