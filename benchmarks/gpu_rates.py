@@ -153,7 +153,7 @@ class Rates:
     def link(self, group: Any, known: Link) -> Link:
         """Rates of a group's links; every rank of the group has to call this."""
         ranks = dist.get_world_size(group)
-        small, large = (bytes_ // (1 << 10) if self.small else bytes_ for bytes_ in MESSAGES)
+        small, large = (bytes_ // (1 << 6) if self.small else bytes_ for bytes_ in MESSAGES)
 
         def gather(count: int) -> float:
             x = torch.zeros(count, dtype=torch.uint8, device=self.machine.device)

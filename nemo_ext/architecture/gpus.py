@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, checked, nearest
 
-SLOWEST_LINK = 1e8
+SLOWEST_LINK = 1e7
 """Bytes/s that every link exceeds; a smaller rate is in another unit."""
 
 
