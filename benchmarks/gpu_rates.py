@@ -153,7 +153,7 @@ class Rates:
     def link(self, group: Any, known: Link) -> Link:
         """Rates of a group's links; every rank of the group has to call this."""
         ranks = dist.get_world_size(group)
-        small, large = (bytes_ // (1 << 10) if self.small else bytes_ for bytes_ in MESSAGES)
+        small, large = (bytes_ // (1 << 6) if self.small else bytes_ for bytes_ in MESSAGES)
 
         def gather(count: int) -> float:
             x = torch.zeros(count, dtype=torch.uint8, device=self.machine.device)
@@ -195,6 +195,7 @@ def measured(base: Gpu, rates: Rates) -> Gpu:
         products["fp8"] = found.pop("fp8", base.matmul["fp8"])
     grouped = {**base.grouped, "bf16": found.pop("grouped", base.grouped["bf16"])}
     known = rates.found.keys() - ({"grouped"} if "fp8" in base.grouped else set())
+    known -= {"matmul"} if "fp8" in base.matmul and "fp8" not in rates.found else set()
     left = tuple(name for name in base.estimates if name.partition(".")[0] not in known)
     return replace(base, matmul=products, grouped=grouped, estimates=left, source=source(sorted(rates.found)), **found)
 

@@ -1,17 +1,28 @@
 """Peak rates of GPUs and the rates that kernels reach on them, from `hydra_conf/rates`; used by `step_time.py`."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.registry import config_files
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import STRICT, checked, nearest
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SLOWEST_LINK = 1e7
+"""Bytes/s that every link exceeds; a smaller rate is in another unit."""
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
+
+
+Rate = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
 Rates = Annotated[dict[PositiveInt, Rate], Field(min_length=1)]
 Products = dict[Literal["bf16", "fp8"], Rates]
 
@@ -71,7 +82,7 @@ class Gpu:
         source: GPU, date and software versions of the measurement.
     """
 
-    memory_gib: PositiveFloat
+    memory_gib: Annotated[PositiveFloat, BeforeValidator(_not_bool)]
     capability: tuple[int, int]
     flops: Rate
     bandwidth: Rate
@@ -85,9 +96,30 @@ class Gpu:
     memory: Rate
     node: Link
     between: Link
-    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sustained: Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=1)] = 1.0
     estimates: tuple[str, ...] = ()
     source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, products in (("matmul", self.matmul), ("grouped", self.grouped)):
+            for precision, rates in products.items():
+                most = 1.2 * self.flops * (2 if precision == "fp8" else 1)
+                if max(rates.values()) > most:
+                    raise ValueError(
+                        f"{name}.{precision} has {max(rates.values()):.3g} FLOP/s, more than 1.2 times the peak that "
+                        f"flops={self.flops:.3g} implies; correct the rate or its unit"
+                    )
+        if self.memory > self.bandwidth:
+            raise ValueError(f"memory={self.memory:.3g} exceeds bandwidth={self.bandwidth:.3g}; correct one of them")
+        for name, link in (("node", self.node), ("between", self.between)):
+            for kind, rate in (("gather", link.gather), ("all_to_all", link.all_to_all)):
+                if rate <= SLOWEST_LINK:
+                    raise ValueError(
+                        f"{name}.{kind}={rate:.3g}: expected more than {SLOWEST_LINK:.0e} bytes/s; convert the rate"
+                    )
+        known = {*RATES, *(f"{link}.{field.name}" for link in ("node", "between") for field in fields(Link))}
+        if unknown := [name for name in self.estimates if name not in known]:
+            raise ValueError(f"estimates has {unknown[0]!r}, which is not a rate: {nearest(unknown[0], known)}")
 
     def product(self, grouped: bool, precision: Literal["bf16", "fp8"], *sizes: float) -> float:
         """Return the sustained FLOP/s of a matrix product, which depends on the smallest of its three `sizes`.
@@ -115,6 +147,10 @@ class Gpu:
         low, high = known[upper - 1], known[upper]
         share = math.log(size / low) / math.log(high / low)
         return kept * (rates[low] + share * (rates[high] - rates[low]))
+
+
+RATES = ("sustained", "matmul", "grouped", "attention", "scan", "memory", "node", "between")
+"""Names of the rates that can be estimates."""
 
 
 def read_gpu(text: str, name: str) -> Gpu:
@@ -150,4 +186,8 @@ def gpu_file(path: str) -> Gpu:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"gpu={path}: no such file; write it with benchmarks/gpu_rates.py, or name a known GPU")
-    return read_gpu(file.read_text(encoding="utf-8"), path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"gpu={path} cannot be read ({error}); write it with benchmarks/gpu_rates.py") from error
+    return read_gpu(text, path)

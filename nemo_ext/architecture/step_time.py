@@ -7,18 +7,20 @@ size h, are:
   of inputs and weights) and once more if recomputed, or the memory traffic of the weights (read twice, their FP32
   gradient read and written) if that takes longer, separately for dense weights and experts; attention and the Mamba-2
   scan, forward and backward
-- memory: all other reads and writes of kernels: `MOVES` times the bytes kept for the backward pass
-- TP: T x h in BF16 around every pair of linear layers, all-reduced twice, or gathered and scattered as often with
-  sequence parallelism; nothing overlaps except the backward pass's gather of the input; with `tp_comm_overlap`, all
-  but the first of TP chunks
+- memory: all other reads and writes of kernels: `MOVES` times the bytes kept for the backward pass, half of them in
+  each pass, and another forward pass with full recomputation
+- TP: T x h in BF16 around every pair of linear layers, all-reduced twice, and once more if recomputed, or gathered and
+  scattered as often with sequence parallelism; nothing overlaps except the backward pass's gather of the input; with
+  `tp_comm_overlap`, all but the first of TP chunks
 - EP: the tokens of a sequence-parallel rank to their experts and back, forward and backward, without overlap; the flex
   dispatcher sends a token once to each node and each rank that has one of its experts, `alltoall` once to each expert
 - CP: keys and values around the ring, once forward and twice backward, as far as they do not overlap with attention;
   Mamba-2's all-to-all between heads and tokens, without overlap
 - PP: T x h to the next stage and its gradient back, without overlap
 - bubble: idle time of the slowest rank in Megatron's schedule, simulated with the stages' FLOPs (`pipeline.idle_share`)
-- DP, once per step: gradients reduced in FP32 and weights gathered; with `overlap_grad_reduce` and
-  `overlap_param_gather` only the part that does not overlap with the last backward and the first forward pass
+- DP, once per step: gradients reduced in FP32, or BF16 (`grad_reduce_in_bf16`), and weights gathered; with
+  `overlap_grad_reduce` and `overlap_param_gather` only the part that does not overlap with the last backward and the
+  first forward pass
 - optimizer, once per step: its states read and written
 
 A run without training (`Layout.frozen`) has only the forward passes. With `mtp_only`, so has the main model on the
@@ -51,9 +53,9 @@ from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, first_width, layers, mamba_widths
 
 ERROR = 0.15
-"""Deviation from published throughputs that predictions for dense models from 7 B on keep (docs/throughput.md)."""
+"""Error stated for dense models, chosen after comparison with published runs (docs/throughput.md)."""
 EXPERTS_ERROR = 0.2
-"""The same for models with experts."""
+"""The same for models with experts; Nemotron 3 alone was compared, and other models deviate by more."""
 BACKWARD_SCORES = 2.5
 """FLOPs of attention's backward pass relative to its forward pass: five products instead of two."""
 MOVES = 4
@@ -62,7 +64,7 @@ and read, and so is its gradient."""
 SIMULATED = 4
 """Largest number of simulated micro-batches, relative to the number of pipeline ranks."""
 NUMBER = 2
-"""Bytes of each number sent, which is in BF16."""
+"""Bytes of a number in BF16, such as those sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,9 @@ class StepTime:
         """Total time of the step in seconds."""
         return sum(getattr(self, part.name) for part in fields(self))
 
+    def __add__(self, other: "StepTime") -> "StepTime":
+        return StepTime(**{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)})
+
 
 class _Shape(NamedTuple):
     """Sizes that the time of a block's kernels depends on: tokens per micro-batch on a GPU, TP, EP and ETP."""
@@ -118,6 +123,8 @@ class _Work(NamedTuple):
         backward: seconds of attention's backward pass.
         scan: seconds of Mamba-2's forward scan.
         pairs: number of pairs of linear layers.
+        mlp_pairs: part of `pairs` in MLP blocks.
+        moe_pairs: part of `pairs` in MoE blocks.
         routed: values per token sent to experts.
         near: values per token sent to experts on other GPUs of the node.
         far: values per token sent to experts on other nodes.
@@ -137,6 +144,8 @@ class _Work(NamedTuple):
     backward: float = 0
     scan: float = 0
     pairs: float = 0
+    mlp_pairs: float = 0
+    moe_pairs: float = 0
     routed: float = 0
     near: float = 0
     far: float = 0
@@ -160,6 +169,7 @@ class TimeModel:
         seq_length: sequence length; the model's own by default.
         low: share of each block's parameters that are multiplied in FP8, by 0-based number; None: all in BF16.
         flex: whether the token dispatcher is `flex` rather than `alltoall`.
+        bf16_gradients: whether gradients are accumulated and reduced in BF16 (`grad_reduce_in_bf16`).
     """
 
     def __init__(
@@ -171,10 +181,11 @@ class TimeModel:
         seq_length: int | None = None,
         low: Mapping[int | None, float] | None = None,
         flex: bool = False,
+        bf16_gradients: bool = False,
     ) -> None:
         self.architecture, self.gpu, self.per_node = architecture, gpu, gpus_per_node
         self.length = architecture.sequence_length(seq_length)
-        self.low, self.flex = dict(low or {}), flex
+        self.low, self.flex, self.bf16_gradients = dict(low or {}), flex, bf16_gradients
         # Cached, since a search evaluates thousands of layouts.
         self._blocks = lru_cache(maxsize=None)(self._block)
         self._sums = lru_cache(maxsize=None)(self._sum)
@@ -205,9 +216,17 @@ class TimeModel:
             gathers_experts: whether every rank of an expert-parallel group gets all tokens (dispatcher `allgather`).
 
         Raises:
-            ValueError: the number of stages does not match the layout.
+            ValueError: the number of stages does not match the layout, the batch is not divisible by micro-batch x DP,
+                or the precision is FP32, for which no rates are known.
         """
-        count = batch / (layout.micro_batch_size * layout.data_parallel)
+        if layout.precision == "fp32":
+            raise ValueError("training in FP32: GPUs have no rates for it; predict with megatron.bf16=true")
+        count, rest = divmod(batch, layout.micro_batch_size * layout.data_parallel)
+        if rest:
+            raise ValueError(
+                f"megatron.global_batch_size={batch} is not divisible by micro-batch x DP = "
+                f"{layout.micro_batch_size} x {layout.data_parallel}; change one of them"
+            )
         stages = stage_ranges(pattern, layout)
         shape = self._shape(layout)
         slowest: tuple[float, ...] | None = None
@@ -241,7 +260,7 @@ class TimeModel:
         times = {name: count * part for name, part in zip(names, slowest, strict=True)}
         return StepTime(**times, bubble=bubble, data=after[0], optimizer=after[1])
 
-    def _idle_micro_batches(self, pattern: Pattern, ranks: int, virtual: int, count: float) -> float:
+    def _idle_micro_batches(self, pattern: Pattern, ranks: int, virtual: int, count: int) -> float:
         """Return the idle time of the slowest pipeline rank in a step of `count` micro-batches.
 
         The unit is the rank's time for one micro-batch. At most `SIMULATED` times the number of ranks are simulated;
@@ -261,11 +280,12 @@ class TimeModel:
             assert share is not None
             return number * (sum(costs) / ranks / (1 - share) / slowest - 1)
 
-        whole = int(min(count, SIMULATED * ranks))
+        whole = min(count, SIMULATED * ranks)
         if whole == count:
             return idle(whole)
         half = whole // 2
-        return idle(whole) + (count - whole) * (idle(whole) - idle(half)) / (whole - half)
+        # Before the schedule settles, the idle time falls.
+        return idle(whole) + (count - whole) * max(0.0, idle(whole) - idle(half)) / (whole - half)
 
     def _shape(self, layout: Layout) -> _Shape:
         """Return the sizes of a layout that the time of a block's kernels depends on."""
@@ -317,7 +337,7 @@ class TimeModel:
             return _Work(dense=dense, scores=scores, backward=backward, pairs=1, rings=1, keys=2 * key, **weights)
         if block.kind == "-":
             dense = self._mlp(hidden, block.size("ffn"), shape, low)
-            return _Work(dense=dense, mlp=dense, pairs=1, **weights)
+            return _Work(dense=dense, mlp=dense, pairs=1, mlp_pairs=1, **weights)
         if block.kind == "M":
             inner, _, projected = mamba_widths(block)
             dense = self._product(hidden, projected / ways, shape, low)
@@ -333,11 +353,13 @@ class TimeModel:
         latent = self._product(hidden, 2 * block.size("latent") / ways, shape, low)
         dense = self._mlp(hidden, block.size("shared"), shape, low) + latent
         dense += self._product(hidden, experts, split, 0.0)
+        shared = 1 if block.size("shared") else 0
         return _Work(
             dense=dense,
             moe=dense,
             experts=self._mlp(width, block.size("ffn"), group, low, grouped=arriving),
-            pairs=1 if block.size("shared") else 0,
+            pairs=shared,
+            moe_pairs=shared,
             routed=topk * width,
             near=near * width,
             far=far * width,
@@ -427,7 +449,7 @@ class TimeModel:
         modules = layout.recompute_modules if backward and layout.recompute == "selective" else ()
         repeats = {name: full or name in modules for name in ("core_attn", "mlp", "moe")}
         # Matrix products, or the memory traffic of their weights: of experts, and of everything else.
-        weight, gradient, _ = bytes_per_parameter(layout.precision)
+        weight, gradient, _ = self._bytes(layout)
         trains = passes == 3
 
         def traffic(weights: float, products: float) -> float:
@@ -442,12 +464,14 @@ class TimeModel:
         scores = (1 + repeats["core_attn"]) * work.scores + backward * work.backward
         dense += scores + (1 + full + 2 * backward) * work.scan
         kept = self._kept(stages, layout.sequence_parallel, tensor, layout.expert_tensor, layout.precision)
-        memory = (MOVES * (1 + backward) / 2 + full) * kept * tokens / gpu.memory
+        memory = MOVES * (1 + backward + full) / 2 * kept * tokens / gpu.memory
         # Communication.
         wide = tokens * model.hidden_size * NUMBER
-        gathered = 2 + 2 * backward + 2 * full
+        messages = (2 + 2 * backward + 2 * full) * work.pairs
+        if not full:
+            messages += 2 * (repeats["mlp"] * work.mlp_pairs + repeats["moe"] * work.moe_pairs)
         message = wide * (tensor - 1) / tensor / self._ring(tensor, 1) + self._latency(tensor, 1)
-        in_tensor = gathered * work.pairs * message if tensor > 1 else 0.0
+        in_tensor = messages * message if tensor > 1 else 0.0
         in_expert = self._experts(layout, work, tokens, 2 + 2 * backward + 2 * repeats["moe"], gathers_experts)
         part = work.keys * tokens / tensor * NUMBER
         message = part / self._ring(context, tensor) + work.rings * self._latency(context, tensor)
@@ -487,7 +511,7 @@ class TimeModel:
         Returns:
             Seconds of data-parallel communication that does not overlap, and seconds of the optimizer.
         """
-        weight, gradient, state = bytes_per_parameter(layout.precision)
+        weight, gradient, state = self._bytes(layout)
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
         expert = dense * tensor // split
@@ -503,6 +527,11 @@ class TimeModel:
             updated += (2 * state + gradient + weight) * count / (ranks if layout.distributed_optimizer else 1)
         exposed = max(0.0, reduced - hides_reduce) + max(0.0, gathered - hides_gather)
         return exposed, updated / self.gpu.memory
+
+    def _bytes(self, layout: Layout) -> tuple[int, int, int]:
+        """Return the bytes per parameter of weight, gradient and optimizer state."""
+        weight, gradient, state = bytes_per_parameter(layout.precision)
+        return weight, NUMBER if self.bf16_gradients else gradient, state
 
     def _near(self, ranks: int, stride: int) -> int:
         """Return how many GPUs of a group share a node; the group has `ranks` GPUs whose numbers are `stride` apart."""

@@ -1,13 +1,16 @@
-"""Training configs with the model of the checkpoint that a run starts from. Does not import torch."""
+"""Training configs with the model of a checkpoint: the start of a run, or its teacher. Does not import torch."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.pattern import parse
-from nemo_ext.checkpoint.beside import config_beside, extras_beside
+from nemo_ext.checkpoint.beside import config_beside, extras_beside, is_hugging_face
 from nemo_ext.checkpoint.description import Description, from_config, to_config
+from nemo_ext.checkpoint.formats import read
+from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
 
@@ -21,6 +24,46 @@ def description_of(checkpoint: Path) -> Description:
         ValueError: there is no checkpoint or no config next to it.
     """
     return from_config(_beside(checkpoint))
+
+
+def model_of(folder: str, key: str) -> dict[str, Any]:
+    """Read the config, with `model` and `megatron`, of a run directory, converted checkpoint or Hugging Face folder.
+
+    Weights are not needed; `key` is the setting that names the folder, for messages.
+
+    Raises:
+        ValueError: the folder contains no model config.
+    """
+    source = Path(folder).expanduser()
+    if not source.is_dir():
+        raise ValueError(f"{key}={folder}: no such directory; correct the path")
+    if is_hugging_face(source):
+        try:
+            _, description = read(json.loads((source / CONFIG).read_text()))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{key}: {source / CONFIG} cannot be read ({error}); copy the checkpoint again") from error
+        return to_config(description)
+    beside = config_beside(source, source)
+    if beside is None or "model" not in beside or "megatron" not in beside:
+        raise ValueError(
+            f"{key}={folder} has no config of a model; expected the run's config.yaml, a "
+            f"converted checkpoint's model/NAME.yaml, or {CONFIG}"
+        )
+    return beside
+
+
+def teacher_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the training config with the model of `distillation.teacher`, frozen; None without a teacher.
+
+    Raises:
+        ValueError: the teacher's folder contains no model config.
+    """
+    teacher = (config.get("distillation") or {}).get("teacher")
+    if teacher is None:
+        return None
+    description = from_config(model_of(str(teacher), "distillation.teacher"))
+    merged = with_main_model(config, description, Path(str(teacher)).name)
+    return {**merged, "megatron": {**merged["megatron"], "freeze_all_layers": True}, "distillation": None, "train": {}}
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from nemo_ext.architecture.cost import GpuCost, per_gpu
@@ -9,6 +10,7 @@ from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.start import teacher_config
 from nemo_ext.data.phases import plan_of
 from nemo_ext.job.findings import Finding
 from nemo_ext.megatron import packed_attention
@@ -53,6 +55,9 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
         return
     kind = fits(most.total_bytes / (node.gpu_memory_gib * GIB))
     need = f"{MEMORY}about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
+    teacher = (config.get("distillation") or {}).get("teacher")
+    if teacher and not Path(str(teacher)).expanduser().is_dir():
+        need += f", without distillation.teacher={teacher}, which does not exist yet"
     if kind == "error":
         need += (
             f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
@@ -67,6 +72,7 @@ def fits(share: float) -> Literal["error", "warning", "note"]:
 
 
 def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
+    """Return the cost of one GPU on each pipeline rank, with the weights of a distillation teacher that exists."""
     from nemo_ext.megatron.arguments import pattern_with_cuts
 
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
@@ -75,7 +81,13 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
     plan = plan_of(config)
     # With phases, the longest sequences need the most memory.
     length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
-    return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
+    gpus = per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
+    teacher = (config.get("distillation") or {}).get("teacher")
+    frozen = teacher_config(config) if teacher and Path(str(teacher)).expanduser().is_dir() else None
+    if frozen is None:
+        return gpus
+    weights = (gpu.weight_bytes for gpu in _gpus({**frozen, "phases": None}, world))
+    return [replace(gpu, weight_bytes=gpu.weight_bytes + more) for gpu, more in zip(gpus, weights, strict=True)]
 
 
 def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:

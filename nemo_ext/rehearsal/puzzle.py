@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.description import Description, from_config, to_config
-from nemo_ext.checkpoint.start import with_model_beside
+from nemo_ext.checkpoint.start import model_of, with_model_beside
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.run_directory import write_config
 from nemo_ext.megatron.arguments import world_size
@@ -22,7 +22,6 @@ from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.variants import KEEP, variants
 from nemo_ext.rehearsal.ranks import rehearse, run
 from nemo_ext.rehearsal.settings import STAGES, rehearsed
-from nemo_ext.rehearsal.teacher import model_of
 
 
 def rehearse_puzzle(

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from nemo_ext.architecture.candidates import expert_sizes, parallel_sizes, powers
-from nemo_ext.architecture.cost import per_gpu, six_n, train_flops_per_token
+from nemo_ext.architecture.cost import per_gpu, six_n, total_params, train_flops_per_token
 from nemo_ext.architecture.gpus import GPUS, Gpu, gpu_file
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
@@ -21,6 +21,7 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pipeline import balance, forward_flops
 from nemo_ext.architecture.precision_plan import Plan, low_shares
 from nemo_ext.architecture.step_time import ERROR, EXPERTS_ERROR, StepTime, TimeModel
+from nemo_ext.checkpoint.start import teacher_config
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
@@ -28,6 +29,10 @@ GIB = 1 << 30
 FILL = 0.9
 """Fraction of a GPU's memory that a layout may use (choice); the rest is for the CUDA context, NCCL's buffers and
 allocator fragmentation, which neither the cost model nor the rehearsal counts."""
+COMPARED = ((8, 0), (9, 0))
+"""Compute capabilities of the GPUs whose predictions were compared with published runs: A100, and H100 or H200."""
+SMALLEST = 6e9
+"""Parameters of a model below which small kernels, which the predictions neglect, matter (choice)."""
 MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 6
 """Largest parallel sizes, micro-batch and number of virtual stages that are tried."""
 
@@ -106,7 +111,7 @@ class Search:
         gpu: figures of one GPU.
 
     Raises:
-        ValueError: a size in the config is not a number.
+        ValueError: a size in the config is not a number, or the model of a distillation teacher cannot be read.
     """
 
     def __init__(self, config: Mapping[str, Any], gpu: Gpu) -> None:
@@ -120,19 +125,27 @@ class Search:
         self.own = Layout.from_config(bare)
         self.kinds = {block.kind for block in self.architecture.sizes if not block.is_linear}
         plan = config.get("precision_plan")
-        low = None if plan is None else low_shares(Plan.from_config(plan), self.architecture)
-        flex = self.megatron.get("moe_token_dispatcher_type") == "flex"
-        self.times = TimeModel(self.architecture, gpu, gpus_per_node=self.per_node, low=low, flex=flex)
+        self.plan = None if plan is None else Plan.from_config(plan)
+        self.times = TimeModel(
+            self.architecture,
+            gpu,
+            gpus_per_node=self.per_node,
+            low=None if self.plan is None else low_shares(self.plan, self.architecture),
+            flex=self.megatron.get("moe_token_dispatcher_type") == "flex",
+            bf16_gradients=bool(self.megatron.get("grad_reduce_in_bf16")),
+        )
         self.flops = forward_flops(self.architecture)
         self.stage_patterns = cache(self._pattern)
         self.fits_blocks = cache(self._fits_blocks)
+        teacher = teacher_config(config)
+        self.teacher = None if teacher is None else Search(teacher, gpu)
 
     def ranked(self) -> list[Candidate]:
         """List all candidates regardless of memory, the fastest by predicted time first."""
         return sorted(self._all(), key=lambda one: one.time.total)
 
     def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
-        """Estimate a layout's step time; for `gathers_experts`, see `TimeModel.step`.
+        """Estimate a layout's step time, with a teacher's forward passes; for `gathers_experts`, see `TimeModel.step`.
 
         Raises:
             ValueError: the pattern's cuts do not fit the layout.
@@ -147,7 +160,16 @@ class Search:
             overlap_tensor=bool(flags.get("tp_comm_overlap")),
             gathers_experts=gathers_experts,
         )
+        if self.teacher is not None:
+            stages, frozen = layout.pipeline_parallel, replace(layout, frozen=True, mtp_only=False)
+            time += self.teacher.timed(frozen, self.teacher.cut(stages), gathers_experts=gathers_experts).time
         return Candidate(layout=layout, pattern=pattern, time=time)
+
+    def cut(self, pipeline: int, virtual: int = 1) -> Pattern:
+        """Return the model's pattern, cut for `pipeline` pipeline ranks with `virtual` stages each."""
+        if pipeline == 1:
+            return self.architecture.pattern
+        return balance(self.architecture, pipeline_parallel=pipeline, virtual_stages=virtual, cost=self.flops)
 
     def fitting(self, ranked: list[Candidate], refused: Counter[str]) -> Iterator[Candidate]:
         """Yield the candidates, in order, that fit by the cost model and pass the training checks.
@@ -173,8 +195,12 @@ class Search:
 
     def bytes(self, layout: Layout, pattern: Pattern) -> int:
         """Estimate the bytes on the fullest GPU by the cost model."""
-        gpus = per_gpu(self.architecture.with_pattern(pattern), layout)
-        return max(gpu.total_bytes for gpu in gpus)
+        needed = [gpu.total_bytes for gpu in per_gpu(self.architecture.with_pattern(pattern), layout)]
+        if self.teacher is not None:
+            teacher = self.teacher.architecture.with_pattern(self.teacher.cut(layout.pipeline_parallel))
+            weights = per_gpu(teacher, replace(layout, frozen=True, mtp_only=False))
+            needed = [rank + gpu.weight_bytes for rank, gpu in zip(needed, weights, strict=True)]
+        return max(needed)
 
     def changes(self, candidate: Candidate) -> dict[str, Any]:
         """Map the config keys that a candidate changes to their new values."""
@@ -333,6 +359,8 @@ class Search:
         return not self.length % (2 * context) and (not windows or bool(self.megatron.get("cp_comm_type")))
 
     def _fits_blocks(self, tensor: int, context: int, expert: int) -> bool:
+        if self.teacher is not None and not self.teacher.fits_blocks(tensor, context, expert):
+            return False
         scans = [block for block in self.architecture.sizes if block.kind == "M" and not block.is_linear]
         if any(block.size("heads") % (tensor * context) or block.size("groups") % tensor for block in scans):
             return False
@@ -345,16 +373,14 @@ class Search:
         return _passes(lambda: check_blocks(self.architecture, layout))
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
-        """Return the model's pattern, cut for `pipeline` pipeline ranks with `virtual` stages each.
+        """Return the pattern of `cut`.
 
         None if the cuts of a MoE model would leave a rank without a MoE block, which Megatron does not support.
         """
         from nemo_ext.megatron.check import check_experts_on_every_rank
 
-        if pipeline == 1:
-            return self.architecture.pattern
-        pattern = balance(self.architecture, pipeline_parallel=pipeline, virtual_stages=virtual, cost=self.flops)
-        if "E" in self.kinds and not _passes(lambda: check_experts_on_every_rank(pattern, pipeline)):
+        pattern = self.cut(pipeline, virtual)
+        if pipeline > 1 and "E" in self.kinds and not _passes(lambda: check_experts_on_every_rank(pattern, pipeline)):
             return None
         return pattern
 
@@ -434,21 +460,39 @@ def predict(config: Mapping[str, Any], name: str, gpu: Gpu) -> dict[str, Any]:
 
     Returns:
         Dictionary with `gpu` (name), `gpus` (number), `seconds` (total and terms of a step), `tokens_per_second` per
-        GPU, `mfu` by exact FLOPs, `mfu_6n`, `error` (relative) and `estimates` (rates without a source).
+        GPU, `mfu` by exact FLOPs, `mfu_6n`, `peak` (FLOP/s that both refer to), `error` (relative; None if no similar
+        run was compared), `estimates` (rates without a source) and `teacher` (whether a teacher runs in each step).
 
     Raises:
         ValueError: the layout is invalid, or the GPU has no rates for the precision.
     """
     search = Search(config, gpu)
+    if search.plan is not None and search.plan.uses_nvfp4:
+        raise ValueError("precision_plan has NVFP4: GPUs have no rates for it; predict with a plan in FP8 or BF16")
+    low = [name for name in ("fp8", "fp8_format", "fp4", "fp4_format") if search.megatron.get(name)]
+    if low and search.plan is None:
+        raise ValueError(f"megatron.{low[0]}: predictions read FP8 from a plan; set precision=fp8_current")
     time = search.own_layout().time
     return {
         "gpu": name,
         "gpus": search.world,
         "seconds": _seconds(time),
         **search.throughput(time),
-        "error": EXPERTS_ERROR if "E" in search.kinds else ERROR,
+        "peak": gpu.flops,
+        "error": _error(search.architecture, gpu),
         "estimates": list(gpu.estimates),
+        "teacher": search.teacher is not None,
     }
+
+
+def _error(model: Architecture, gpu: Gpu) -> float | None:
+    """Return the relative error stated for a prediction; None if no similar run was compared (docs/throughput.md)."""
+    experts = any(block.kind == "E" for block in model.sizes)
+    if gpu.capability not in COMPARED or total_params(model) < SMALLEST:
+        return None
+    if not experts:
+        return ERROR
+    return EXPERTS_ERROR if model.family.startswith("nemotron3_") else None
 
 
 def prediction_text(predicted: Mapping[str, Any]) -> str:
@@ -456,10 +500,14 @@ def prediction_text(predicted: Mapping[str, Any]) -> str:
     seconds = dict(predicted["seconds"])
     total = seconds.pop("total")
     parts = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part >= 0.005 * total)
+    error = predicted["error"]
+    within = "without a known error, as no similar run was compared" if error is None else f"within {error:.0%}"
+    counted = " without the teacher's FLOPs" if predicted["teacher"] else ""
     return (
         f"Predicted on {predicted['gpus']:,} {predicted['gpu']}: {total:.3g} s per step, "
-        f"{predicted['tokens_per_second']:,.0f} tokens/s per GPU within {predicted['error']:.0%}, MFU "
-        f"{predicted['mfu']:.1%} by exact FLOPs and {predicted['mfu_6n']:.1%} by 6N ({parts})."
+        f"{predicted['tokens_per_second']:,.0f} tokens/s per GPU {within}, MFU "
+        f"{predicted['mfu']:.1%} by exact FLOPs and {predicted['mfu_6n']:.1%} by 6N{counted}, of "
+        f"{predicted['peak'] / 1e12:,.0f} TFLOP/s ({parts})."
     )
 
 

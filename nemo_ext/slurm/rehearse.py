@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.start import model_of_start
+from nemo_ext.checkpoint.start import model_of, model_of_start
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding
 from nemo_ext.job.job import will_exist
@@ -25,7 +25,6 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.registry import job as find
 from nemo_ext.megatron.preflight import ADVICE, GIB, MEMORY, fits
 from nemo_ext.rehearsal.settings import STAGES, one_phase
-from nemo_ext.rehearsal.teacher import model_of
 from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.settings import Settings
 

@@ -13,6 +13,7 @@ from nemo_ext.architecture.gpus import GPUS, Attention, Gpu, Link, read_gpu
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
+from nemo_ext.architecture.pipeline import balance
 from nemo_ext.architecture.step_time import StepTime, TimeModel
 
 LENGTH, BATCH = 4096, 16
@@ -53,7 +54,7 @@ def step(
     architecture: Architecture = DENSE, *, gpu: Gpu = GPU, per_node: int = 8, cuts: str | None = None, **sizes: Any
 ) -> StepTime:
     overlaps = {key: sizes.pop(key) for key in OVERLAPS if key in sizes}
-    given = {key: sizes.pop(key) for key in ("low", "flex") if key in sizes}
+    given = {key: sizes.pop(key) for key in ("low", "flex", "bf16_gradients") if key in sizes}
     layout = Layout(**{"distributed_optimizer": True, **sizes})
     pattern = architecture.pattern if cuts is None else parse(cuts)
     return TimeModel(architecture, gpu, gpus_per_node=per_node, **given).step(layout, pattern, batch=BATCH, **overlaps)
@@ -158,6 +159,30 @@ def test_tensor_parallelism_by_hand_and_beyond_a_node() -> None:
     assert hidden == pytest.approx(expected / 4), "all but the first of four chunks"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "modules", "pairs"),
+    [(DENSE, "mlp", 8), (model("(*E)x8", moe_shared_expert_intermediate_size=1024), "moe", 8)],
+)
+def test_recomputed_mlps_repeat_their_messages(architecture: Architecture, modules: str, pairs: int) -> None:
+    sizes: dict[str, Any] = {"tensor_parallel": 4, "sequence_parallel": True}
+    again = step(architecture, recompute="selective", recompute_modules=(modules,), **sizes).tensor
+    message = LENGTH * 4096 * 2 * 3 / 4 / NODE.gather + NODE.latency
+
+    assert again - step(architecture, **sizes).tensor == pytest.approx(BATCH * 2 * pairs * message)
+    core = step(architecture, recompute="selective", recompute_modules=("core_attn",), **sizes)
+    assert core.tensor == step(architecture, **sizes).tensor
+    assert step(architecture, recompute="full", **sizes).tensor == pytest.approx(
+        1.5 * step(architecture, **sizes).tensor
+    )
+
+
+def test_full_recomputation_moves_the_bytes_of_a_forward_pass_again() -> None:
+    loss = 2 * (2 + 4) * LENGTH * BATCH * 32768 / GPU.memory
+    whole, again = (step(recompute=how).memory - loss for how in ("none", "full"))
+
+    assert again == pytest.approx(1.5 * whole)
+
+
 def test_a_part_of_a_mesh_reaches_a_part_of_its_rate() -> None:
     mesh = replace(GPU, node=replace(NODE, mesh=True))
 
@@ -180,6 +205,16 @@ def test_a_pipeline_waits_for_its_slowest_rank() -> None:
     assert step(cuts="(*-)x2|(*-)x6", pipeline_parallel=2).compute > halves.compute
 
 
+@pytest.mark.parametrize("count", [64, 512])
+def test_the_bubble_is_not_negative_before_the_schedule_settles(count: int) -> None:
+    sizes = {"num_attention_heads": 64, "num_query_groups": 4, "kv_channels": 128, "moe_ffn_hidden_size": 1536}
+    qwen = model("(*E)x94", num_experts=128, moe_router_topk=8, padded_vocab_size=151936, **sizes)
+    pattern = balance(qwen, pipeline_parallel=8, virtual_stages=4)
+    times = TimeModel(qwen, GPU, gpus_per_node=8)
+
+    assert times.step(Layout(pipeline_parallel=8, virtual_stages=4), pattern, batch=count).bubble > 0
+
+
 def test_overlapped_gradients_take_less_time() -> None:
     bare = step(data_parallel=16, per_node=1)
     parameters = cost.total_params(DENSE)
@@ -191,6 +226,7 @@ def test_overlapped_gradients_take_less_time() -> None:
     ]
     assert all(later < earlier for earlier, later in pairwise(less))
     assert step(data_parallel=16, per_node=8).data < bare.data / 7  # eight adapters
+    assert step(data_parallel=16, per_node=1, bf16_gradients=True).data == pytest.approx(bare.data * 4 / 6)
     assert step(data_parallel=16, distributed_optimizer=False).optimizer == pytest.approx(
         16 * step(data_parallel=16).optimizer
     )
@@ -230,6 +266,13 @@ def test_a_ring_overlaps_with_attention() -> None:
     assert hidden.context == 0 < shown.context
 
 
+def test_steps_without_a_prediction() -> None:
+    with pytest.raises(ValueError, match="global_batch_size=16 is not divisible by micro-batch x DP = 3 x 4; change"):
+        step(micro_batch_size=3, data_parallel=4)
+    with pytest.raises(ValueError, match=r"training in FP32: GPUs have no rates for it; predict with megatron\.bf16"):
+        step(precision="fp32")
+
+
 def test_sizes_to_try() -> None:
     assert powers(6) == [1, 2, 4]
     assert parallel_sizes([1, 2], [1, 2], [1])[:3] == [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
@@ -244,6 +287,11 @@ def test_sizes_to_try() -> None:
         (("scan: 3.18e+13", "scans: 1"), "mine.yaml: unknown key 'scans'"),
         (("latency: 1.0e-5", "latency: -1"), "latency"),
         (("memory_gib: 80", "- memory"), "mine.yaml: not YAML"),
+        (("4096: 6.6e+14", "4096: 6.6e+17"), "mine.yaml.*matmul.bf16 has 6.6e.17 FLOP/s, more than 1.2 times"),
+        (("memory: 2.88e+12", "memory: 2.88e+14"), "mine.yaml.*memory=2.88e.14 exceeds bandwidth"),
+        (("between: {gather: 4.25e+10", "between: {gather: 42.5"), r"mine.yaml.*between.gather=42.5: expected more"),
+        (("scan: 3.18e+13", "scan: true"), "mine.yaml.scan.*expected a number, got true"),
+        (("estimates: [sustained", "estimates: [sustainedd"), "mine.yaml.*'sustainedd', which is not a rate: did you"),
     ],
 )
 def test_invalid_files_of_rates(change: tuple[str, str], why: str) -> None:

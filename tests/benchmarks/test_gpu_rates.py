@@ -59,6 +59,8 @@ def test_a_rate_that_cannot_be_measured_is_the_base_s(script: ModuleType, capsys
     assert "not measured: fp8: No module named 'transformer_engine'" in capsys.readouterr().err
     assert not {"scan", "memory", "attention"} & set(found.estimates)
     assert {"sustained", "grouped", "node.latency"} <= set(found.estimates), "grouped products in FP8 are not measured"
+    scaled = script.measured(GPUS["B200-180GB"], rates)
+    assert "matmul" in scaled.estimates, "its products in FP8 are estimates"
 
 
 @pytest.mark.slow

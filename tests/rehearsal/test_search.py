@@ -88,7 +88,13 @@ def test_arguments_reproduce_the_timed_layout(model: str) -> None:
 
 
 def test_prediction_depths_are_kept_and_counted() -> None:
-    words = ["run_dir=unused", "data=mock", "model=nemotron3_super_tiny", "launcher.nproc_per_node=2"]
+    words = [
+        "run_dir=unused",
+        "data=mock",
+        "model=nemotron3_super_tiny",
+        "megatron.bf16=true",
+        "launcher.nproc_per_node=2",
+    ]
     with_depths = compose("train", [*words, "model.pattern=MEM*|EME-/*E/*E"])
     without = compose("train", [*words, "model.pattern=MEM*|EME-"])
     without["megatron"]["mtp_use_repeated_layer"] = False

@@ -1,7 +1,9 @@
 """Rehearsal of a distillation with its teacher."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from nemo_ext.architecture.cost import forward_flops_per_token, total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
+from nemo_ext.checkpoint.start import model_of
 from nemo_ext.job.config import compose
+from nemo_ext.megatron.preflight import findings
 from nemo_ext.rehearsal.ranks import rehearse
-from nemo_ext.rehearsal.teacher import model_of
 
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
@@ -47,6 +50,21 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         model_of(str(tmp_path), "distillation.teacher")
+
+
+def test_checks_before_the_queue_count_the_teacher_s_weights(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy("hydra_conf/model/nemotron3_super_120b.yaml", tmp_path / "model")
+    site = SimpleNamespace(cluster=SimpleNamespace(node=SimpleNamespace(gpu="H100-80GB", gpu_memory_gib=80, fp8=())))
+
+    def memory(teacher: Path) -> str:
+        words = ["recipe=nemotron3_super/puzzle_kd", "run_dir=unused", f"distillation.teacher={teacher}"]
+        return next(findings(compose("train", words), site, paths=False, here=False)).text
+
+    assert memory(tmp_path) == "memory: about 43 GiB of the 80 of a H100-80GB"
+    assert memory(tmp_path / "none").startswith(
+        "memory: about 35 GiB of the 80 of a H100-80GB, without distillation.te"
+    )
 
 
 @pytest.mark.slow

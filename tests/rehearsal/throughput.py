@@ -42,7 +42,8 @@ class Run:
     """A published run.
 
     Attributes:
-        name: model and precision.
+        name: model and precision; * if a rate was chosen to fit the run, † if parts of the model were chosen after it
+            had been seen.
         gpu: name of the GPU.
         tokens_per_second: published tokens per second and GPU.
         source: where it is published.
@@ -156,21 +157,21 @@ RUNS = (
         explained=f"{HOURS}; FSDP in place of this layout",
     ),
     Run(
-        name="Llama 3.1 8B, FP8",
+        name="Llama 3.1 8B, FP8 †",
         gpu=H100,
         tokens_per_second=14_451,
-        source=f"{BRIDGE}, 25.11",
+        source=f"{BRIDGE}, 25.11, with FSDP over the 8 GPUs",
         words=("model=llama_nemotron_nano_8b", *PLAIN, "precision=fp8_current", *sizes(1, 8192, 1, 128)),
     ),
     Run(
-        name="Llama 3 70B, FP8",
+        name="Llama 3 70B, FP8 †",
         gpu=H100,
         tokens_per_second=1_664,
         source=f"{BRIDGE}, 26.04.01",
         words=large("70b", 8, 256, 4, 5, 1),
     ),
     Run(
-        name="Llama 3.1 405B, FP8",
+        name="Llama 3.1 405B, FP8 †",
         gpu=H100,
         tokens_per_second=326,
         source=f"{BRIDGE}, 26.06",
@@ -184,14 +185,14 @@ RUNS = (
         words=(*NANO, *WHOLE, *sizes(1, 4096, 4, 512)),
     ),
     Run(
-        name="Nemotron 3 Nano, FP8",
+        name="Nemotron 3 Nano, FP8 *",
         gpu=H100,
         tokens_per_second=14_719,
         source=f"{BRIDGE}, 26.06",
         words=(*NANO, "precision=fp8_current", *sizes(2, 8192, 1, 1024)),
     ),
     Run(
-        name="Nemotron 3 Super",
+        name="Nemotron 3 Super †",
         gpu=H100,
         tokens_per_second=4_497,
         source=f"{AUTOMODEL}, 26.02",
