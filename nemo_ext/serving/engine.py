@@ -117,8 +117,8 @@ class Engine:
         self._cache: DynamicCache | None = None
         self._prefix: tuple[list[int], DynamicCache | None] = ([], None)
         self.failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._begin()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token]:
         """Yield an answer's tokens as they are generated; leaving the iteration stops the generation.
@@ -154,7 +154,13 @@ class Engine:
     def close(self) -> None:
         """End the engine's thread."""
         self._arriving.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self) -> None:
+        """Start the thread in which the engine runs; a subclass may run it elsewhere."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         import torch
