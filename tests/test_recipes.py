@@ -8,13 +8,13 @@ import argparse
 import importlib.util
 import json
 import re
-import shutil
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 import hydra_conf
 from nemo_ext.architecture.block_configs import from_block_configs, to_block_configs
@@ -108,6 +108,14 @@ def teacher_of(recipe: str) -> str | None:
     return None if teacher is None else Path(teacher).name
 
 
+def model_file(name: str) -> DictConfig:
+    """A model's file, merged with the files in its defaults."""
+    file = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml")
+    assert isinstance(file, DictConfig)
+    bases = [model_file(base) for base in file.pop("defaults", []) if base != "_self_"]
+    return cast(DictConfig, OmegaConf.merge(*bases, file))
+
+
 def taught(config: dict[str, Any], recipe: str, model: str | None, folder: Path) -> dict[str, Any]:
     """A copy of the config with what its recipe learns from: a model, put into the folder, or saved logits."""
     made = deepcopy(config)
@@ -116,7 +124,7 @@ def taught(config: dict[str, Any], recipe: str, model: str | None, folder: Path)
     elif teacher_of(recipe) is not None:
         (folder / "model").mkdir()
         (folder / METADATA).touch()
-        shutil.copyfile(CONFIGS / "model" / f"{model}.yaml", folder / "model" / f"{model}.yaml")
+        OmegaConf.save(model_file(str(model)), folder / "model" / f"{model}.yaml")
         made["distillation"]["teacher"] = str(folder)
     return made
 
