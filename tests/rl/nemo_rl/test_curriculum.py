@@ -93,7 +93,7 @@ def test_dataloaders_out_of_step_are_refused(made: Path) -> None:
     lacking = {name: iter(loader) for name, loader in loaders_of(made).items() if name != anchor}
 
     with pytest.raises(
-        ValueError, match=r"the next prompt is \d+ of .*, but no step .* starts with it; set data.shuffle=false"
+        ValueError, match=r"the next prompt is number \d+ of .*, but no step .* starts with it; set data.shuffle=false"
     ):
         draw_step(shuffled, order)
     with pytest.raises(ValueError, match="all dataloaders resumed from one checkpoint"):
