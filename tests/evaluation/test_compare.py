@@ -264,7 +264,7 @@ def test_published_values_are_shown_with_their_source(tmp_path: Path) -> None:
     assert table.rows[2][1] == "-"
     assert "A paper. Theirs: its model. Places in the paper: (1) Table 5, p. 12; (2) p. 1." in table.note
     paper.write_text("models: {Theirs: {values: {x: {value: 61.2, where: ''}}}}")
-    with pytest.raises(ValueError, match="requires a number in `value`, and its place"):
+    with pytest.raises(ValueError, match="requires a number in `value`, and its location"):
         compared(settings(a, paper=str(paper)))
 
 
