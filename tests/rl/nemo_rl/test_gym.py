@@ -113,7 +113,7 @@ class TestConfig:
         )
 
         with pytest.raises(ValueError, match=f"must also name {THEIRS}"):
-            _environment_settings({"environments": {"math": {}}}, {}, tokenizer, [tasks])
+            _environment_settings({"environments": {"math": {}}}, {}, tokenizer, [tasks], 1)
 
 
 @pytest.mark.slow
