@@ -497,6 +497,8 @@ def test_supers_long_context_takes_the_published_steps() -> None:
 )
 def test_hybrids_train_depths_with_one_set_of_weights(recipe: str, depths: int, weight: float) -> None:
     for path in (CONFIGS / "recipe").glob(f"nemotron3*{recipe}/[!q]*.yaml"):
+        if path.stem == "puzzle_kd":  # the published child has one depth
+            continue
         config = composed(f"recipe={path.parent.name}/{path.stem}")
         architecture = Architecture.from_config(config)
 
