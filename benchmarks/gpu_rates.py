@@ -34,7 +34,7 @@ SIZES = (256, 512, 1024, 2048, 4096)
 TOKENS_PER_EXPERT = (128, 256, 512, 1024, 2048)
 WIDE, EXPERTS = 8192, 16
 MESSAGES = (1 << 12, 1 << 28)
-"""Bytes that each rank sends: one that only latency costs, one that only bandwidth costs."""
+"""Bytes that each rank sends: a message limited by latency, and a message limited by bandwidth."""
 MISSING = "not measured: {name}: {why}"
 
 
@@ -98,8 +98,11 @@ class Rates:
 
             def experts(count: int) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
                 weights = [self.machine.random(outputs, inputs, grad=True) for _ in range(EXPERTS)]
-                parts = lambda t: torch.cat([F.linear(x, w) for x, w in zip(t.split(count), weights, strict=True)])  # noqa: E731
-                return parts, weights
+
+                def products(t: Tensor) -> Tensor:
+                    return torch.cat([F.linear(x, w) for x, w in zip(t.split(count), weights, strict=True)])
+
+                return products, weights
         else:
             import transformer_engine.pytorch as te
 
@@ -121,8 +124,10 @@ class Rates:
         length, heads, width = (64, 2, 16) if self.small else (WIDE, 32, 128)
         q, k, v = (self.machine.random(length, heads, width, grad=True) for _ in range(3))
         if self.machine.device == "cpu":
-            turned = [each.transpose(0, 1)[None] for each in (k, v)]
-            forward = lambda t: F.scaled_dot_product_attention(t.transpose(0, 1)[None], *turned, is_causal=True)  # noqa: E731
+
+            def forward(t: Tensor) -> Tensor:
+                queries, keys, values = (x.transpose(0, 1)[None] for x in (t, k, v))
+                return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         else:
             forward = engine_attention("FUSED", heads, k, v, None, 1)
         flops = 4 * heads * width * attended_tokens(length) * length

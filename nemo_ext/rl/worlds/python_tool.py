@@ -46,13 +46,15 @@ class PythonTool:
     """Python tool with its limits, and verifier of final responses; shared by all conversations of an environment.
 
     Attributes:
-        settings: settings of the environment as JSON, from which an unpickled conversation restores the tool.
+        environment: name of the environment.
+        settings: its settings as JSON, from which an unpickled conversation restores the tool.
         verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
             verdict depends on the session.
         limits: limits of each call.
         characters: maximum length of a call's output.
     """
 
+    environment: str
     settings: str
     verify: Callable[[Response, Any], Verdict | Awaitable[Verdict]] | None
     sessions: Sessions
@@ -96,7 +98,7 @@ class Conversation:
     def __reduce__(self) -> tuple[Any, ...]:
         self._end.detach()  # the session belongs to the unpickled object
         state = (self.name, self.turns, self.calls, self.failed, self.executed, self.last, self.failure)
-        return _restore, (self.tool.settings, self.reference, state)
+        return _restored, (type(self), self.tool.environment, self.tool.settings, self.reference, state)
 
     def step(self, response: Response) -> Sequence[Message]:
         """Execute the response's calls and return their outputs; empty if there are none, or at the last turn."""
@@ -248,6 +250,7 @@ def environment(
     applied = Limits(processes=16, output_bytes=1 << 20).changed({**(limits or {}), "wall_seconds": seconds})
     sandbox = Sandbox(limits=applied, concurrency=concurrency, isolation=cast(Any, isolation), strict=strict)
     tool = PythonTool(
+        environment=NAME,
         settings=key,
         verify=verify,
         sessions=Sessions(sandbox, most=sessions, idle_seconds=idle_seconds),
@@ -257,7 +260,7 @@ def environment(
         characters=characters,
         style=style,
     )
-    _TOOLS[key] = tool
+    share(tool)
     return Environment(
         name=NAME,
         check=inner.check,
@@ -269,11 +272,18 @@ def environment(
     )
 
 
-# By settings, for conversations that were pickled in a different process.
-_TOOLS: dict[str, PythonTool] = {}
+# By environment and settings, for conversations that were pickled in a different process.
+_TOOLS: dict[tuple[str, str], PythonTool] = {}
 
 
-def _restore(settings: str, reference: Any, state: tuple[Any, ...]) -> Conversation:
-    if settings not in _TOOLS:
-        make(NAME, json.loads(settings))
-    return Conversation(_TOOLS[settings], reference, *state)
+def share(tool: PythonTool) -> None:
+    """Keep an environment's tool for conversations that are unpickled in this process."""
+    _TOOLS[tool.environment, tool.settings] = tool
+
+
+def _restored(
+    kind: type[Conversation], environment: str, settings: str, reference: Any, state: tuple[Any, ...]
+) -> Conversation:
+    if (environment, settings) not in _TOOLS:
+        make(environment, json.loads(settings))
+    return kind(_TOOLS[environment, settings], reference, *state)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from nemo_ext.job.settings import checked, checked_whole
-from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.sandbox.box import Run
 from nemo_ext.rl.sandbox.files import WRITE, Files
 from nemo_ext.rl.sandbox.isolation import SandboxError
@@ -112,9 +112,6 @@ class Shells(Sessions):
 class Conversation(python_tool.Conversation):
     """A task in a shell; see `nemo_ext.rl.environments.Conversation`. The shell starts at the first command."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, super().__reduce__()[1]
-
     def verdict(self) -> Verdict:
         """Check the outcome and end the shell. The model's processes are ended first, and its files replaced."""
         why = ""
@@ -212,6 +209,7 @@ def environment(
     applied = Limits(processes=64, output_bytes=_OUTPUT_BYTES).changed({**(limits or {}), **times})
     sandbox = Sandbox(limits=applied, concurrency=concurrency, strict=True)
     tool = PythonTool(
+        environment=NAME,
         settings=key,
         verify=None,
         sessions=Shells(sandbox, most=sessions, idle_seconds=idle_seconds),
@@ -222,7 +220,7 @@ def environment(
         style=style,
         function=TOOL,
     )
-    _TOOLS[key] = tool
+    python_tool.share(tool)
     return Environment(
         name=NAME,
         check=check,
@@ -230,16 +228,6 @@ def environment(
         max_turns=turns,
         tools=(TOOL.schema,),
     )
-
-
-# By settings, for conversations that were pickled in a different process.
-_TOOLS: dict[str, PythonTool] = {}
-
-
-def _restore(settings: str, reference: Any, state: tuple[Any, ...]) -> Conversation:
-    if settings not in _TOOLS:
-        make(NAME, json.loads(settings))
-    return Conversation(_TOOLS[settings], reference, *state)
 
 
 def _code(files: Mapping[str, str], command: str, *, home: str = ".") -> str:
