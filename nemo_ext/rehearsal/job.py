@@ -82,6 +82,7 @@ def job(config: dict[str, Any]) -> None:
         folder,
         config["recipe"],
         results,
+        model=(config.get("model") or {}).get("name"),
         limit=limit,
         gpu=name,
         searched=searched,

@@ -39,6 +39,7 @@ def write(
     recipe: str,
     results: Sequence[Mapping[str, Any]],
     *,
+    model: str | None = None,
     limit: float | None,
     gpu: str | None = None,
     as_json: bool,
@@ -51,6 +52,7 @@ def write(
         folder: folder for the files.
         recipe: name of the recipe, for the title.
         results: results of rehearsing the config and its changes.
+        model: name of the model, which the command line may have changed; None if unknown.
         limit: memory that a GPU offers, in GiB; None if unknown.
         gpu: name of the GPUs; None if unknown.
         as_json: whether to print the JSON.
@@ -58,9 +60,16 @@ def write(
         failed: mapping from changes that could not be rehearsed to the reasons.
     """
     failed = failed or {}
-    record = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
+    record = {
+        "recipe": recipe,
+        "model": model,
+        "gpu_memory_gib": limit,
+        "search": searched,
+        "results": results,
+        "failed": failed,
+    }
     write_text(folder / "rehearsal.json", json.dumps(record, indent=1) + "\n")
-    report = Report(f"Rehearsal of {recipe}")
+    report = Report(f"Rehearsal of {recipe}" + (f" with model {model}" if model else ""))
     if searched is not None:
         _search(report, searched)
     if results:
