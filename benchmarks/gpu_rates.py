@@ -176,8 +176,8 @@ class Rates:
         return replace(known, gather=gathered, all_to_all=sent, latency=latency)
 
 
-def measured(base: Gpu, rates: Rates) -> Gpu:
-    """`base` with every rate that can be measured here."""
+def measured(base: Gpu, rates: Rates, local: int = 0) -> Gpu:
+    """`base` with every rate that can be measured here; `local`: ranks of a node, 0 without a process group."""
     parts = {"matmul": rates.matmul, "grouped": rates.grouped, "attention": rates.attention}
     parts |= {"scan": rates.scan, "memory": rates.memory}
     if "fp8" in base.matmul:
@@ -185,8 +185,7 @@ def measured(base: Gpu, rates: Rates) -> Gpu:
     for name, measure in parts.items():
         notice(f"measuring {name}")
         rates.run(name, measure)
-    if dist.is_initialized():
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local:
         nodes, rank = dist.get_world_size() // local, dist.get_rank()
         within = [dist.new_group(list(range(node * local, (node + 1) * local))) for node in range(nodes)]
         between = [dist.new_group(list(range(number, nodes * local, local))) for number in range(local)]
@@ -233,7 +232,8 @@ def main(arguments: argparse.Namespace) -> None:
     if distributed:
         dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
     machine = Machine(arguments.device, 3 if arguments.small else 20)
-    gpu = measured(GPUS[arguments.base], Rates(machine, arguments.small))
+    local = int(os.environ["LOCAL_WORLD_SIZE"]) if distributed else 0
+    gpu = measured(GPUS[arguments.base], Rates(machine, arguments.small), local)
     if not distributed or not dist.get_rank():
         content = yaml.safe_dump({**asdict(gpu), "capability": list(gpu.capability), "estimates": list(gpu.estimates)})
         arguments.output.write_text(content)
