@@ -72,7 +72,10 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
     benchmarks = list(_benchmarks(tasks, generation, folder / "tasks"))
     result = job.asked(evaluation_config(config, folder), settings, benchmarks)
     if result["missing"]:
-        raise ValueError(f"the tasks cannot be verified ({next(iter(result['missing'].values()))})")
+        raise ValueError(
+            f"the tasks cannot be verified ({next(iter(result['missing'].values()))}); correct them in the files of "
+            "tasks.train and tasks.validation, or correct online.environments"
+        )
     verifiers = {name: entry["verifier"] for name, entry in result["benchmarks"].items()}
     answers: defaultdict[tuple[str, str], list[tuple[Sample, float]]] = defaultdict(list)
     for sample, score in rollouts.scored(folder, verifiers):
@@ -84,7 +87,10 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
     ]
     expected, scored = len(tasks) * generation.samples, sum(len(group) for _, group in groups)
     if not scored:
-        raise ValueError(f"{folder}: none of {expected:,} responses has a score; its report.md says why")
+        raise ValueError(
+            f"{folder}: none of {expected:,} responses has a score; see {folder / 'report.md'} for the reason, correct "
+            "it, and rerun the command"
+        )
     if scored < expected:
         notice(
             f"{expected - scored:,} of {expected:,} responses are missing or have no score; see {folder / 'report.md'}"

@@ -127,7 +127,8 @@ class _Run:
         settings = checked(TrainTasks, {"seed": self.all_settings.seed, **train}, "tasks.train")
         if settings.curriculum:
             raise ValueError(
-                "tasks.train.curriculum is not supported in rounds; set tasks.train.path, or directory and blend"
+                "`nemo-ext online` does not support tasks.train.curriculum; set tasks.train.path instead, or "
+                "tasks.train.directory and tasks.train.blend"
             )
         for key in ("adapt", "reprofile"):
             if getattr(settings, key):
@@ -210,7 +211,7 @@ class _Run:
         if number == 1 and responses["cut"] == 1:
             raise ValueError(
                 f"{folder}: no pairs can be made, because all responses were cut off at "
-                f"online.max_tokens={self.generation.max_tokens}; raise it and start over"
+                f"online.max_tokens={self.generation.max_tokens}; raise it, and set another run_dir to start over"
             )
         pairs = self._pairs(folder, policy)
         values = {**responses, "pairs": pairs}
@@ -221,7 +222,8 @@ class _Run:
             few = f"{pairs:,} pairs are fewer than rl.batch={self.training.batch}"
             if number == 1:
                 raise ValueError(
-                    f"{folder}: {few} (see {report}); start over with more prompts or responses, or a smaller rl.batch"
+                    f"{folder}: {few} (see {report}); set another run_dir to start over, with a larger online.prompts "
+                    "or rl.online.generations_per_prompt, or a smaller rl.batch"
                 )
             notice(f"round {number}/{self.rounds}: {few} (see {report}), so the run ends with the previous policy")
             return False
@@ -288,6 +290,7 @@ class _Run:
         for name, environment in environments.items():
             if environment.begin is not None:
                 raise ValueError(
-                    f"environment {name!r} has several turns, but pairs require single responses; remove its tasks"
+                    f"environment {name!r} has several turns, but pairs require single responses; remove its tasks "
+                    "from the files of tasks.train and tasks.validation"
                 )
         check_references(self._plans(), lambda task: environments[task.environment].check(task.reference))

@@ -84,7 +84,7 @@ def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
         )
     if algorithm.online is None:
         raise ValueError(
-            f"preset={config['preset']} sets no rounds; set the numbers of responses per prompt and of rounds, as in "
-            "'rl.online={generations_per_prompt: 4, rounds: 2}'"
+            f"preset={config['preset']} does not set rounds; set the numbers of responses per prompt and of rounds, as "
+            "in 'rl.online={generations_per_prompt: 4, rounds: 2}'"
         )
     return algorithm

@@ -107,7 +107,10 @@ class AdaptiveShares:
         """
         values, indices = np.asarray(signals, dtype=np.float64), np.asarray(datasets, dtype=np.int64)
         if values.shape != indices.shape or not ((values >= 0) & (values <= 1)).all():
-            raise ValueError(f"signals must be {indices.size} numbers from 0 to 1, one per group, not {signals!r}")
+            raise ValueError(
+                f"signals must be {indices.size} numbers from 0 to 1, one per group, not {signals!r}; please report "
+                "this"
+            )
         for dataset in np.unique(indices):
             new = values[indices == dataset]
             decay = np.exp(-len(new) / self._settings.groups)
@@ -127,7 +130,7 @@ class AdaptiveShares:
         if state["names"] != list(self.names):
             raise ValueError(
                 f"the checkpoint's adaptive shares are for the datasets {state['names']}, but the run has "
-                f"{list(self.names)}; restore the blend of tasks.train, or start a new run"
+                f"{list(self.names)}; restore tasks.train.blend (or streams), or set another run_dir"
             )
         self._signal = np.array(state["signal"], dtype=np.float64)
         self._owed = np.array(state["owed"], dtype=np.float64)

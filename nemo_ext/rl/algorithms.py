@@ -61,7 +61,8 @@ class ImportanceCorrection:
             raise ValueError(f"loss.importance_correction: kind={self.kind} requires cap; set it to the maximum ratio")
         if self.kind == "masked" and self.floor is None:
             raise ValueError(
-                "loss.importance_correction: kind=masked requires floor; set it (0 masks only large ratios)"
+                "loss.importance_correction: kind=masked requires floor; set it to the minimum ratio (0 masks only "
+                "large ratios)"
             )
         if self.cap is not None and self.floor is not None and self.floor >= self.cap:
             raise ValueError(f"loss.importance_correction: floor={self.floor} must be below cap={self.cap}")
@@ -294,9 +295,14 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if not self.places:
-            raise ValueError("distillation.teachers has no teacher; set default to a Hugging Face folder")
+            raise ValueError(
+                "distillation.teachers has no teacher; set distillation.teachers.default to a Hugging Face folder"
+            )
         if self.logits is not None and self.clip is not None:
-            raise ValueError("distillation.clip bounds advantages, which distillation.logits replaces; set it to null")
+            raise ValueError(
+                f"distillation.clip={self.clip:g} bounds advantages, which distillation.logits replaces; set "
+                "distillation.clip=null"
+            )
 
     @property
     def places(self) -> dict[str, str]:
@@ -308,7 +314,8 @@ class Distillation:
         name: str = getattr(task, self.by)
         if name not in self.places and DEFAULT not in self.places:
             raise ValueError(
-                f"rl.distillation.teachers has no teacher for {self.by} {name!r}; add one by this name, or default"
+                f"rl.distillation.teachers has no teacher for {self.by} {name!r}; set {name} or default in "
+                "rl.distillation.teachers"
             )
         return name if name in self.places else DEFAULT
 
@@ -415,12 +422,19 @@ class PolicyGradient(_Training):
                 f"batch={self.batch} must divide prompts_per_step x generations_per_prompt = {self.responses_per_step}"
             )
         if self.lengths.response is None or self.lengths.context is None:
-            raise ValueError("lengths.response must be set, and either lengths.prompt or lengths.total")
+            raise ValueError(
+                f"lengths.{'response is' if self.lengths.response is None else 'prompt and lengths.total are'} null; "
+                "set lengths.response, and either lengths.prompt or lengths.total"
+            )
         if (self.advantage is None) == (self.distillation is None):
-            raise ValueError("set exactly one of advantage (learn from rewards) and distillation (learn from teachers)")
+            raise ValueError(
+                f"advantage and distillation are both {'null' if self.advantage is None else 'set'}; set exactly one: "
+                "advantage to learn from rewards, or distillation to learn from teachers"
+            )
         if self.distillation is None and self.generations_per_prompt < 2:
             raise ValueError(
-                "generations_per_prompt=1: an advantage compares the responses to a prompt; set it to at least 2"
+                "generations_per_prompt=1 is too small, because an advantage compares the responses to a prompt; set "
+                "it to at least 2"
             )
         if self.distillation is not None:
             self._check_distillation()
@@ -438,7 +452,7 @@ class PolicyGradient(_Training):
         if self.loss.level == "group" and (self.updates_per_step > 1 or self.algorithm != "grpo"):
             raise ValueError(
                 "loss.level=group requires algorithm=grpo and one update per step, on whole groups; set "
-                f"batch={self.responses_per_step} and passes=1, or another level"
+                f"algorithm=grpo, batch={self.responses_per_step} and passes=1, or another loss.level"
             )
         known = {*known_environments(), *(name for name in self.environments if name.startswith(GYM))}
         check_keys(self.environments, sorted(known), required=(), where="environments")
@@ -446,7 +460,7 @@ class PolicyGradient(_Training):
 
     def _check_distillation(self) -> None:
         if self.algorithm != "grpo":
-            raise ValueError(f"distillation requires algorithm=grpo, not {self.algorithm}; set it")
+            raise ValueError(f"algorithm={self.algorithm} does not support distillation; set algorithm=grpo")
         if self.sampling.drop_zero_variance:
             raise ValueError(
                 "sampling.drop_zero_variance=true cannot be combined with distillation, which also learns from groups "
@@ -528,12 +542,18 @@ class Preference(_Training):
 
     def __post_init__(self) -> None:
         if self.router.replay:
-            raise ValueError("router.replay=true requires responses generated during training; set it to false")
+            raise ValueError(
+                f"router.replay=true requires responses generated during training, but algorithm={self.algorithm} "
+                "trains on pairs; set router.replay=false"
+            )
         if self.lengths.total is None:
             raise ValueError("lengths.total=null: set it to the maximum length of prompt and response together")
         given = [name for name in ("eta", "distance") if getattr(self.loss, name) is not None]
         if self.algorithm == "rpo" and len(given) < 2:
-            raise ValueError("algorithm=rpo requires loss.eta and loss.distance; set both")
+            raise ValueError(
+                "algorithm=rpo requires loss.eta and loss.distance; set loss.eta to a number above 0, and "
+                "loss.distance to backward_kl, forward_kl or squared"
+            )
         if self.algorithm == "dpo" and given:
             raise ValueError(f"loss.{given[0]} is only for algorithm=rpo, not for dpo; remove it")
         super().__post_init__()

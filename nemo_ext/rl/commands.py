@@ -45,7 +45,7 @@ def _size(config: Config, settings: Any) -> tuple[int, int]:
         raise ValueError(
             f"cluster={settings.cluster.name}: engine=nemo_rl uses whole nodes, but this site does not describe its "
             "nodes; set 'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: [], cpus: 112}', or write your own "
-            "site"
+            "site (docs/clusters.md)"
         )
     return settings.slurm.nodes, node.gpus
 

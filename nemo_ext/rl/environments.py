@@ -124,7 +124,10 @@ def with_turns(name: str, settings: Mapping[str, Any], turns: int) -> dict[str, 
 
 def _module(name: str) -> Any:
     if name.startswith(GYM):
-        raise ValueError(f"environment {name} is NeMo Gym's own and requires engine=nemo_rl; set it")
+        raise ValueError(
+            f"environment {name} is NeMo Gym's own, which only `nemo-ext rl engine=nemo_rl` supports; use this job, or "
+            "another environment"
+        )
     point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None:
         raise ValueError(f"unknown environment {name!r}: {nearest(name, known_environments())}")

@@ -211,8 +211,8 @@ class Episodes:
         if self.environment.tools and not task.tools:
             names = ", ".join(tool["function"]["name"] for tool in self.environment.tools)
             raise ValueError(
-                f"environment {self.environment.name!r} needs its tools in the task's `tools`: {names}; add them with "
-                f"`nemo-ext rl_tasks environment={self.environment.name} records=FILES`"
+                f"the task's `tools` are empty, but environment {self.environment.name!r} requires {names}; add them "
+                f"with `nemo-ext rl_tasks environment={self.environment.name} records=FILES`"
             )
         if self.environment.judged_in_groups and task.tools:
             raise ValueError(

@@ -80,8 +80,8 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
     for environment in environments:
         if environment.judged_in_groups and not group.get("judge"):
             raise ValueError(
-                f"environment {environment.name!r} has no rewards without a judge that compares the responses of a "
-                "group; set rl.group.judge (online.group.judge in rounds), as preset=nemotron3_rlhf does"
+                f"environment {environment.name!r} requires a judge that compares the responses of a group, but none "
+                "is set; set rl.group.judge as preset=nemotron3_rlhf does, or online.group.judge for `nemo-ext online`"
             )
 
     async def reach() -> None:
@@ -143,8 +143,8 @@ async def judged(
     missing = sum(result.missing for result in scored)
     if missing and not any(any(result.judged) for result in scored):
         raise ValueError(
-            f"group.judge answered none of {missing:,} questions ({scored[0].problem}); check its endpoint, then rerun "
-            "the command to resume"
+            f"group.judge answered none of {missing:,} questions ({scored[0].problem}); check "
+            "group.judge.endpoint, then rerun the command to resume"
         )
     if missing:
         problem = next(result.problem for result in scored if result.missing)

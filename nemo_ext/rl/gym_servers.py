@@ -58,7 +58,7 @@ def gym_folder(checkout: Path | None = None) -> Path:
         if (place / "resources_servers").is_dir():
             return place
     raise ValueError(
-        "environments gym-NAME are NeMo Gym's own, which is not installed; install it with "
+        "environments gym-NAME require NeMo Gym, which is not installed; install it with "
         "pip install 'nemo_ext[gym]', or clone NeMo-RL with --recursive"
     )
 
@@ -95,7 +95,10 @@ def gym_server(environment: str, checkout: Path | None = None) -> GymServer:
         if isinstance(section, Mapping) and section.get(_AGENTS)
     }
     if not agents:
-        raise ValueError(f"environment {environment!r}: NeMo Gym's {config} has no agent; add one, or use another file")
+        raise ValueError(
+            f"environment {environment!r}: NeMo Gym's {config} has no agent; add one to the file, or use another "
+            "environment"
+        )
     data = [part for agent in agents.values() for part in agent.get("datasets") or () if part.get("type") == "example"]
     examples = next((folder / part["jsonl_fpath"] for part in data if (folder / part["jsonl_fpath"]).is_file()), None)
     return GymServer(name=environment, config=config, agents=tuple(agents), examples=examples)
@@ -114,8 +117,8 @@ def gym_task(row: Mapping[str, Any], server: GymServer, where: str) -> Task:
     parameters = row.get(PARAMETERS)
     if not isinstance(parameters, Mapping) or "input" not in parameters:
         raise ValueError(
-            f"{where}: a row of NeMo Gym has the column {PARAMETERS} with input, but this one has "
-            f"{', '.join(map(str, row)) or 'no columns'}; convert it with the server's dataset_preprocess.py"
+            f"{where}: the row must have the column {PARAMETERS} with the key input, but has "
+            f"{', '.join(map(str, row)) or 'no columns'}; convert the file with the server's dataset_preprocess.py"
         )
     agent = (row.get(AGENT) or {}).get("name")
     if agent is None and len(server.agents) == 1:
@@ -158,7 +161,7 @@ def check_reference(task: Task) -> None:
     """Raise ValueError if a task of one of Gym's own environments has no row with an agent."""
     if not isinstance(task.reference.get(PARAMETERS), Mapping) or not (task.reference.get(AGENT) or {}).get("name"):
         raise ValueError(
-            f"reference must be a row of NeMo Gym with {PARAMETERS} and {AGENT}.name; make the task with "
+            f"reference is not a row of NeMo Gym with {PARAMETERS} and {AGENT}.name; make the task with "
             f"`nemo-ext rl_tasks environment={task.environment}`"
         )
 

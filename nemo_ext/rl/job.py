@@ -119,8 +119,8 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
     count = _rows(path)
     if count < algorithm.batch:
         raise ValueError(
-            f"pairs.train={path} has {count:,} pairs, fewer than one batch; lower rl.batch={algorithm.batch} to at "
-            "most that"
+            f"pairs.train={path} has {count:,} pairs, fewer than rl.batch={algorithm.batch}; lower rl.batch to at most "
+            f"{count}, or add pairs"
         )
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
     notice(f"{schedule.epochs} epochs over {count:,} pairs: {algorithm.steps:,} steps")
@@ -232,11 +232,11 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
     train = settings.tasks.train or TrainTasks()
     for name in algorithm.environments:
         if name.startswith(GYM) and settings.engine != "nemo_rl":
-            raise ValueError(f"environments.{name} is NeMo Gym's own and requires engine=nemo_rl; set it")
+            raise ValueError(f"environments.{name} is NeMo Gym's own and requires engine=nemo_rl; set engine=nemo_rl")
     if train.reprofile is not None and settings.engine != "trl":
         raise ValueError(
             f"tasks.train.reprofile requires engine=trl, because engine={settings.engine} cannot measure pass rates "
-            "during training"
+            "during training; set engine=trl, or remove reprofile"
         )
     if train.adapt is not None and settings.engine != "trl" and algorithm.asynchronous:
         raise ValueError(
@@ -245,8 +245,8 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
         )
     if train.adapt is not None and settings.engine == "nemo_rl" and algorithm.logits is not None:
         raise ValueError(
-            "tasks.train.adapt cannot be combined with rl.distillation.logits and engine=nemo_rl, whose loop does not "
-            "report the rewards of groups; remove one of them"
+            "tasks.train.adapt cannot be combined with rl.distillation.logits in engine=nemo_rl, whose loop does not "
+            "report the rewards of groups; remove one of the two, or set engine=trl"
         )
     if train.reprofile is None:
         return

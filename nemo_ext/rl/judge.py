@@ -65,7 +65,7 @@ class JudgeSettings:
                 raise ValueError(f"model is missing; set it to the name of the model at {self.endpoint}")
         if taken := {"model", "messages", "stream"} & set(self.sampling):
             raise ValueError(
-                f"sampling must not contain {', '.join(sorted(taken))}, as every request sets this; remove it"
+                f"sampling must not contain {', '.join(sorted(taken))}, which the judge's requests set; remove it"
             )
         if self.key_variable is not None and not os.environ.get(self.key_variable):
             raise ValueError(

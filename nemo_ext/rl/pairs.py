@@ -71,7 +71,8 @@ def with_short_prompts(pairs: Sequence[Pair], tokenizer: Any, limit: int | None)
     short = [pair for pair in pairs if len(tokenizer(pair.prompt, add_special_tokens=False)["input_ids"]) <= limit]
     if not short:
         raise ValueError(
-            f"all {len(pairs):,} pairs have prompts of more than rl.lengths.prompt={limit} tokens; raise it"
+            f"all {len(pairs):,} pairs have prompts of more than rl.lengths.prompt={limit} tokens; raise "
+            "rl.lengths.prompt"
         )
     if len(short) < len(pairs):
         count = len(pairs) - len(short)
@@ -139,7 +140,7 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{where}: prompt and responses must be lists of messages ({error})") from None
     except ValueError as error:
-        raise ValueError(f"{where}: the pair cannot be rendered ({error})") from None
+        raise ValueError(f"{where}: the pair cannot be rendered ({error}); correct or remove it") from None
 
 
 def _rendered(messages: Any, where: str) -> str:

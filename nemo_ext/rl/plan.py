@@ -332,7 +332,8 @@ def _blended(settings: TrainTasks, *, steps: int, prompts: int, thinking_share: 
             if getattr(leaf, key) is not None:
                 place = _OF_DATA.sub(f"{WHERE}.", leaf.where)
                 raise ValueError(
-                    f"{place}.{key}: remove it, as a stream is always the file <directory>/<name>{_SUFFIX}"
+                    f"{place}.{key} is not supported, as a stream is always the file <directory>/<name>{_SUFFIX}; "
+                    "remove it"
                 )
     files: dict[str, TaskFile] = {}
     problems: list[str] = []

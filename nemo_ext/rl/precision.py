@@ -50,7 +50,8 @@ class Precision:
         folder = Path(str(config["policy"])).expanduser()
         if not is_hugging_face(folder):
             raise ValueError(
-                f"precision_plan requires a Hugging Face folder, but model={folder} has no config.json; set it to one"
+                f"precision_plan requires a Hugging Face folder, but model={folder} has no config.json; set model "
+                "to a Hugging Face folder"
             )
         source_format, description = read(read_json(folder / CONFIG))
         weights = matrices(plan, description, source_format)

@@ -29,7 +29,8 @@ def check_vocabulary(name: str, folder: Path, tokenizer: Any, *, trust_remote_co
     if different:
         raise ValueError(
             f"rl.distillation.teachers.{name}={folder}: its vocabulary differs from the policy's in "
-            f"{len(different):,} tokens, such as {different[0]!r}; on-policy distillation requires the same tokens"
+            f"{len(different):,} tokens, such as {different[0]!r}; on-policy distillation requires the same tokens; "
+            "choose a teacher with the policy's vocabulary"
         )
 
 

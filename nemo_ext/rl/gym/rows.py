@@ -187,7 +187,8 @@ def _multiple_choice(row: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"unknown grading_mode {mode!r}: {nearest(str(mode), _MCQA)}")
     if row.get("template_metadata"):
         raise ValueError(
-            "template_metadata must not be set, because only Gym's own mcqa server supports a row's regular expressions"
+            "template_metadata is not supported, because only Gym's own mcqa server reads regular expressions from "
+            "rows; remove it"
         )
     return {"answer": row["expected_answer"], "choices": list(options.values()), "format": _MCQA[mode]}
 

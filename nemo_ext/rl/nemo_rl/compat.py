@@ -133,7 +133,7 @@ def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> 
     if names is None:
         raise ValueError(
             f"NeMo-RL's grpo.setup returned {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later); use a "
-            f"supported version, {FITS}"
+            f"supported version of NeMo-RL, {FITS}"
         )
     return Ready(**dict(zip(names.split(), items, strict=True)))
 
@@ -143,8 +143,8 @@ def set_up_distillation(config: Any, tokenizer: Any, dataset: Any, val_dataset: 
     items, names = distillation().setup(config, tokenizer, dataset, val_dataset), _ELEVEN.split()
     if len(items) != len(names):
         raise ValueError(
-            f"NeMo-RL's distillation.setup returned {len(items)} items instead of {len(names)}; use 0.7, or main of "
-            "2026-08-22"
+            f"NeMo-RL's distillation.setup returned {len(items)} items instead of {len(names)}; use "
+            "NeMo-RL 0.7, or its main branch of 2026-08-22"
         )
     return Ready(**dict(zip(names, items, strict=True)))
 

@@ -65,8 +65,8 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
     tasks = [f"{DOMAINS}-{name}" for name in order.names]
     if sorted(data_iterators) != sorted(tasks):
         raise ValueError(
-            f"data.train has the datasets {sorted(data_iterators)}, but the curriculum requires {sorted(tasks)}; list "
-            f"the files in its folder {DOMAINS}"
+            f"data.train has the datasets {sorted(data_iterators)}, but the curriculum requires {sorted(tasks)}; set "
+            f"data.train to the files in the curriculum's folder {DOMAINS}"
         )
     steps = len(order.domain)
     first = next(data_iterators[tasks[order.anchor]], None)

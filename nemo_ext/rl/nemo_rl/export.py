@@ -174,7 +174,7 @@ def _convert(
     if ((policy.get("megatron_cfg") or {}).get("peft") or {}).get("enabled") and policy["megatron_cfg"].get("enabled"):
         raise ValueError(
             "Megatron saves only the adapters; merge them with NeMo-RL's examples/converters/convert_lora_to_hf.py, as "
-            "in its docs/design-docs/checkpointing.md"
+            "in NeMo-RL's docs/design-docs/checkpointing.md"
         )
     own_tokenizer = saved.path / "policy" / "tokenizer"
     tokenizer = str(own_tokenizer) if own_tokenizer.is_dir() else str(policy["tokenizer"]["name"])
@@ -211,7 +211,7 @@ def _convert(
         saved_tokenizer.chat_template = Template.load(template).source
     saved_tokenizer.save_pretrained(to)
     if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
-        raise ValueError("NeMo-RL's converter wrote no config.json or no *.safetensors files")
+        raise ValueError("NeMo-RL's converter did not write config.json or *.safetensors files")
     # Files of the policy's folder that the conversion does not write: generation config and model code.
     base = Path(str(policy["model_name"])).expanduser()
     for file in (base / "generation_config.json", *base.glob("*.py")):

@@ -118,18 +118,26 @@ class Groups:
         logs, tasks, infos = batch["message_log"], batch["task_name"], batch["extra_env_info"]
         size = self.generations
         if len(logs) % size:
-            raise ValueError(f"a batch of {len(logs)} responses is not divisible into groups of {size}")
+            raise ValueError(
+                f"NeMo-RL's batch of {len(logs)} responses is not divisible into groups of {size}; use a supported "
+                f"version, {compat.FITS}"
+            )
         begins = [at for at in range(0, len(logs), size) if self.tasks is None or tasks[at] in self.tasks]
         for begin in begins:
             if len({logs[row][0]["content"] for row in range(begin, begin + size)}) > 1:
-                raise ValueError(f"responses {begin} to {begin + size - 1} form a group, but answer different prompts")
+                raise ValueError(
+                    f"responses {begin} to {begin + size - 1} of NeMo-RL's batch must have the same prompt, but do "
+                    f"not; use a supported version, {compat.FITS}"
+                )
         groups = [
             [_member(logs[row], float(rewards[row]), infos[row], marker) for row in range(begin, begin + size)]
             for begin in begins
         ]
         for begin, values in zip(begins, self.reward(groups), strict=True):
             if len(values) != size or not all(map(math.isfinite, values)):
-                raise ValueError(f"the group reward must return {size} finite numbers, not {values}")
+                raise ValueError(
+                    f"the group reward must return {size} finite numbers, not {values}; please report this"
+                )
             rewards[begin : begin + size] = torch.tensor(list(values), dtype=rewards.dtype)
         return rewards
 
@@ -237,7 +245,10 @@ def by_group(train: Callable[..., Any], generations: int) -> Callable[..., Any]:
     def train_by_group(data: Any, *arguments: Any, **keywords: Any) -> Any:
         advantages = data["advantages"]
         if len(advantages) % generations:
-            raise ValueError(f"a batch of {len(advantages)} responses is not divisible into groups of {generations}")
+            raise ValueError(
+                f"NeMo-RL's batch of {len(advantages)} responses is not divisible into groups of {generations}; use a "
+                f"supported version, {compat.FITS}"
+            )
         # The first token of a sequence is not predicted.
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(dim=1)
         factors = torch.as_tensor(group_factors(tokens.view(-1, generations).cpu().numpy()))

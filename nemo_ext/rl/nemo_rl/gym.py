@@ -52,7 +52,8 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     }.items():
         if used:
             raise ValueError(
-                f"{key} cannot be combined with environments gym-NAME, whose tasks Gym's agents play; remove it"
+                f"{key} cannot be combined with environments gym-NAME, in which NeMo Gym's agents generate the "
+                "responses; remove one of the two"
             )
     paths = [_MODEL]
     for name, use in algorithm.environments.items():

@@ -76,7 +76,11 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
             resumable = saved and saved[-1].step == end.step
-            advice = "the same command resumes" if resumable else "this step has no checkpoint"
+            advice = (
+                "the same command resumes"
+                if resumable
+                else "this step has no checkpoint, so the same command repeats it"
+            )
             steps = master[section]["max_num_steps"]
             notice(f"stopped at step {end.step} of {steps} by checkpoint_must_save_by; {advice}")
             write_report(run_dir, algorithm)
@@ -191,8 +195,8 @@ def _lay_out(
         nodes = fixed.nodes or 1
         if nodes <= teachers:
             raise ValueError(
-                f"nemo_rl.set.{PATHS['nodes']}={nodes}: rl.distillation.teachers take {teachers} nodes, which "
-                "leaves none for training and generation; add nodes"
+                f"nemo_rl.set.{PATHS['nodes']}={nodes} is too small: rl.distillation.teachers use {teachers} nodes, "
+                f"which leaves none for training and generation; use at least {teachers + 1} nodes"
             )
         fixed = replace(fixed, nodes=nodes - teachers)
     layout = plan(
@@ -213,7 +217,7 @@ def _lay_out(
         }
         draft.put_all("distillation", TEACHER, sizes)
         draft.put("distillation", PATHS["nodes"], layout.nodes + teachers)
-        notice(f"{teachers} more nodes of {layout.gpus_per_node} GPUs for the teachers")
+        notice(f"the teachers use {teachers} more nodes of {layout.gpus_per_node} GPUs")
 
 
 def _check_replay(model: Description) -> None:

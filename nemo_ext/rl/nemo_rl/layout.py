@@ -173,8 +173,8 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
     layout = load(name) if name is not None else Stated()
     if layout.backend not in (None, backend):
         raise ValueError(
-            f"nemo_rl.layout={name} requires nemo_rl.backend={layout.backend}, not {backend}; set it, or set "
-            "nemo_rl.layout=null to compute a layout"
+            f"nemo_rl.layout={name} requires nemo_rl.backend={layout.backend}, not {backend}; set this backend, "
+            "or nemo_rl.layout=null to compute a layout"
         )
     paths = {**PATHS, **_PARALLEL[backend]}
     changes = {key: user_values[path] for key, path in paths.items() if user_values.get(path) is not None}
@@ -182,7 +182,7 @@ def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_m
         expected, actual = getattr(layout, key), changes.get(key)
         if None not in (expected, actual) and expected != actual:
             raise ValueError(
-                f"nemo_rl.layout={name} has {key} {expected}, but nemo_rl.set.{PATHS[key]} is {actual}; set "
+                f"nemo_rl.layout={name} requires {key}={expected}, but nemo_rl.set.{PATHS[key]} is {actual}; set "
                 "nemo_rl.layout=null to compute a layout"
             )
     if gpu_memory_gib is not None:

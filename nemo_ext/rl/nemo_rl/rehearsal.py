@@ -71,7 +71,9 @@ class _Data:
         return self._size
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a rehearsal reads no data")
+        raise AssertionError(
+            f"setup reads data, which a rehearsal does not have; use a supported version, {compat.FITS}"
+        )
 
 
 def rehearse(master: Mapping[str, Any], section: Section) -> None:
@@ -107,7 +109,8 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
     except Exception as error:  # NeMo-RL raises many types, mostly assertions
         text = " ".join(str(error).split()) or "no reason given"
         raise ValueError(
-            f"NeMo-RL's {section}.setup rejected the config with {type(error).__name__}: {text}"
+            f"NeMo-RL's {section}.setup rejected the config ({type(error).__name__}: {text}); change the settings that "
+            "the error names"
         ) from error
 
 

@@ -132,7 +132,8 @@ def _distillation(draft: Draft, algorithm: PolicyGradient, checkout: Checkout) -
     for name, place in distillation.places.items():
         if "://" in place:
             raise ValueError(
-                f"rl.distillation.teachers.{name}={place}: NeMo-RL loads teachers itself; name a Hugging Face folder"
+                f"rl.distillation.teachers.{name}={place} must be a Hugging Face folder, because NeMo-RL loads "
+                "teachers itself"
             )
     has_default = DEFAULT in distillation.places
     values = {
@@ -160,8 +161,8 @@ def _logits(draft: Draft, algorithm: PolicyGradient) -> None:
     places = sorted(set(distillation.places.values()))
     if len(places) > 1 or "://" in places[0]:
         raise ValueError(
-            f"rl.distillation.teachers={', '.join(places)}: NeMo-RL's distillation from logits has one teacher, in a "
-            "Hugging Face folder; name one, or use engine=trl"
+            f"rl.distillation.teachers={', '.join(places)}: NeMo-RL's distillation from logits supports only one "
+            "teacher, a Hugging Face folder; name one, or use engine=trl"
         )
     if algorithm.overlong_filtering:
         draft.cannot("overlong_filtering", "NeMo-RL's distillation does not filter; overlong responses are trained on")

@@ -252,7 +252,10 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
         )
     by_token = bool(master["loss_fn"].get("token_level_loss", True))
     if level is not None and by_token != (level == "group"):
-        raise ValueError(f"loss.level={level} requires loss_fn.token_level_loss={str(not by_token).lower()}; set it")
+        raise ValueError(
+            f"loss.level={level} cannot be combined with loss_fn.token_level_loss={str(by_token).lower()}; set "
+            f"loss_fn.token_level_loss={str(not by_token).lower()}"
+        )
     if level == "group" and master["loss_fn"].get("reference_policy_kl_penalty"):
         raise ValueError(
             "loss.level=group cannot be combined with a KL penalty, which has no advantage to scale; set "
@@ -272,7 +275,7 @@ def _dpo(
             + (
                 "requires the section rpo with eta and distance; add it"
                 if with_rewards
-                else "takes no section rpo; remove it"
+                else "does not use the section rpo; remove it"
             )
         )
     template = None if pairs.get("rendered") else Prompts.from_tokenizer(tokenizer, config.get("template"))
@@ -418,7 +421,8 @@ def _environment_settings(
     check_keys(section, [*known_environments(), *theirs], required=(), where="environments")
     if missing := [name for name in used if name not in section and (theirs or name.startswith(GYM))]:
         raise ValueError(
-            f"environments must also name {', '.join(missing)}, which tasks use, so that NeMo Gym serves them; add it"
+            f"environments does not contain {', '.join(missing)}, which tasks use, so NeMo Gym would not serve it; add "
+            f"{', '.join(missing)} to environments"
         )
     if unused := [name for name in section if name not in used]:
         notice(f"environments.{', environments.'.join(unused)}: ignored, because no task has this environment")
@@ -475,7 +479,8 @@ def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) ->
     threshold = compat.setting(config, "grpo", "stop_at_validation_threshold")
     if compat.is_async(config) and step < steps and not timed_out and threshold is None:
         raise RuntimeError(
-            f"NeMo-RL's asynchronous training ended early, after step {step} of {steps}; its output above shows why"
+            f"NeMo-RL's asynchronous training ended early, after step {step} of {steps}; see NeMo-RL's output above "
+            "for the reason, then rerun the command to resume"
         )
     return End(step, stopped=timed_out and step < steps)
 

@@ -19,8 +19,8 @@ def use() -> None:
     ours = f"{__name__}.{with_bridges.__name__}"
     if os.environ.setdefault(VARIABLE, ours) != ours:
         notice(
-            f"the environment variable {VARIABLE}={os.environ[VARIABLE]} does not register our bridges in workers; let "
-            f"its function call {ours}"
+            f"the environment variable {VARIABLE}={os.environ[VARIABLE]} does not register nemo_ext's bridges in Ray "
+            f"workers; call {ours} in its function"
         )
 
 

@@ -89,5 +89,8 @@ def _finite(rewards: npt.ArrayLike) -> Array:
             f"rewards must have shape [..., responses] with at least one response, not {list(values.shape)}"
         )
     if not np.isfinite(values).all():
-        raise ValueError(f"rewards must be finite: {int((~np.isfinite(values)).sum())} of {values.size} are not")
+        raise ValueError(
+            f"{int((~np.isfinite(values)).sum())} of {values.size} rewards are not finite numbers; correct the "
+            "environment or judge that returns them"
+        )
     return values

@@ -69,7 +69,7 @@ class Sandbox:
         if self.concurrency > cores:
             notice(
                 f"concurrency={self.concurrency} exceeds {cores} cores, and wall_seconds includes waiting for a core: "
-                "raise it if programs time out"
+                "raise wall_seconds if programs time out"
             )
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
@@ -115,7 +115,8 @@ class Sandbox:
             run = box.run(b"", self.limits)
             if run.stdout != b"42\n":
                 raise SandboxError(
-                    f"sandbox: no program can be run here: the test program failed ({run}, {run.stderr.decode()!r})"
+                    f"sandbox: no program can be run here: the test program failed ({run}, {run.stderr.decode()!r}); "
+                    "raise the environment's limits if it exceeded one, or check the Python installation"
                 )
             return box.isolation
 

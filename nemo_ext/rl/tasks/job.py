@@ -56,7 +56,10 @@ def _generated(config: TaskSettings) -> list[Task]:
             generate(str(config.generator), config.count or COUNT, seed=config.seed, level=config.level, **settings)
         )
     except TypeError as error:
-        raise ValueError(f"settings={settings} are invalid for generator={config.generator}: {error}") from None
+        raise ValueError(
+            f"settings={settings} are invalid for generator={config.generator}: {error}; use the settings in "
+            "docs/rl/tasks.md"
+        ) from None
 
 
 def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:

@@ -95,7 +95,8 @@ class Rollouts:
             known = self._begun[text] = Episode(task=self.prompts.in_mode(task), thinking_opened=opened)
         if (known.task.environment, known.task.reference) != (task.environment, task.reference):
             raise ValueError(
-                f"the tasks {known.task.id} and {task.id} have the same prompt but different references; remove one"
+                f"the tasks {known.task.id} and {task.id} have the same prompt but different "
+                "environments or references; remove one of them"
             )
         if known.task.id != task.id:
             self.same.add(task.id)

@@ -354,8 +354,8 @@ def _tasks(
     for name in names:
         if name not in uses:
             raise ValueError(
-                f"tasks with environment {name!r} require it in rl.environments; add it there, or remove these tasks ("
-                f"{nearest(name, uses)})"
+                f"rl.environments does not contain {name!r}, the environment of some tasks; add it, or remove these "
+                f"tasks ({nearest(name, uses)})"
             )
     environments = {}
     for name in names:
@@ -375,7 +375,7 @@ def _tasks(
         group=over_groups,
     )
     if (limit := algorithm.lengths.prompt) is not None:
-        because = f"their prompts have more than rl.lengths.prompt={limit} tokens; raise it"
+        because = f"their prompts have more than rl.lengths.prompt={limit} tokens; raise rl.lengths.prompt"
 
         def is_longer(task: Task) -> bool:
             return len(rollouts.encoded([prompts.prompt(task)[0]])[0]) > limit
@@ -384,7 +384,7 @@ def _tasks(
         if excluded and config["tasks"]["train"].get("curriculum"):
             raise ValueError(
                 f"tasks.train.curriculum has {len(excluded):,} prompts with more than rl.lengths.prompt={limit} tokens "
-                f"(first: {excluded[0]}); make it again without them, or raise the limit"
+                f"(first: {excluded[0]}); make it again without them, or raise rl.lengths.prompt"
             )
         if excluded:
             count = len(excluded)

@@ -812,7 +812,8 @@ def _pairs(
     short = [row for row in rows if limit is None or all(len(row[prompt]) + len(row[side]) <= limit for side in sides)]
     if not short:
         raise ValueError(
-            f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={limit} tokens; raise it"
+            f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={limit} tokens; raise "
+            "rl.lengths.total"
         )
     if len(short) < len(rows):
         notice(f"{path}: excluded {len(rows) - len(short):,} pairs with more than rl.lengths.total={limit} tokens")
@@ -919,7 +920,7 @@ class Stop(TrainerCallback):
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = True
-            notice("stopping after this step, then saving; a second signal ends at once")
+            notice("stopping and saving after this step; a second signal ends the run at once")
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

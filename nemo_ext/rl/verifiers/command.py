@@ -103,7 +103,9 @@ def environment(
         )
     for name, value in (variables or {}).items():
         if not _is_text(name) or not _is_text(value) or not name or "=" in name:
-            raise ValueError(f"variables: invalid variable {name!r}: {value!r}: use names without '=', and strings")
+            raise ValueError(
+                f"variables: {name!r}: {value!r} is invalid: use a name without '=' and a value that is a string"
+            )
     try:
         check_files({file: ""})
     except ValueError as error:

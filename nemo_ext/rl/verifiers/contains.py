@@ -47,7 +47,7 @@ class Reference:
             if not all(map(normal, strings := getattr(self, key))):
                 raise ValueError(f"reference.{key}={list(strings)!r}: expected non-empty strings")
         if not self.answers:
-            raise ValueError("reference.answers: expected at least one string")
+            raise ValueError("reference.answers=[]: expected at least one string")
         if both := set(map(normal, self.answers)) & set(map(normal, self.wrong)):
             raise ValueError(f"reference.wrong: {min(both)!r} is also in reference.answers; remove it from one of them")
 

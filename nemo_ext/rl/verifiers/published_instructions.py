@@ -122,7 +122,7 @@ def environment(*, library: str) -> Environment:
         ValueError: the library is unknown, or it or its data are not installed.
     """
     if library not in LIBRARIES:
-        raise ValueError(f"library={library!r}: {nearest(library, LIBRARIES)}")
+        raise ValueError(f"unknown library={library!r}: {nearest(library, LIBRARIES)}")
     checkers = _checkers(LIBRARIES[library])
     return Environment(
         name="published_instructions",

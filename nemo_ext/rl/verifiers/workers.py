@@ -187,7 +187,9 @@ class WorkerPool:
             raise
         if "error" in ready:
             self._discard(worker)
-            raise WorkerError(f"a worker process cannot load its function: {ready['error']}")
+            raise WorkerError(
+                f"a worker process cannot load {self._function} ({ready['error']}): check the installed packages"
+            )
         return worker
 
     def _ask(self, worker: _Worker, arguments: Any) -> Any:
@@ -197,7 +199,7 @@ class WorkerPool:
             return worker.receive(self.time_limit + GRACE)
         except TimeLimitError:
             raise TimeLimitError(
-                f"a verification exceeded the time limit of {self.time_limit:g} s (time_limit)"
+                f"a verification exceeded the time limit of {self.time_limit:g} s: raise time_limit if it needs more"
             ) from None
         except (EOFError, OSError):
             try:
@@ -205,7 +207,9 @@ class WorkerPool:
             except subprocess.TimeoutExpired:  # its pipe is closed, but it still runs
                 status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"verification exceeded the time limit of {self.time_limit:g} s (time_limit)")
+            raise TimeLimitError(
+                f"a verification exceeded the time limit of {self.time_limit:g} s: raise time_limit if it needs more"
+            )
         raise WorkerError(f"a worker process exited with status {status} during a call: raise memory if it ran out")
 
     def _discard(self, worker: _Worker) -> int:

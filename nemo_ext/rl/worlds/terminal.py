@@ -166,7 +166,10 @@ class Conversation(python_tool.Conversation):
         code = _code(self.reference.files, self.reference.setup)
         run = self.tool.sessions.call(self.name, (), code)
         if (error := error_of(run)) != "":
-            raise SandboxError(f"reference.files or reference.setup failed: {_last(run.stdout)} {error or run}")
+            raise SandboxError(
+                f"reference.files or reference.setup failed ({_last(run.stdout)} {error or run}): correct them in the "
+                "task"
+            )
         self.executed.append(code)
 
 
