@@ -91,7 +91,7 @@ def test_judges_are_checked_before_a_run(endpoint: Any, reply: Any) -> None:
 
     check_judges(environments, {"judge": judge(endpoint.url)})
     assert [request["path"] for request in endpoint.requests] == ["/v1/models"] * 2
-    with pytest.raises(ValueError, match="environment 'chat' has no rewards without a judge"):
+    with pytest.raises(ValueError, match="environment 'chat' requires a judge"):
         check_judges(environments, {})
     with pytest.raises(ValueError, match="did you mean 'judge'"):
         check_judges([], {"judge": {**judge(endpoint.url), "model": "jugde"}})

@@ -97,7 +97,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         gym_server("gym-mcqq")
     with pytest.raises(ValueError, match=r"physics_judge/configs/judge_openai\.yaml has no agent"):
         gym_server("gym-judge_openai")
-    with pytest.raises(ValueError, match="this one has question, answer"):
+    with pytest.raises(ValueError, match="but has question, answer"):
         gym_task({"question": "?", "answer": 1}, gym_server("gym-mcqa"), "rows.jsonl:1")
     row = {"responses_create_params": {"input": "Fix it."}}
     kwargs = {"responses_create_params": {"input": "?", "metadata": {"chat_template_kwargs": "[1]"}}}
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         gym_server("gym-rewoo_agent")
     with pytest.raises(ValueError, match="must be swe_agents_train or swe_agents_val"):
         gym_task(row, gym_server("gym-swebench_openhands_training"), "rows.jsonl:1")
-    with pytest.raises(ValueError, match="requires engine=nemo_rl"):
+    with pytest.raises(ValueError, match="engine=nemo_rl` supports"):
         make("gym-mcqa")
     words = ["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={gym-mcqa: {}}"]
     with pytest.raises(ValueError, match="requires engine=nemo_rl"):

@@ -181,5 +181,5 @@ def test_pairs_with_long_prompts_are_excluded(capsys: pytest.CaptureFixture[str]
     assert with_short_prompts(pairs, words, None) == pairs
     assert with_short_prompts(pairs, words, 3) == pairs[:2]
     assert "excluded 1 pairs with prompts of more than rl.lengths.prompt=3 tokens" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"all 3 pairs .* raise it"):
+    with pytest.raises(ValueError, match=r"all 3 pairs .* raise rl\.lengths\.prompt"):
         with_short_prompts(pairs, words, 0)

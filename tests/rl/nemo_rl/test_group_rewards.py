@@ -135,9 +135,9 @@ def test_group_rewards_apply_to_the_named_environments_only() -> None:
 def test_a_batch_of_incomplete_groups_is_refused() -> None:
     groups = Groups(generations=2, leave_one_out=False, reward=lambda members: [[0.0, 0.0] for _ in members])
 
-    with pytest.raises(ValueError, match="a batch of 3 responses is not divisible into groups of 2"):
+    with pytest.raises(ValueError, match="NeMo-RL's batch of 3 responses is not divisible into groups of 2"):
         groups.rewritten(batch_of([0.0] * 3, ["a"] * 3), MARKER)
-    with pytest.raises(ValueError, match="responses 0 to 1 form a group, but answer different prompts"):
+    with pytest.raises(ValueError, match="responses 0 to 1 of NeMo-RL's batch must have the same prompt"):
         groups.rewritten(batch_of([0.0] * 2, ["a", "b"]), MARKER)
 
 

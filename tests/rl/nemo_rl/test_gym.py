@@ -112,7 +112,7 @@ class TestConfig:
             config()["tasks"]["train"] | {"streams": [{"name": THEIRS, "weight": 1}]}, steps=1, prompts=2
         )
 
-        with pytest.raises(ValueError, match=f"must also name {THEIRS}"):
+        with pytest.raises(ValueError, match=f"environments does not contain {THEIRS}"):
             _environment_settings({"environments": {"math": {}}}, {}, tokenizer, [tasks], 1)
 
 

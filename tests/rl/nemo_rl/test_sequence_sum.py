@@ -155,8 +155,8 @@ def test_terms_that_it_cannot_sum_are_refused(nemo_rl: ModuleType) -> None:
             (),
             "loss.level must be sequence_sum or group, not 'sequence'; for .* set loss_fn.token_level_loss",
         ),
-        ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "requires loss_fn.token_level_loss=false"),
-        ({"level": "group"}, ("loss_fn.token_level_loss=false",), "requires loss_fn.token_level_loss=true"),
+        ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "set loss_fn.token_level_loss=false"),
+        ({"level": "group"}, ("loss_fn.token_level_loss=false",), "set loss_fn.token_level_loss=true"),
         (
             {"level": "group"},
             ("loss_fn.token_level_loss=true", "loss_fn.reference_policy_kl_penalty=0.01"),

@@ -164,7 +164,7 @@ def test_the_users_hook_is_kept_with_a_notice(
     use()
 
     assert os.environ[VARIABLE] == "theirs.hook"
-    assert "does not register our bridges" in capsys.readouterr().err
+    assert "does not register nemo_ext's bridges" in capsys.readouterr().err
 
 
 WORKER = """

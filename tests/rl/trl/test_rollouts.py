@@ -72,7 +72,7 @@ def test_tasks_of_one_prompt_must_have_one_reference(model: Path, tmp_path: Path
 
     made.prompt(math("7"))
     made.prompt(math("7"))
-    with pytest.raises(ValueError, match="same prompt but different references"):
+    with pytest.raises(ValueError, match="same prompt but different environments or references"):
         made.prompt(math("8"))
 
 

@@ -514,7 +514,7 @@ def test_epochs_count_the_actual_pairs(tmp_path: Path, capsys: pytest.CaptureFix
     assert made("rl.batch=2").steps == 2 * 5
     assert "2 epochs over 10 pairs: 10 steps" in capsys.readouterr().err
     assert made("rl.schedule.steps=7").steps == 7
-    with pytest.raises(ValueError, match=r"has 10 pairs, fewer than one batch; lower rl\.batch=2048"):
+    with pytest.raises(ValueError, match=r"has 10 pairs, fewer than rl\.batch=2048; lower rl\.batch to at most 10"):
         made()
 
 
@@ -575,7 +575,7 @@ def test_errors_found_by_a_run_are_one_line(model: Path, tmp_path: Path) -> None
         dpo = ("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={tmp_path}/pairs.jsonl", "rl.batch=1")
         own = ("rl.schedule={kind: constant, steps: 1, warmup_share: null}", "on_inexpressible=warn")
         assert said in refusal(*dpo, *own, f"run_dir={tmp_path / 'dpo'}")
-    assert "require it in rl.environments" in refusal(
+    assert "rl.environments does not contain" in refusal(
         *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
     )
 

@@ -87,7 +87,7 @@ def test_a_program_cannot_pretend_that_the_command_was_not_started() -> None:
         ({"command": "lean"}, {}, "command must be a list"),
         ({"readable": ["/nowhere"]}, {}, "'/nowhere' is not a folder"),
         ({"command": ["lean", 1]}, {}, "command must be a list of strings"),
-        ({"variables": {"A=B": "1"}}, {}, "variables: invalid variable 'A=B'"),
+        ({"variables": {"A=B": "1"}}, {}, "variables: 'A=B': '1' is invalid"),
         ({"file": "../Main.lean"}, {}, "file: invalid path"),
         ({}, {"files": {"a/../../x": ""}}, "reference.*files.*invalid path"),
         ({}, {"files": {"Main.lean": ""}}, "'Main.lean' is the path of the program"),

@@ -203,7 +203,7 @@ def test_any_verifier_judges_the_last_response(endpoint: Any, reply: type[Any]) 
 
     assert found is not None and (found.outcome, found.more["calls"]) == ("correct", 1)
     assert episodes.take_metrics()["calls"] == 1
-    with pytest.raises(ValueError, match=r"needs its tools in the task's `tools`: stateful_python_code_exec"):
+    with pytest.raises(ValueError, match="'python_tool' requires stateful_python_code_exec; add"):
         episodes.check(task)
 
 
