@@ -142,7 +142,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
         ({"directory": "d", "blend": {"a": -1}}, r"^tasks\.train\.blend\.a must be a number above 0"),
         (
             {"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}},
-            r"tasks.train.blend.a.source: remove it",
+            r"tasks.train.blend.a.source is not supported",
         ),
     ],
 )
