@@ -126,7 +126,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.drop_zero_variance != (self.max_batches is not None):
             raise ValueError(
-                "sampling.drop_zero_variance=true and sampling.max_batches require each other; set both or neither"
+                "sampling.drop_zero_variance=true and sampling.max_batches require each other, but only one is set; "
+                "set both or neither"
             )
 
 
@@ -472,7 +473,10 @@ class PolicyGradient(_Training):
                 "sampling.temperature=1"
             )
         if self.group is not None:
-            raise ValueError("group (rewards over groups) does not affect distillation; remove one of them")
+            raise ValueError(
+                "group, which changes rewards over groups, does not affect distillation; set group=null, or train "
+                "without distillation"
+            )
         if self.logits is None:
             return
         if self.loss != PolicyLoss(level="token", clip_low=None, clip_high=None):

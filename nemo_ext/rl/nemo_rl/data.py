@@ -44,7 +44,7 @@ class TaskProcessor:
         if too_long:
             warnings.warn(
                 f"task {task.id} is excluded from the loss, because its prompt has {len(ids)} tokens, which must be "
-                f"fewer than data.max_input_seq_length={max_length}",
+                f"fewer than data.max_input_seq_length={max_length} (rl.lengths.prompt); shorten it or raise the limit",
                 stacklevel=2,
             )
             ids = ids[:4]

@@ -62,7 +62,8 @@ class NamedReward:
         """Raise ValueError if a task's reference does not have a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
             raise ValueError(
-                f"reference: the environment's reward requires {', '.join(missing)}; add it, or choose another reward"
+                f"reference: the environment's reward requires {', '.join(missing)}, which is missing; add it, or "
+                "choose another reward"
             )
 
 

@@ -111,7 +111,7 @@ class Sessions:
                 if error_of(run) is None:
                     raise SandboxError(
                         f"sandbox: the session cannot be restored: call {number} of {len(calls)}, which finished "
-                        f"before, now ends with {run}; raise the environment's limits"
+                        f"before, now failed ({run}); raise the environment's limits"
                     )
         except BaseException:
             box.close()

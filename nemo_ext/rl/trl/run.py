@@ -186,7 +186,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     if getattr(model_config, "num_nextn_predict_layers", 0):
         notice(
             f"model={ready.model}: TRL trains without multi-token prediction; {run_dir / MODEL} will have no mtp.* "
-            "tensors, as those of the model would be stale"
+            "tensors, because the original ones would not match the trained weights"
         )
         model_config.num_nextn_predict_layers = 0
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:

@@ -610,7 +610,7 @@ def policy_gradient(
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
-        notice(f"{len(same):,} tasks have another task's prompt and reference and count as that task: {same[0]} ...")
+        notice(f"{len(same):,} tasks have the same prompt and reference as another task and count as it: {same[0]} ...")
     result: GRPOTrainer | RLOOTrainer = trainer
     return result
 

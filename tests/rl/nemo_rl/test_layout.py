@@ -107,7 +107,12 @@ def test_impossible_layouts_are_refused(wanted: Stated, message: str) -> None:
     [
         ("domyn", {}, "dtensor", "unknown nemo_rl.layout=domyn: known: domyn_math_grpo"),
         ("dpo_delta", {}, "megatron", "requires nemo_rl.backend=dtensor, not megatron"),
-        ("dpo_delta", {"cluster.num_nodes": 4}, "dtensor", r"requires nodes=8, but nemo_rl\.set\.cluster\.num_nodes is 4"),
+        (
+            "dpo_delta",
+            {"cluster.num_nodes": 4},
+            "dtensor",
+            r"requires nodes=8, but nemo_rl\.set\.cluster\.num_nodes is 4",
+        ),
         (None, {"cluster.num_nodes": 0}, "dtensor", r"sizes of the layout in nemo_rl\.set: nodes=0"),
     ],
 )
