@@ -148,7 +148,9 @@ class Ask(Step, Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("set exactly one of prompt (a template) and messages (an expression)")
+            raise ValueError(
+                "prompt (a template) and messages (an expression) are both set, or neither is: set exactly one of them"
+            )
         if self.complete and self.thinking is not None:
             raise ValueError("thinking requires a chat template, which complete=true does not use: remove one of them")
         if self.embed and (unused := [key for key in _NOT_EMBEDDED if getattr(self, key)]):
@@ -350,7 +352,9 @@ class Spread(Step):
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            raise ValueError("a step with kind=spread does not support the key `when`: it orders all rows")
+            raise ValueError(
+                "a step with kind=spread does not support the key `when`: remove it, as the step orders all rows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
