@@ -407,7 +407,7 @@ def checked_text(value: object, where: str, key: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise FormatError(
-                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start}); remove it"
+                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start}); correct it"
             ) from None
     return value
 

@@ -523,7 +523,7 @@ class Recipe:
                 if role not in self.roles:
                     raise ValueError(f"{where}: unknown role {role!r}: {nearest(role, self.roles)}")
             if isinstance(step, Group) and step.by not in multiply:
-                known = nearest(step.by, multiply) if multiply else "no earlier step does"
+                known = nearest(step.by, multiply) if multiply else "no earlier step does; add such a step"
                 raise ValueError(
                     f"{where}.by={step.by}: expected an earlier step that makes several rows from one: {known}"
                 )

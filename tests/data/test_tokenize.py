@@ -190,7 +190,7 @@ def test_a_full_disk_is_reported_with_the_stream(tmp_path: Path, jsonl: Write, m
 
     monkeypatch.setattr(tokenize, "write_splits", full)
     data = {"directory": str(tmp_path / "d"), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": [stream]}
-    with pytest.raises(ValueError, match=r"tokenising .*/d/web failed \(.*No space left on device\): correct this"):
+    with pytest.raises(ValueError, match=r"tokenising .*/d/web failed \(.*No space left on device\): correct"):
         tokenize_blend(data, progress=False)
 
 
