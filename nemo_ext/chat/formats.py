@@ -115,7 +115,7 @@ def to_sample(
         read = _sharegpt_messages(record, turns, ignored, changed)
     messages = [message for _, message in normal_messages(read, key, changed)]
     if not messages:
-        raise FormatError(f"{key} has only tool results without a call: add the messages before them")
+        raise FormatError(f"{key} has only tool results without a call: add the assistant message that calls the tools")
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
             raise FormatError(f"{key}[{index}]: a system message must come first: move or remove it")
@@ -254,7 +254,10 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
             partners[ids.index(name)] = answer
         else:
             _leave_out(
-                WITHOUT_CALL, f"{key}[{place}].tool_call_id={name!r}: no preceding unanswered call has this id", changed
+                WITHOUT_CALL,
+                f"{key}[{place}].tool_call_id={name!r}: no preceding unanswered call has this id; correct the id, or "
+                "remove the message",
+                changed,
             )
     if not callers:
         return unnamed
@@ -274,7 +277,12 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
     for place, message in callers:
         calls = tuple(call for call in message.tool_calls if next(numbers) in answered)
         for _ in range(len(message.tool_calls) - len(calls)):
-            _leave_out(WITHOUT_ANSWER, f"{key}[{place}].tool_calls: a call has no result, but a later one has", changed)
+            _leave_out(
+                WITHOUT_ANSWER,
+                f"{key}[{place}].tool_calls: a call has no result, but a later one has; add the result, or remove the "
+                "call",
+                changed,
+            )
         if calls or message.content.strip():
             answered_callers.append((place, replace(message, tool_calls=calls)))
     return answered_callers + ordered
@@ -379,7 +387,7 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
         if (role := known.get(value) or known.get(value.lower())) is not None:
             return role
         raise FormatError(f"{where}={value!r} is not a role; {nearest(value.lower(), known)}")
-    raise FormatError(f"{where}: expected a role, not {_kind(value)}")
+    raise FormatError(f"{where}: expected a role ({', '.join(known)}), not {_kind(value)}")
 
 
 def checked_text(value: object, where: str, key: str) -> str:
@@ -399,7 +407,7 @@ def checked_text(value: object, where: str, key: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise FormatError(
-                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start}); remove it"
+                f"{_at(where, key)}: cannot be encoded as UTF-8 ({error.reason} at character {error.start}); correct it"
             ) from None
     return value
 
@@ -473,7 +481,10 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     for index, tool in enumerate(_listed(_decoded(value, "tools") or [], "tools")):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise FormatError(f"tools[{index}]: expected {{type: function, function: {{name, parameters ...}}}}")
+            raise FormatError(
+                f"tools[{index}]: expected {{type: function, function: {{name, parameters ...}}}}, not "
+                f"{str(tool)[:60]!r}"
+            )
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tuple(tools)
 
@@ -491,7 +502,7 @@ def _decoded(value: Any, where: str) -> Any:
         try:  # fails for lone surrogates, NaN, and Parquet types without a JSON equivalent, such as dates
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            raise FormatError(f"{where}: the value cannot be written as JSON ({error})") from None
+            raise FormatError(f"{where}: the value cannot be written as JSON ({error}); correct or remove it") from None
     return value
 
 

@@ -100,7 +100,10 @@ def pythons_pattern(pattern: str) -> str:
         elif match["again"]:
             part = f"(?P={match['again']})"
         elif match["other"] or (part[0] == "\\" and part[1:].isalpha() and part[1] not in "bBdDfnrsStuvwWx"):
-            raise ValueError(f"{pattern!r} contains {part}, which is not valid in ECMA 262 or not supported")
+            raise ValueError(
+                f"pattern {pattern!r} contains {part}, which is not valid in ECMA 262 or not supported: write it "
+                f"without {part}"
+            )
         elif inside:
             inside, part = part != "]", _INSIDE.get(part, part)
         else:
@@ -111,7 +114,9 @@ def pythons_pattern(pattern: str) -> str:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         problem = getattr(error, "msg", error)
-        raise ValueError(f"{pattern!r} is not a regular expression of ECMA 262: {problem}") from None
+        raise ValueError(
+            f"pattern {pattern!r} is not a valid ECMA 262 regular expression ({problem}): correct it"
+        ) from None
     return text
 
 

@@ -76,7 +76,10 @@ class Control:
 
     def __init__(self, settings: ReasoningSettings, *, truncate: Truncate | None = None) -> None:
         if settings.truncate and truncate is None:
-            raise ValueError("reasoning.truncate requires a tokenizer: pass truncate=, or set reasoning.truncate=0")
+            raise ValueError(
+                f"reasoning.truncate={settings.truncate:g} requires a tokenizer: pass truncate=, or set "
+                "reasoning.truncate=0"
+            )
         self.settings = settings
         self.report = ReasoningReport()
         self._truncate = truncate

@@ -118,7 +118,7 @@ class Template:
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"chat template {name} is not valid Jinja in line {error.lineno}: {error.message}"
+                f"chat template {name} is not valid Jinja in line {error.lineno} ({error.message}): correct it"
             ) from error
         texts = [node.data for node in parsed.find_all(TemplateData)]
         texts += [node.value for node in parsed.find_all(Const) if isinstance(node.value, str)]
@@ -157,7 +157,7 @@ class Template:
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
-            raise ValueError("the tokenizer has no chat template: set template to one")
+            raise ValueError("the tokenizer has no chat template: set template to the name or path of one")
         special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         return cls("of the tokenizer", source, special)
 
@@ -184,7 +184,10 @@ class Template:
         """
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
-            raise ValueError(f"sample {sample.id}: its last turn must have no reasoning, as thinking is off: remove it")
+            raise ValueError(
+                f"sample {sample.id}: thinking is off, but its last turn has reasoning: remove the reasoning, or turn "
+                "thinking on"
+            )
         as_text = any(message.tool_calls for message in sample.messages) and self.takes_argument_text
         values = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
         messages, tools = ((control or _NO_TOKENS).quoted(value) for value in values)
@@ -200,7 +203,10 @@ class Template:
                 f"sample {sample.id}: chat template {self.name} fails ({error}); fix the template"
             ) from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
-            raise ValueError(f"sample {sample.id}: chat template {self.name} cannot render it ({error})") from error
+            raise ValueError(
+                f"sample {sample.id}: chat template {self.name} cannot render it ({error}); correct the sample, or use "
+                "another template"
+            ) from error
         return _read(text, thinking=mode)
 
     def _written(self, messages: Any, tools: Any, **more: Any) -> str:

@@ -53,14 +53,14 @@ def tokenize_blend(
     try:
         blend = read_blend(config if workers is None else {**config, "workers": workers}, tokenizer_key)
     except OSError as error:
-        raise ValueError(f"the input cannot be read ({error}): correct this and run the same command again") from error
+        raise ValueError(f"the input cannot be read ({error}): correct the cause and rerun the same command") from error
     manifests = []
     for stream in blend.streams:
         try:
             manifests.append(_tokenize(stream, blend, progress=progress))
         except OSError as error:  # such as a full disk or missing permissions, which the user can correct
             raise ValueError(
-                f"tokenising {stream.prefix} failed ({error}): correct this and run the same command again to resume"
+                f"tokenising {stream.prefix} failed ({error}): correct the cause; the same command resumes"
             ) from error
     return manifests
 

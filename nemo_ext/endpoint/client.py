@@ -214,7 +214,10 @@ class Client:
             except Failed as failed:
                 why = self._why(failed)
                 if not failed.again or time.monotonic() >= end:
-                    raise ValueError(f"endpoint {where} cannot be used: {why}") from None
+                    raise ValueError(
+                        f"endpoint {where} cannot be used: {why}"
+                        + ("" if failed.status in REFUSED else "; check the URL and the server")
+                    ) from None
                 if not warned:
                     logging.getLogger(__name__).warning("endpoint %s: %s; retrying for %.0f s", where, why, _TO_COME_UP)
                 warned = True
@@ -432,7 +435,7 @@ class Client:
                 if time.monotonic() - began > self.settings.patience:
                     raise EndpointGone(
                         f"endpoint {self.address.url}: no answer for {self.settings.patience:g} s ({failed}); check "
-                        "its log"
+                        "that the server is running, and its log"
                     ) from None
             await asyncio.sleep(pause)
             pause = min(_LONGEST_WAIT / 3, pause * 2)

@@ -47,7 +47,10 @@ class Echo:
         """
         answer = await self.measured(tokens)
         if answer.problem:
-            raise ValueError(f"endpoint {self.client.address.url} did not return log-probabilities: {answer.problem}")
+            raise ValueError(
+                f"endpoint {self.client.address.url} did not return log-probabilities ({answer.problem}): correct the "
+                "cause, or serve the model with `nemo-ext serve` or vLLM"
+            )
         try:
             values = answer.body["choices"][0]["logprobs"]["token_logprobs"][len(tokens) - last : len(tokens)]
             numbers = [float(value) for value in values]

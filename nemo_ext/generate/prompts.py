@@ -128,7 +128,7 @@ class Prompts:
                 f"generate.template is not valid Jinja in line {error.lineno}: {error.message}; correct it"
             ) from None
         except jinja2.UndefinedError as error:
-            raise ValueError(f"generate.template: {error}; the columns are {', '.join(map(str, row))}") from None
+            raise ValueError(f"generate.template: {error}; use only the columns {', '.join(map(str, row))}") from None
         except Exception as error:  # templates may raise anything
             raise ValueError(
                 f"generate.template cannot be rendered ({type(error).__name__}: {error}); correct it"

@@ -99,7 +99,10 @@ def row_key(row: Mapping[str, Any], column: str | None) -> str:
         ValueError: the row has no value in the column, or a string in it cannot be encoded.
     """
     if column is not None and row.get(column) is None:
-        raise ValueError(f"the row has no value in its key column {column!r}; {nearest(column, list(row))}")
+        raise ValueError(
+            f"the row has no value in its key column {column!r}: add one, or choose another column; "
+            f"{nearest(column, list(row))}"
+        )
     if column is None and is_batch(row):
         column = "custom_id"
     return _digest(row).hex() if column is None else str(row[column])

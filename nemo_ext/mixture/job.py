@@ -286,7 +286,7 @@ def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
         if low > high:
             raise ValueError(
                 f"mixture.at_least.{name}={low:g} is above {high:.3g}, the largest share of {longest:,.0f} tokens that "
-                "mixture.at_most and mixture.repeats allow: lower it"
+                "mixture.at_most and mixture.repeats allow: lower at_least"
             )
     if highest.sum() < 1 - 1e-9 or lowest.sum() > 1 + 1e-9:
         raise ValueError(

@@ -55,7 +55,7 @@ def sample(
                 break
         else:
             raise ValueError(
-                f"mixture: {_TRIES:,} draws gave no new mixture {number} within the limit on passes; raise "
+                f"mixture: {_TRIES:,} draws gave no new mixture for run {number} within mixture.repeats; raise "
                 "mixture.repeats or mixture.strengths, or lower mixture.runs or train.tokens of the runs"
             )
         mixtures.append(drawn)

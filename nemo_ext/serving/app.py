@@ -195,7 +195,10 @@ class Api:
                 **more,
             )
         except Exception as error:  # templates may raise any exception
-            raise BadRequest(f"the chat template rejects these messages ({type(error).__name__}: {error})") from None
+            raise BadRequest(
+                f"the chat template rejects these messages ({type(error).__name__}: {error}): correct the messages, "
+                "tools or chat_template_kwargs"
+            ) from None
         return rendered
 
     def _ids(self, prompt: str | Sequence[int], *, special: bool) -> list[int]:

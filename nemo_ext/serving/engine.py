@@ -131,10 +131,10 @@ class Engine:
         try:
             while True:
                 if self.failed is not None:
-                    raise RuntimeError(f"the engine has failed: {self.failed}")
+                    raise RuntimeError(f"the engine has failed ({self.failed}): restart the server")
                 token = await sequence.out.get()
                 if isinstance(token, BaseException):
-                    raise RuntimeError(f"the engine has failed: {token}") from token
+                    raise RuntimeError(f"the engine has failed ({token}): restart the server") from token
                 yield token
                 if token.end is not None:
                     return

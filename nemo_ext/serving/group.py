@@ -97,7 +97,7 @@ class Replica:
     def said(self) -> str:
         """Last line of the server's output, followed by the log's path."""
         lines = self.log.read_text(errors="replace").strip().splitlines() or [""]
-        return f"{lines[-1][:300].removeprefix('error: ')} ({self.log})"
+        return f"{lines[-1][:300].removeprefix('error: ')} (log: {self.log})"
 
     def is_up(self) -> bool:
         """True if the server accepts requests; False if it does not yet.

@@ -79,5 +79,5 @@ def _serve(config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, 
         notice(up)
         front.run(sockets=[bound])
     if served.engine.failed is not None:
-        raise vllm.Ended(f"the engine has failed: {served.engine.failed}")
+        raise vllm.Ended(f"the engine has failed ({served.engine.failed}): correct the cause and serve again")
     served.engine.close()

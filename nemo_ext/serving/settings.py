@@ -65,7 +65,7 @@ class ServingSettings:
         if self.open and self.key_variable is not None:
             raise ValueError("open=true and key_variable cannot be combined: remove one of them")
         if self.least is not None and self.least > self.replicas:
-            raise ValueError(f"least={self.least} exceeds replicas={self.replicas}; lower it")
+            raise ValueError(f"least={self.least} exceeds replicas={self.replicas}: lower least, or raise replicas")
         if own := {"host", "port", "api_key", "served_model_name", "max_model_len", "tensor_parallel_size"} & set(
             self.vllm
         ):
@@ -74,12 +74,12 @@ class ServingSettings:
                 "serving.max_length, serving.gpus or serving.key_variable instead"
             )
         if self.draft is None and self.draft_tokens is not None:
-            raise ValueError(f"draft_tokens={self.draft_tokens} requires draft=mtp: set it, or remove draft_tokens")
+            raise ValueError(f"draft_tokens={self.draft_tokens} requires draft=mtp: set draft, or remove draft_tokens")
         if self.draft is not None and "speculative_config" in self.vllm:
             raise ValueError(f"draft={self.draft} and vllm.speculative_config cannot be combined: remove one of them")
         used = {"vllm": self.vllm, f"nodes={self.nodes}": self.nodes > 1, f"draft={self.draft}": self.draft}
         if self.engine != "vllm" and (keys := [key for key, value in used.items() if value]):
-            raise ValueError(f"{keys[0]} requires engine=vllm, but engine is {self.engine}")
+            raise ValueError(f"{keys[0]} requires engine=vllm, not {self.engine}: set engine, or remove {keys[0]}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":

@@ -274,8 +274,8 @@ class Asking:
             episodes = Episodes({"name": environment, "settings": self.step.settings})
             if episodes.environment.begin is None:
                 raise ValueError(
-                    f"steps.{self.context.name}: environment {environment} holds no conversations with tools; use a "
-                    "step with kind=verify for it"
+                    f"steps.{self.context.name}: environment {environment} does not hold conversations with tools; "
+                    "use a step with kind=verify"
                 )
             self._episodes[environment] = episodes
         return self._episodes[environment]

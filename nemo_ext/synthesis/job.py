@@ -177,7 +177,10 @@ class _Run:
                     for reason, count in counts.dropped.most_common(4)
                 )
                 why = dropped or f"the step makes none from its {counts.rows:,} input rows"
-                raise JobFailed(f"steps.{name}: no rows remain: {why} (for details, see {rows.path.parent / _DONE})")
+                raise JobFailed(
+                    f"steps.{name}: no rows remain ({why}): correct the step or its input (details: "
+                    f"{rows.path.parent / _DONE})"
+                )
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(finished, read)
 

@@ -148,7 +148,9 @@ class Ask(Step, Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("set exactly one of prompt (a template) and messages (an expression)")
+            raise ValueError(
+                "prompt (a template) and messages (an expression) are both set, or neither is: set exactly one of them"
+            )
         if self.complete and self.thinking is not None:
             raise ValueError("thinking requires a chat template, which complete=true does not use: remove one of them")
         if self.embed and (unused := [key for key in _NOT_EMBEDDED if getattr(self, key)]):
@@ -350,7 +352,9 @@ class Spread(Step):
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            raise ValueError("a step with kind=spread does not support the key `when`: it orders all rows")
+            raise ValueError(
+                "a step with kind=spread does not support the key `when`: remove it, as the step orders all rows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -519,7 +523,7 @@ class Recipe:
                 if role not in self.roles:
                     raise ValueError(f"{where}: unknown role {role!r}: {nearest(role, self.roles)}")
             if isinstance(step, Group) and step.by not in multiply:
-                known = nearest(step.by, multiply) if multiply else "no earlier step does"
+                known = nearest(step.by, multiply) if multiply else "no earlier step does; add such a step"
                 raise ValueError(
                     f"{where}.by={step.by}: expected an earlier step that makes several rows from one: {known}"
                 )

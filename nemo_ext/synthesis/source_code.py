@@ -43,7 +43,7 @@ def parses(text: str | None, language: str = "python") -> bool:
         ValueError: the language is not supported, or Tree-sitter is not installed.
     """
     if language not in TAGS:
-        raise ValueError(f"parses({language!r}): expected one of {', '.join(TAGS)}")
+        raise ValueError(f"parses({language!r}): unknown language; expected one of {', '.join(TAGS)}")
     if language != "python":
         tree = _tree_sitter(language).parse((text or "").encode())
         return bool(text) and not tree.root_node.has_error

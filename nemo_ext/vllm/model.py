@@ -215,7 +215,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
     )
     at = names["router"].rpartition(".")[0]
     if vllm.model_config.dtype == torch.float16 and block.size("shared") and router.scaling != 1.0:
-        raise ValueError(f"{at}: vLLM scales shared experts differently in float16; serve the model in bfloat16")
+        raise ValueError(f"{at}: vLLM scales shared experts differently in float16; set dtype=bfloat16")
     moe = NemotronHMoE(sizes, quant_config=vllm.quant_config, parallel_config=vllm.parallel_config, prefix=at)
     if moe.shared_experts is not None:
         moe.shared_experts.act_fn = get_act_fn(description.activation)  # vLLM's are always squared ReLU

@@ -140,7 +140,7 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
     ("turn", "said"),
     [
         ({"role": "asistant", "content": ""}, r"messages\[1\].role='asistant' is not a role; did you mean 'assistant'"),
-        ({"content": ""}, r"messages\[1\].role: expected a role, not nothing"),
+        ({"content": ""}, r"messages\[1\].role: expected a role \(system, user, .*\), not nothing"),
         ({"role": "user"}, r"messages\[1\].content: expected a string, not nothing"),
         ({"role": "assistant"}, r"messages\[1\].content: expected a string, not nothing"),
         ({"role": "user", "content": 3}, r"messages\[1\].content: expected a string, not an int"),

@@ -540,7 +540,7 @@ def test_invalid_templates_and_samples_are_refused(tmp_path: Path) -> None:
         Template.load(tmp_path)
     with pytest.raises(ValueError, match="chat template bad is not valid Jinja in line 2"):
         Template("bad", "a\n{% if %}")
-    with pytest.raises(ValueError, match="sample ask: its last turn must have no reasoning, as thinking is off"):
+    with pytest.raises(ValueError, match="sample ask: thinking is off, but its last turn has reasoning"):
         Template.load("domyn").render(replace(ask(reasoning="Add."), thinking=False))
     late = replace(ask(), messages=(*ask().messages, Message(role="system", content="x")))
     with pytest.raises(ValueError, match=r"sample ask: chat template domyn cannot render it .message 2 has the role"):
@@ -568,7 +568,7 @@ def test_the_check_for_omitted_parts_passes_on_only_the_errors_of_replaced_texts
     parser.check_complete(ask(), thinking=False)
     with pytest.raises(ValueError, match=r"sample ask: .*no sum"):
         parser.check_complete(ask(system="Be brief."), thinking=False)
-    with pytest.raises(ValueError, match="its last turn must have no reasoning, as thinking is off"):
+    with pytest.raises(ValueError, match="thinking is off, but its last turn has reasoning"):
         Template.load("domyn").check_complete(ask(reasoning="Add."), thinking=False)
 
 

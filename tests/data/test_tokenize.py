@@ -155,7 +155,7 @@ def test_an_unwritable_output_is_an_error(tmp_path: Path, jsonl: Write) -> None:
     (tmp_path / "data").write_text("a file where the directory would be")
     stream = {"name": "x", "weight": 1, "source": {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}}
 
-    with pytest.raises(ValueError, match=r"Not a directory: .*data/x\.json.* run the same command again"):
+    with pytest.raises(ValueError, match=r"Not a directory: .*data/x\.json.* the same command resumes"):
         tokenize_blend(
             {"directory": str(tmp_path / "data"), "tokenizer": {"kind": "byte"}, "streams": [stream]}, workers=1
         )
@@ -190,7 +190,7 @@ def test_a_full_disk_is_reported_with_the_stream(tmp_path: Path, jsonl: Write, m
 
     monkeypatch.setattr(tokenize, "write_splits", full)
     data = {"directory": str(tmp_path / "d"), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": [stream]}
-    with pytest.raises(ValueError, match=r"tokenising .*/d/web failed \(.*No space left on device\): correct this"):
+    with pytest.raises(ValueError, match=r"tokenising .*/d/web failed \(.*No space left on device\): correct"):
         tokenize_blend(data, progress=False)
 
 

@@ -406,7 +406,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate.template={{ nothing }}"], "'nothing' is undefined; the columns are question, id"),
+        (["generate.template={{ nothing }}"], "'nothing' is undefined; use only the columns question, id"),
         (["generate.template={{ question"], "generate.template is not valid Jinja in line 1"),
         (["generate.template=/no/such.jinja"], "cannot be read"),
         ([], "has no column messages or prompt, only question, id"),

@@ -36,5 +36,5 @@ def test_no_stream_is_read_too_often() -> None:
 
 
 def test_an_exhausted_set_of_mixtures_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no new mixture 1.*mixture\.repeats"):
+    with pytest.raises(ValueError, match=r"no new mixture for run 1.*mixture\.repeats"):
         sample(1, PRIOR, strengths=(1, 5), least=0.002, most=np.full(3, 0.2), seed=1)

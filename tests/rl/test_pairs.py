@@ -135,7 +135,7 @@ def test_a_malformed_pair_is_reported(jsonl: Callable[..., Path], record: Any, m
                 *(said("assistant", "4", reasoning_content="hm") for _ in "ab"),
                 chat_template_kwargs={"enable_thinking": False},
             ),
-            "last turn must have no reasoning, as thinking is off",
+            "thinking is off, but its last turn has reasoning",
         ),
     ],
 )

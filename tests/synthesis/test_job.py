@@ -166,7 +166,7 @@ def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, r
 def test_dropping_all_rows_is_an_error_with_reasons(model: Model, synthesize: Run, own: Own) -> None:
     code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
 
-    assert code == 1 and "steps.keep: no rows remain: " in output and " odd one, such as r" in output
+    assert code == 1 and "steps.keep: no rows remain (" in output and " odd one, such as r" in output
 
 
 def test_an_expression_that_never_fits_is_an_error(model: Model, synthesize: Run, own: Own) -> None:
@@ -198,7 +198,7 @@ WRONG = {
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
     "steps.first.prompt={{ m }}": "steps.first.prompt: 'm' is undefined",
-    "steps.first.messages=n": "steps.first: set exactly one of prompt",
+    "steps.first.messages=n": "steps.first: prompt (a template) and messages (an expression) are both set",
     "steps.first.samples=0": "steps.first.samples=0",
     "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
     "steps.keep=5": "steps.keep=5",

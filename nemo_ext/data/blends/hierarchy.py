@@ -242,7 +242,7 @@ class _Reader:
             return None
         if parent == "tiers":
             if "each" in section and "share" in section:
-                raise ValueError(f"{where}: set either `each` (of every child) or `share` (of the tier), not both")
+                raise ValueError(f"{where}: `each` (of every child) and `share` (of the tier) are both set: remove one")
             for key, times in (("each", children), ("share", 1)):
                 if key in section:
                     amount = positive(f"{where}.{key}", section[key], excludes=True)

@@ -44,7 +44,7 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
         if len(str(leaf.prefix).split()) != 1:
             raise ValueError(
                 f"{leaf.where}: the prefix {str(leaf.prefix)!r} contains whitespace, which Megatron's data path lists "
-                "do not support; rename it"
+                "do not support; rename its files and set another prefix"
             )
     train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
     pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]

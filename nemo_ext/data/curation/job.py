@@ -111,8 +111,8 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
         work.units.run(partial(run_unit, work), mine, workers=workers, label=f"{label}:", total=size)
         if left := [unit for unit in units if not work.units.is_done(unit)]:
             notice(
-                f"{label}: shard {settings.shard} is done; {len(left)} of {len(units)} units are "
-                "left to other shards: run any shard again when they are done"
+                f"{label}: shard {settings.shard} is done, but other shards have not finished {len(left)} of "
+                f"{len(units)} units of the input (curate.unit); run any shard again when they have"
             )
             return
         with settings.lock():

@@ -93,7 +93,7 @@ def units_of(plan: Plan, *, store: bool = True) -> list[Unit]:
     notice("listing the input")
     units = list(cut(plan.streams, max_documents=UNLIMITED, max_size=plan.curate.unit))
     if not units:
-        raise ValueError("the input has no documents: check that its files are not empty")
+        raise ValueError("input or data.streams has no documents: check that the files are not empty")
     if store:
         write_text(file, json.dumps([asdict(unit) for unit in units]))
     return units
@@ -305,8 +305,8 @@ class Flow:
             written.setdefault(place, Amount()).add(self._size.measure(document))
             if len(written) > MOST_FOLDERS:
                 raise ValueError(
-                    f"curate.divide requires more than {MOST_FOLDERS} folders for one unit of work: choose keys "
-                    "with fewer values"
+                    f"curate.divide requires more than {MOST_FOLDERS} folders for one unit of the input: choose "
+                    "keys with fewer values, or lower curate.unit"
                 )
             path = self._plan.settings.folder / DOCUMENTS / place / f"{self._unit.number:06d}{SUFFIX}"
             self._out.write(path, line_of(document))
@@ -339,7 +339,7 @@ def _with_verdicts(work: Work, unit: Unit) -> Iterator[tuple[Document, Judge]]:
         ends = np.load(before.units.file(unit.number, ENDS))
         verdicts = np.fromfile(before.units.file(unit.number, VERDICTS), dtype=np.uint8)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{path}: the verdicts on its documents are missing or damaged ({error}); {advice}") from error
+        raise ValueError(f"{path}: the list of documents to keep is missing or damaged ({error}): {advice}") from error
     expected = len(ends) - 1
     if len(verdicts) != (ends[-1] if barrier.verdict_of_values else expected):
         raise ValueError(f"{before.units.file(unit.number, VERDICTS)} is damaged: {advice}")

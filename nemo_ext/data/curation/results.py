@@ -79,7 +79,7 @@ def _check_sums(stream: str, counts: Counts, names: Sequence[str]) -> None:
             raise ValueError(
                 f"stream {stream!r}: stage {name!r} should have received {before.documents:,} documents, but counted "
                 f"{through.came.documents:,}, kept {through.kept.documents:,} and dropped {dropped:,}: files in the "
-                "output folder were changed; remove it and run again"
+                "output folder were changed; remove the folder and run again"
             )
         before = through.kept
     if (written := sum(amount.documents for amount in counts.written.values())) != before.documents:

@@ -121,7 +121,9 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
     if settings.engine and settings.shard:
         raise ValueError(f"shard={settings.shard}: datatrove divides the work itself; remove shard")
     if not settings.engine and (settings.datatrove.executor != "local" or settings.datatrove.options):
-        raise ValueError("datatrove: executor and options apply only to engine=datatrove; set it, or remove them")
+        raise ValueError(
+            "datatrove.executor and datatrove.options require engine=datatrove: set this engine, or remove them"
+        )
     if not config["curate"]["stages"]:
         raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or list blocks")
     curate = checked(Curate, config["curate"], where="curate")

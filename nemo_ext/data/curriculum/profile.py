@@ -143,7 +143,7 @@ def read_profile(path: Path) -> Profile:
     for name in ("id", "pass_rate"):
         if name not in table.column_names:
             known = ", ".join(table.column_names)
-            raise ValueError(f"profile {path} has no column {name!r}, only {known}: rename or add it")
+            raise ValueError(f"profile {path} has no column {name!r}, only {known}: add it, or rename one of them")
     try:
         rates = table["pass_rate"].to_numpy().astype(np.float64)
         counts = np.ones(len(rates), dtype=np.int64)

@@ -126,12 +126,13 @@ def settings(config: Mapping[str, Any]) -> Settings:
     if not parsed.prompts and parsed.profile:
         raise ValueError(f"prompts is required with profile={parsed.profile}: set it to the files of prompts to order")
     if parsed.first_step and parsed.steps is None:
-        raise ValueError(f"first_step={parsed.first_step} requires steps: set it to the length of the schedule")
+        raise ValueError(f"first_step={parsed.first_step} requires steps: set steps to the length of the schedule")
     if parsed.steps is not None and parsed.first_step >= parsed.steps:
         raise ValueError(f"first_step={parsed.first_step} must be below steps={parsed.steps}; steps are counted from 0")
     if parsed.previous_steps is not None and parsed.previous is None:
         raise ValueError(
-            f"previous_steps={parsed.previous_steps} requires previous: set it to the previous curriculum's directory"
+            f"previous_steps={parsed.previous_steps} requires previous: set previous to the previous curriculum's "
+            "directory"
         )
     if parsed.domains is not None and not sum(parsed.domains.values()) > 0:
         raise ValueError(f"domains={parsed.domains}: the shares sum to zero; give at least one domain a positive share")
@@ -142,6 +143,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
         )
     if (parsed.rollout_keys.id == PROMPT) != (parsed.keys.id == PROMPT) and parsed.prompts and parsed.rollouts:
         raise ValueError(
-            f"keys.id={parsed.keys.id} and rollout_keys.id={parsed.rollout_keys.id}: set both to `prompt`, or neither"
+            f"keys.id={parsed.keys.id} and rollout_keys.id={parsed.rollout_keys.id} identify prompts differently: set "
+            "both to `prompt`, or neither"
         )
     return parsed

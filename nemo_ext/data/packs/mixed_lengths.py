@@ -74,7 +74,10 @@ class MixedLengths:
                 f"{where}.short={settings.short} must be smaller than megatron.seq_length={length} and divide it"
             )
         if int(megatron.get("micro_batch_size") or 1) != 1:
-            raise ValueError(f"{where} requires megatron.micro_batch_size=1, since a row is a micro-batch")
+            raise ValueError(
+                f"{where} requires megatron.micro_batch_size=1, not {megatron['micro_batch_size']}, since a row is a "
+                "micro-batch"
+            )
         parts = 2 * int(megatron.get("context_parallel_size") or 1)
         if parts > 2 and settings.document_boundaries:
             raise ValueError(

@@ -253,7 +253,8 @@ def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         if parts > 2 and manifest.align % parts:
             raise ValueError(
-                f"{where}: context_parallel_size={parts // 2} requires packs with align={parts}; pack the samples again"
+                f"{where}: context_parallel_size={parts // 2} requires packs with align={parts}, not {manifest.align}; "
+                f"pack the samples again with align={parts}"
             )
     megatron.setdefault("calculate_per_token_loss", True)
     if not megatron.get("valid_data_path"):
@@ -280,7 +281,8 @@ def check_packed(config: Mapping[str, Any]) -> None:
         raise ValueError("data.packed.train=null: set it to the prefix of the packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
         raise ValueError(
-            "data.packed requires megatron.micro_batch_size=1; use longer packs instead of several per micro-batch"
+            f"data.packed requires megatron.micro_batch_size=1, not {megatron['micro_batch_size']}; use longer packs "
+            "instead of several per micro-batch"
         )
     # Packs differ in their number of tokens in the loss, and every token of a global batch should have the same weight.
     if megatron.get("calculate_per_token_loss", True) is not True:

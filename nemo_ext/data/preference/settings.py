@@ -65,7 +65,10 @@ class SourceSettings(Rules, HallucinationRules):
         HallucinationRules.__post_init__(self)
         if self.kind == "delta":
             if bool(self.strong) != bool(self.weak):
-                raise ValueError("set both strong and weak for kind=delta, or path with strong_models and weak_models")
+                raise ValueError(
+                    "kind=delta has only one of strong and weak: set both, or set path, strong_models and weak_models "
+                    "instead"
+                )
             if not self.strong and not (self.strong_models and self.weak_models):
                 raise ValueError(
                     "kind=delta requires strong and weak answers: set strong and weak to files, or strong_models and "
@@ -114,8 +117,9 @@ class Settings:
             limits = (filters.max_length_difference, filters.max_prompt_tokens, filters.max_tokens)
             if self.tokenizer is None and limits != (None, None, None):
                 raise ValueError(
-                    f"sources.{source.name}: the filters count tokens; set tokenizer={{kind: huggingface, path: ...}}, "
-                    "or set filters.max_length_difference, max_prompt_tokens and max_tokens to null"
+                    f"sources.{source.name}: filters count tokens, but tokenizer is not set: set "
+                    "tokenizer={kind: huggingface, path: ...}, or set filters.max_length_difference, "
+                    "max_prompt_tokens and max_tokens to null"
                 )
 
 

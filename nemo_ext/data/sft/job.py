@@ -48,7 +48,7 @@ def run(config: Mapping[str, Any]) -> Path:
         try:
             return _run(config, settings)
         except OSError as error:  # a full disk or missing permissions, which the user can fix
-            advice = "fix this, then run the same command to resume"
+            advice = "correct the cause; the same command resumes"
             raise ValueError(f"output={settings.output} cannot be written ({error}): {advice}") from error
 
 

@@ -82,7 +82,9 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
         raise ValueError(f"{path} is truncated, or not a Megatron index ({error}): create the files again") from None
     dtype = types.get(code)
     if magic != _MAGIC or dtype is None:
-        raise ValueError(f"{path} is not an index of token ids: give the prefix of files by `nemo-ext sft_data`")
+        raise ValueError(
+            f"{path} is not an index of token ids: give the prefix of files that `nemo-ext sft_data` wrote"
+        )
     return lengths.astype(np.int64), starts.astype(np.int64), dtype
 
 

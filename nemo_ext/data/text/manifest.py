@@ -112,7 +112,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
     if values.get("tokenizer_identity", tokenizer) != tokenizer:
         raise ValueError(
             f"the files of {prefix}.json were written with another tokenizer, {values.get('tokenizer')}: choose "
-            "another location (output, or data_root or data.directory of a blend), or remove them"
+            "another location (output, or data_root or data.directory of a blend), or remove these files"
         )
     if values["config_hash"] != config_hash:
         notice(f"{prefix} was made from other settings or input files, or by another version: starting over")

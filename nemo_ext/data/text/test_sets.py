@@ -240,7 +240,8 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
             else:
                 place, known = files.place(part, number), ", ".join(sorted(record)) or "none"
                 raise ValueError(
-                    f"{where}: {place} has none of the usual keys; set keys to those of its texts, among: {known}"
+                    f"{where}: {place} has none of the usual keys; set `keys` to the keys that hold its texts, among: "
+                    f"{known}"
                 )
 
 

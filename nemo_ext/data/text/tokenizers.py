@@ -173,17 +173,20 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
     # build_tokenizer passes the path to AutoTokenizer, which requires a directory with both files, and uses eos_token
     # as eod (megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py).
     if tokenizer.path.name != "tokenizer.json":
-        raise ValueError(f"Megatron reads only tokenizer.json: rename {tokenizer.path}, or pass ids_only=True")
+        raise ValueError(
+            f"Megatron reads only tokenizer.json: rename {tokenizer.path}, or pass ids_only=True to megatron_arguments"
+        )
     eos = _configured_eos(tokenizer.path)
     if eos != tokenizer.eod_token:
         raise ValueError(
             f"{directory / 'tokenizer_config.json'} has eos_token={eos!r}, which Megatron uses as eod, but the data "
-            f"ends documents with {tokenizer.eod_token!r}: correct eos_token, or pass ids_only=True"
+            f"ends documents with {tokenizer.eod_token!r}: correct eos_token, or pass ids_only=True to "
+            "megatron_arguments"
         )
     if tokenizer.token_count != tokenizer.vocab_size:
         raise ValueError(
-            f"{tokenizer.path} has {tokenizer.token_count} tokens, but ids up to {tokenizer.vocab_size - 1}; pass "
-            "ids_only=True, as Megatron would size the embedding by the number of tokens"
+            f"{tokenizer.path} has {tokenizer.token_count} tokens, but ids up to {tokenizer.vocab_size - 1}, and "
+            "Megatron would size the embedding by the number of tokens: pass ids_only=True to megatron_arguments"
         )
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
 

@@ -124,7 +124,10 @@ class JsonlSource(RecordSource):
             report = ReadReport()
             sample = Part(name=name, path=str(path), size=0, stop=_SAMPLE_BYTES)
             if next(self.read(sample, report), None) is None and report.records:
-                raise ValueError(f"{path}: none of the first lines has a text ({report.examples['malformed'][0]})")
+                raise ValueError(
+                    f"{path}: none of the first lines has a text ({report.examples['malformed'][0]}); correct the file "
+                    "or text_key"
+                )
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:

@@ -76,8 +76,8 @@ def _draw(stream: Weighted, settings: Settings) -> Sample:
     sample = draw(stream, train=size, held_out=settings.held_out, seed=settings.seed)
     if sample.train_bytes < size:
         notice(
-            f"{stream.name} has only {sample.train_bytes:,} of the {size:,} bytes that its weight requires: its share "
-            "of the sample will be smaller"
+            f"{stream.name} has only {sample.train_bytes:,} of the {size:,} bytes that its weight requires: add text, "
+            "or its share of the sample will be smaller"
         )
     return sample
 

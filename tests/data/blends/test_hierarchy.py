@@ -123,7 +123,7 @@ def test_the_root_may_have_a_rule() -> None:
         ),
         (
             "{a: {share: 1, by: tiers, of: {A: {each: 0.5, share: 0.5, of: [b]}}}}",
-            "set either `each` (of every child) or `share`",
+            "`each` (of every child) and `share` (of the tier) are both set",
         ),
         (
             "{a: {share: 1, by: tiers, of: {A: {share: 1, of: [b]}, B: [c]}}}",

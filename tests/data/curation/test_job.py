@@ -47,7 +47,7 @@ def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path,
     [
         (gzip.compress(b'{"text": "abcdef"}\n' * 9999)[:-20], "cannot be read to its end"),
         (gzip.compress(b'{"content": "abc"}\n' * 99), "no key 'text'"),
-        (b"", "the input has no documents"),
+        (b"", "input or data.streams has no documents"),
     ],
     ids=["cut", "other keys", "empty"],  # the bytes of a gzip file contain the time
 )
@@ -86,7 +86,7 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
         (LENGTH, ("curate.optional=[length]",), "curate.optional: 'length' is not a block with a model or list"),
         ({"classifier": "{model: /nowhere}"}, (), "fastText model /nowhere does not exist"),
         ({"listed": "{domains: /nowhere}"}, (), "file /nowhere does not exist"),
-        ({"buckets": "{key: quality}"}, (), "has quality=None, but a score is required; before this stage, add one"),
+        ({"buckets": "{key: quality}"}, (), "has quality=None, but a number is required: before this"),
         (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),
         (LENGTH, ("curate.tokenizer=/nowhere",), "/nowhere"),

@@ -90,7 +90,7 @@ def test_datatrove_keeps_the_same_documents_and_resumes_completed_tasks(
     ("more", "message"),
     [
         (("engine=datatrove", "shard=0/2"), "shard=0/2: datatrove divides the work itself"),
-        (("datatrove.executor=slurm",), "apply only to engine=datatrove"),
+        (("datatrove.executor=slurm",), "require engine=datatrove"),
         (("engine=datatrove", "datatrove.options.start_methods=fork"), "did you mean 'start_method'"),
         (("engine=datatrove", "datatrove.executor=slurm"), "datatrove.options: the key 'time' is missing"),
     ],

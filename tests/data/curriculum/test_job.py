@@ -256,7 +256,7 @@ def test_a_profile_can_be_made_first(problems: Path) -> None:
         (["sigma=0"], "sigma=0"),
         (["+keys.tezt=a"], "unknown key 'keys.tezt'"),
         (["+filters.drop_form=1"], "unknown key 'filters.drop_form': did you mean 'drop_from'"),
-        (["first_step=4"], "requires steps: set it to the length"),
+        (["first_step=4"], "requires steps: set steps to the length"),
         (["previous=/nowhere"], "has no curriculum.npz"),
         (["profile=a.parquet"], "rollouts and profile are both set"),
         (["prompts=none.jsonl"], "prompts: file none.jsonl does not exist"),

@@ -378,7 +378,7 @@ def test_the_command_without_torch(data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("sources={a: {kind: delta, strong: strong.jsonl}}",), "sources.a: set both strong and weak"),
+        (("sources={a: {kind: delta, strong: strong.jsonl}}",), "sources.a: kind=delta has only one of strong"),
         (("sources={a: {kind: detla, path: x}}",), "sources.a.kind='detla'"),
         (("sources={a: {kind: judged, pth: x}}",), "sources.a: unknown key 'pth': did you mean 'path'?"),
         (("sources={a: {kind: judged, path: no.jsonl}}",), "no.jsonl"),
@@ -387,7 +387,7 @@ def test_the_command_without_torch(data: Path) -> None:
             "'keys.promt': did you mean 'prompt'?",
         ),
         (("sources={a: {kind: judged, path: x, filters: {max_token: 5}}}",), "did you mean 'max_tokens'?"),
-        (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
+        (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: filters count tokens, but"),
         (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr'; did you mean 'trl'?"),
         (("preset=olmo3_think",), "not set: sources.qwen3.strong, sources.qwen3.weak"),
         ((), "sources is empty"),

@@ -304,7 +304,7 @@ def test_a_full_disk_is_reported_with_the_remedy(prepared: Callable[..., dict[st
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
     try:
         with pytest.raises(
-            ValueError, match=r"output=.*/out cannot be written .*: fix this, then run the same command"
+            ValueError, match=r"output=.*/out cannot be written .*: correct the cause; the same command resumes"
         ):
             run(prepared())
     finally:

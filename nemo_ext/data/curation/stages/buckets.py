@@ -95,8 +95,8 @@ class Buckets(Barrier):
             is_valid = False
         if not is_valid:
             raise ValueError(
-                f"buckets: document {document.id} has {self.key}={score!r}, but a score is required; before this "
-                f"stage, add one that stores a number under {self.key!r}"
+                f"buckets: document {document.id} has {self.key}={score!r}, but a number is required: before "
+                f"this stage, add a stage that stores a score under {self.key!r}"
             )
         group = "" if self.within is None else str(value_at(document.metadata, self.within))
         digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])

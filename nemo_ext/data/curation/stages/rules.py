@@ -92,7 +92,7 @@ class _Rules(Stage):
         except (TypeError, ImportError) as error:
             raise ValueError(
                 f"{type(self).kind}: datatrove's filter cannot be created ({error}); correct its rules, or install "
-                "what is missing"
+                "the missing package"
             ) from error
 
     def start(self) -> Judge:

@@ -89,7 +89,8 @@ def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple
         entries += _listed(Path(name).expanduser())
     if not entries:
         raise ValueError(
-            "filters.narrative: set patterns, keywords or files, or disable it with filters.narrative=null"
+            "filters.narrative has no patterns, keywords or files: set at least one of them, or disable the filter "
+            "with filters.narrative=null"
         )
     alternatives = []
     phrases: dict[int, list[int]] = {}
@@ -110,7 +111,9 @@ def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple
         if compiled.search(""):
             raise ValueError(f"{where}: {text!r} matches every text: make the pattern more specific")
         if compiled.groups and re.search(r"\\[1-9]|\(\?P=|\(\?\(", text):
-            raise ValueError(f"{where}: {text!r} must not refer to a group: write out the expression in its place")
+            raise ValueError(
+                f"{where}: {text!r} must not contain a reference to a group, such as \\1: write out the group instead"
+            )
         alternatives.append(f"(?:{re.sub(r'[(][?]P<[^>]*>', '(?:', text)})")
     keywords_by_length = {length: np.unique(np.array(hashes, dtype=np.uint64)) for length, hashes in phrases.items()}
     return _Lists(re.compile("|".join(alternatives), re.IGNORECASE) if alternatives else None, keywords_by_length)
@@ -129,7 +132,10 @@ def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
                 yield f"filters.narrative.files: {path}:{number}", line.strip(), True
         return
     if not isinstance(content, dict) or not content.keys() <= {"patterns", "keywords"}:
-        raise ValueError(f"filters.narrative.files: {path} must have only the keys patterns and keywords, with lists")
+        raise ValueError(
+            f"filters.narrative.files: {path} must have only the keys patterns and keywords, with lists, not "
+            f"{str(content)[:60]!r}"
+        )
     for key in ("patterns", "keywords"):
         for word in content.get(key) or ():
             if not isinstance(word, str) or not word:

@@ -106,7 +106,7 @@ def test_text_files_parquet_and_keys(tmp_path: Path, chat: Make, prose: Prose) -
 
 
 def test_unusable_test_sets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"bench: .*a\.jsonl:1 has none of the usual keys; set keys to .*: stem"):
+    with pytest.raises(ValueError, match=r"bench: .*a\.jsonl:1 has none of the usual keys; set `keys` to .*: stem"):
         rule_for(tmp_path / "a.jsonl", [{"stem": "x"}])
     with pytest.raises(ValueError, match=r"decontamination\.test_sets have no items"):
         rule_for(tmp_path / "b.jsonl", [])

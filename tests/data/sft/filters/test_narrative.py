@@ -48,10 +48,10 @@ def test_lists_are_read_from_files(tmp_path: Path, chat: Make) -> None:
     [
         ({"patterns": "(a"}, r"filters\.narrative\.patterns: '\(a' is not a valid regular expression"),
         ({"patterns": "x|a*"}, "matches every text"),
-        ({"patterns": r"(a)\1"}, "must not refer to a group"),
+        ({"patterns": r"(a)\1"}, "must not contain a reference to a group"),
         ({"patterns": "(?i)a"}, r"not a valid regular expression \(global flags"),
         ({"patterns": (), "keywords": "!!"}, "'!!' contains no word"),
-        ({"patterns": ()}, "set patterns, keywords or files, or disable it with"),
+        ({"patterns": ()}, "has no patterns, keywords or files"),
         ({"files": "nowhere.txt"}, "nowhere.txt"),
     ],
 )
