@@ -206,9 +206,15 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:
-        raise ValueError(f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}")
+        raise ValueError(
+            f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}: change "
+            "megatron.tensor_model_parallel_size"
+        )
     if architecture.hidden_size % tensor:
-        raise ValueError(f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}")
+        raise ValueError(
+            f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}: change "
+            "megatron.tensor_model_parallel_size"
+        )
     divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
     written = architecture.pattern.blocks
     for number, block in enumerate(architecture.sizes, start=1):

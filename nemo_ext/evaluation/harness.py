@@ -233,7 +233,7 @@ def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str, Any]:
     if name not in manager.task_index:
         known = nearest(name, manager.all_tasks) if manager.all_tasks else "the folder has no tasks"
-        raise Failed(f"no such task in evaluate.harness_tasks={folder}: {known}")
+        raise Failed(f"task {name} is not in evaluate.harness_tasks={folder}: {known}")
     try:
         tasks = manager.load([name])["tasks"]
     except (OSError, ConnectionError) as error:

@@ -89,4 +89,6 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
         shown = ", ".join(map(str, columns))[:_LONGEST]
         raise ValueError(f"{place}: {error}; the row's columns are {shown}. {advice}".strip()) from None
     except Exception as error:  # templates may raise any exception
-        raise ValueError(f"{place}: cannot be evaluated ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{place}: cannot be evaluated ({type(error).__name__}: {error}); correct the expression or the row"
+        ) from None

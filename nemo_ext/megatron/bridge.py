@@ -561,7 +561,7 @@ if MISSING is None:
             if rule is None:
                 raise ValueError(
                     f"the adapter cannot be merged: no attention block of {self.FORMAT.architecture} has the tensors "
-                    f"{', '.join(sorted(names))}"
+                    f"{', '.join(sorted(names))}; exclude linear_qkv from the target modules"
                 )
             config = copy.copy(megatron_model[0].config)
             config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups

@@ -68,8 +68,9 @@ def check_keys(config: Mapping[str, Any]) -> None:
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(
-            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, so it could not be converted: set it "
-            "to the tokenizer's number of ids, or ++model.vocab_size=null if every row is an id"
+            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, so the model could not be converted: "
+            "set model.vocab_size to the tokenizer's number of ids, or to null (++model.vocab_size=null) if every row "
+            "is an id"
         )
     Stability.from_config(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
@@ -269,8 +270,8 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
         if saved.get(name) != expected:
             raise ValueError(
                 f"megatron.logits_load_dir={folder} was saved from a different data order: {flag} was "
-                f"{saved.get(name)} in the run that saved it, but is {expected} here; restore it, or save "
-                "the log-probabilities again"
+                f"{saved.get(name)} in the run that saved it, but is {expected} here; set it to the earlier "
+                "value, or save the log-probabilities again"
             )
 
 
@@ -404,8 +405,8 @@ def check_frozen(config: Mapping[str, Any], pattern: Pattern) -> None:
         if depths := [name for name in tensors if name.startswith("mtp.")]:
             raise ValueError(
                 f"train.new_mtp={new} would replace the multi-token prediction of megatron.pretrained_checkpoint="
-                f"{start} ({len(depths)} tensors, such as {depths[0]}): remove it, and write the checkpoint's depths "
-                "in model.pattern"
+                f"{start} ({len(depths)} tensors, such as {depths[0]}): remove train.new_mtp, and write the "
+                "checkpoint's depths in model.pattern"
             )
 
 

@@ -191,7 +191,7 @@ def test_a_driver_that_hangs_after_a_loss_is_ended(tmp_path: Path) -> None:
     assert said[3:] == [
         f"Ray on 127.0.0.1 ended with exit code 9; the end of {tmp_path}/ray-127.0.0.1.log:\n"
         "Ray runtime started.\ngone",
-        "the driver still runs 1 s after 127.0.0.1 was lost: terminated",
+        "the driver was still running 1 s after 127.0.0.1 was lost, and is terminated",
     ]
 
 
@@ -311,5 +311,5 @@ def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path:
     assert slurm.state(job) == "FAILED"
     said = (tmp_path / "out").read_text()
     assert "Ray on n2 ended with exit code 1; the end of logs/ray-n2.log:" in said, logs(tmp_path)
-    assert "the driver still runs 5 s after n2 was lost: terminated" in said
+    assert "the driver was still running 5 s after n2 was lost, and is terminated" in said
     assert left(job) == []
