@@ -170,7 +170,8 @@ class Benchmark:
             raise ValueError("shots cannot be used with a generator, as the examples are rows of data; remove shots")
         if self.complete and (self.messages is not None or self.tools is not None or self.kind != "generate"):
             raise ValueError(
-                "complete=true requires kind=generate and a prompt, and cannot be combined with messages or tools"
+                "complete=true requires kind=generate and a prompt, without messages and tools; change these, or "
+                "remove it"
             )
         if self.k is not None and self.k > self.samples:
             raise ValueError(f"k={self.k} exceeds samples={self.samples}; lower k or raise samples")

@@ -161,7 +161,7 @@ def chosen(settings: EvaluateSettings) -> list[Benchmark]:
         if mode not in modes:
             raise ValueError(f"evaluate.modes: unknown mode {mode!r}: {nearest(mode, sorted(modes))}")
     if settings.tasks and settings.harness_tasks is None:
-        raise ValueError("evaluate.tasks requires evaluate.harness_tasks, the folder with the task files")
+        raise ValueError("evaluate.tasks requires evaluate.harness_tasks: set it to the folder with the task files")
     selected += [Benchmark(name=name, kind="harness", task=name) for name in settings.tasks]
     if (samples := settings.samples) is not None:
         selected = [

@@ -81,7 +81,9 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{key}, line {error.lineno}: invalid Jinja syntax ({error.message})") from None
+        raise ValueError(
+            f"{key}, line {error.lineno}: invalid Jinja syntax ({error.message}); correct the line"
+        ) from None
     except jinja2.UndefinedError as error:
         columns = list(names.get("row", names))
         missing = str(error).partition("'")[2].partition("'")[0]

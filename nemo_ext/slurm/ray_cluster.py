@@ -197,7 +197,11 @@ class RayCluster:
             if missing and (lost or time.monotonic() > deadline):
                 why = "before a node was lost" if lost else f"within {self.wait:g} s"
                 accounts = [self._account(node) for node in (lost or missing)[:4]]
-                raise ClusterError("\n".join([f"Ray: {', '.join(missing)} did not join {why}", *accounts]))
+                raise ClusterError(
+                    "\n".join(
+                        [f"Ray: {', '.join(missing)} did not join {why}; correct the error in its log:", *accounts]
+                    )
+                )
             time.sleep(0.2)
 
     def _account(self, node: str) -> str:

@@ -157,7 +157,7 @@ def test_a_node_whose_step_ends_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, []):
         pass
     assert str(error.value) == (
-        "Ray: 127.0.0.1 did not join before a node was lost\n"
+        "Ray: 127.0.0.1 did not join before a node was lost; correct the error in its log:\n"
         f"127.0.0.1 ended with exit code 3; the end of {tmp_path}/ray-127.0.0.1.log:\nno such image"
     )
 
@@ -167,7 +167,7 @@ def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, [], wait=2):
         pass
     assert str(error.value) == (
-        "Ray: 127.0.0.1 did not join within 2 s\n"
+        "Ray: 127.0.0.1 did not join within 2 s; correct the error in its log:\n"
         f"127.0.0.1 runs, but has not joined; the end of {tmp_path}/ray-127.0.0.1.log:\npulling the image"
     )
 
@@ -175,7 +175,7 @@ def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
 def test_a_head_that_does_not_start_is_named_and_no_other_node_is_started(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"), head="echo No module named ray >&2; exit 1")
     with pytest.raises(
-        ClusterError, match=r"^Ray: localhost did not join before a node was lost\n.*:\nNo module named ray$"
+        ClusterError, match=r"^Ray: localhost did not join before a node was lost; .*\n.*:\nNo module named ray$"
     ):
         start(steps, tmp_path, []).__enter__()
     assert len(steps.asked) == 1
