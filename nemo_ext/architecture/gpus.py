@@ -166,7 +166,7 @@ def read_gpu(text: str, name: str) -> Gpu:
     try:
         content: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not YAML, correct it: {error}") from error
+        raise ValueError(f"{name} is not valid YAML ({error}); correct it") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: expected a mapping as in hydra_conf/rates, got {type(content).__name__}")
     return checked(Gpu, content, name)

@@ -185,7 +185,7 @@ def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
         if len(stages) != count:
             raise ValueError(
                 f"the pattern has {len(stages)} stages, but the layout needs {count} (PP {layout.pipeline_parallel} x "
-                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into it"
+                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into the pattern"
             )
         return stages
     if layout.virtual_stages > 1 or blocks % count:

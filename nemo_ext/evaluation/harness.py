@@ -238,7 +238,7 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
         tasks = manager.load([name])["tasks"]
     except (OSError, ConnectionError) as error:
         raise Failed(
-            f"the data is not on this machine, and nothing is downloaded; download it first ({error})"
+            f"the data of task {name} is not on this machine, and nothing is downloaded; download it first ({error})"
         ) from None
     if not tasks:
         raise Failed(f"{name} is a group or tag without tasks; add tasks to it")

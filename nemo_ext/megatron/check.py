@@ -221,12 +221,12 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
         )
     if arguments.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "megatron.logits_save_dir with pipeline_model_parallel_size above 1: Megatron-Core looks for the output "
+            "megatron.logits_save_dir requires pipeline_model_parallel_size=1, as Megatron-Core looks for the output "
             "layer on every stage; use tensor or expert parallelism"
         )
     if arguments.eval_iters:
         raise ValueError(
-            "megatron.logits_save_dir: Megatron-Core then computes no loss, so there is nothing to evaluate; set "
+            "megatron.logits_save_dir makes Megatron-Core compute no loss, so there is nothing to evaluate; set "
             "megatron.eval_iters=0"
         )
     rows = Architecture.from_config(config).vocab_size
