@@ -193,7 +193,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         raise ValueError(
             "distillation.teacher with pipeline stages, which send the activations of both models as one tensor, "
             f"requires the same megatron.fp32_residual_connection for both: it is {residuals[0]} here, but "
-            f"{residuals[1]} in the teacher's config"
+            f"{residuals[1]} in the teacher's config; set the teacher's value here"
         )
     try:
         check_layout(merged, trained=False)
