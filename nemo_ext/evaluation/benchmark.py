@@ -248,7 +248,7 @@ def _with_likes(name: str, before: tuple[str, ...]) -> dict[str, Any]:
         return found
     if like in before:
         raise ValueError(
-            f"benchmark {name}: like={like} makes benchmarks inherit from each other in a circle; remove it"
+            f"benchmark {name}: like={like} makes benchmarks inherit from each other in a circle; remove this `like`"
         )
     return {**_with_likes(str(like), (*before, name)), **found}
 

@@ -337,7 +337,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):
             raise ValueError(
                 "config.json: rope_parameters.sliding_attention: expected rope_type=default and the same rope_theta "
-                "as full_attention, as Megatron supports no others"
+                "as full_attention, the only values that Megatron supports"
             )
         rope = full or by_type["sliding_attention"]
     if not rope.truncate:
