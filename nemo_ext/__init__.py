@@ -45,7 +45,7 @@ def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED)
     except (ImportError, OSError) as error:  # torch raises OSError for incompatible libraries
         if bridge:
             raise ImportError(
-                f"{error}; bridge=True requires it: pip install megatron-bridge, in addition to megatron-core and "
-                "transformer-engine"
+                f"bridge=True requires Megatron-Bridge, which cannot be imported ({error}): pip install "
+                "megatron-bridge, in addition to megatron-core and transformer-engine"
             ) from error
         return Registration(skipped={"megatron-bridge": str(error)})

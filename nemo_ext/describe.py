@@ -171,7 +171,9 @@ def _draw(config: Mapping[str, Any], figures: Mapping[str, Any]) -> Path:
         length = figures["seq_length"]
         return draw_blocks(architecture, Path(config["draw"]), seq_length=length, plan=_plan(config))
     except OSError as error:
-        raise ValueError(f"draw={config['draw']} cannot be written: {error.strerror or error}") from error
+        raise ValueError(
+            f"draw={config['draw']} cannot be written ({error.strerror or error}): name another file"
+        ) from error
 
 
 def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:

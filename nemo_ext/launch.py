@@ -198,7 +198,7 @@ def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step:
         raise ValueError(
             f"{run_dir} is at step {step}, and its phases up to that step were different"
             + (f" ({', '.join(changed)} differ)" if changed else "")
-            + ": choose another run_dir, or restore them, as only later phases may change"
+            + ": choose another run_dir, or restore these phases, as only later ones may change"
         )
 
 

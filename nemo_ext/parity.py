@@ -139,8 +139,9 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
     notice(parity.summary())
     if not parity.largest <= settings.tolerance:  # also true for NaN
         raise ValueError(
-            f"parity.tolerance={settings.tolerance:g}: logits differ by {parity.largest:.3g}, so the two models do not "
-            f"compute the same function; details are in {to / PARITY}"
+            f"logits of {source} and {to} differ by {parity.largest:.3g}, more than parity.tolerance="
+            f"{settings.tolerance:g} (details: {to / PARITY}): do not use {to}, or raise the tolerance if this is "
+            "rounding"
         )
 
 

@@ -252,7 +252,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, here: Here) -> None:
         ),
         (["megatron.load=/somewhere"], "pretrained_checkpoint"),
         (["megatron.reset_attention_mask=true"], "would have no effect"),
-        (["megatron.defer_embedding_wgrad_compute=true"], "needs buffers missing from HybridModel"),
+        (["megatron.defer_embedding_wgrad_compute=true"], "is not supported by Megatron's HybridModel"),
         (
             ["model.pattern=M-|*E", "megatron.pipeline_model_parallel_size=2", "launcher.nproc_per_node=2"],
             "pipeline rank 0 has no MoE block",

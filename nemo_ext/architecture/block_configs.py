@@ -48,7 +48,8 @@ def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None 
     """
     if width % FFN_MULTIPLE:
         raise ValueError(
-            f"FFN width {width} is not a multiple of {FFN_MULTIPLE}, so ffn_mult cannot express it: round the width"
+            f"FFN width {width} is not a multiple of {FFN_MULTIPLE}, so ffn_mult cannot express it: round the width to "
+            "a multiple"
         )
     exact = 1.5 * width / hidden_size
     candidates: list[float] = []
@@ -183,7 +184,7 @@ def _attention_json(block: Block, where: str, *, heads: int, default: int | None
             )
     kv = block.get("kv", default)
     if kv is None:
-        raise ValueError(f"{where}: the block has no kv value: pass num_query_groups")
+        raise ValueError(f"{where}: the block has no kv value: set kv in the block, or pass num_query_groups")
     if heads % kv:
         raise ValueError(f"{where}: {heads} attention heads are not divisible by {kv} KV heads: set kv to a divisor")
     written: dict[str, object] = {"n_heads_in_group": heads // kv}
@@ -199,7 +200,7 @@ def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None
         raise ValueError(f"{where}: block_configs cannot express biases in a single block: remove them")
     width = block.get("ffn", default)
     if width is None:
-        raise ValueError(f"{where}: the block has no ffn value: pass ffn_hidden_size")
+        raise ValueError(f"{where}: the block has no ffn value: set ffn in the block, or pass ffn_hidden_size")
     if width % FFN_MULTIPLE:  # no multiplier yields it; vLLM and our modelling file read the width
         return {"intermediate_size": width}
     return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}

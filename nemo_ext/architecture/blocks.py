@@ -138,7 +138,7 @@ class Block:
         """Return a value as an integer. The block must set it; a resolved block sets all values of its kind."""
         value = self.get(name)
         if value is None:
-            raise ValueError(f"block {self} has no value {name!r}: resolve it against an architecture first")
+            raise ValueError(f"block {self} has no value {name!r}: fill in its values with Architecture.resolved first")
         return int(value)
 
     @property

@@ -110,12 +110,16 @@ class Gpu:
                         f"flops={self.flops:.3g} implies; correct the rate or its unit"
                     )
         if self.memory > self.bandwidth:
-            raise ValueError(f"memory={self.memory:.3g} exceeds bandwidth={self.bandwidth:.3g}; correct one of them")
+            raise ValueError(
+                f"memory={self.memory:.3g} exceeds bandwidth={self.bandwidth:.3g}, the peak of this rate; correct one "
+                "of them"
+            )
         for name, link in (("node", self.node), ("between", self.between)):
             for kind, rate in (("gather", link.gather), ("all_to_all", link.all_to_all)):
                 if rate <= SLOWEST_LINK:
                     raise ValueError(
-                        f"{name}.{kind}={rate:.3g}: expected more than {SLOWEST_LINK:.0e} bytes/s; convert the rate"
+                        f"{name}.{kind}={rate:.3g}: expected more than {SLOWEST_LINK:.0e} bytes/s; convert the rate to "
+                        "bytes/s"
                     )
         known = {*RATES, *(f"{link}.{field.name}" for link in ("node", "between") for field in fields(Link))}
         if unknown := [name for name in self.estimates if name not in known]:
@@ -162,7 +166,7 @@ def read_gpu(text: str, name: str) -> Gpu:
     try:
         content: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not YAML, correct it: {error}") from error
+        raise ValueError(f"{name} is not valid YAML ({error}); correct it") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: expected a mapping as in hydra_conf/rates, got {type(content).__name__}")
     return checked(Gpu, content, name)

@@ -87,7 +87,7 @@ class Layout:
         if ranks % (self.expert_parallel * self.expert_tensor):
             raise ValueError(
                 f"expert parallel x expert tensor parallel = {self.expert_parallel} x {self.expert_tensor} "
-                f"must divide tensor x context x data parallel = {ranks}"
+                f"must divide tensor x context x data parallel = {ranks}: change one of these sizes"
             )
 
     @property
@@ -185,7 +185,7 @@ def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
         if len(stages) != count:
             raise ValueError(
                 f"the pattern has {len(stages)} stages, but the layout needs {count} (PP {layout.pipeline_parallel} x "
-                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into it"
+                f"{layout.virtual_stages} virtual): write {count - 1} cuts `|` into the pattern"
             )
         return stages
     if layout.virtual_stages > 1 or blocks % count:
@@ -206,9 +206,15 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:
-        raise ValueError(f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}")
+        raise ValueError(
+            f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}: change "
+            "megatron.tensor_model_parallel_size"
+        )
     if architecture.hidden_size % tensor:
-        raise ValueError(f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}")
+        raise ValueError(
+            f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}: change "
+            "megatron.tensor_model_parallel_size"
+        )
     divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
     written = architecture.pattern.blocks
     for number, block in enumerate(architecture.sizes, start=1):
@@ -223,7 +229,7 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
         where = f"block {number} ({written[number - 1]})"
         for name, size, divisor, axis in checks:
             if size % divisor:
-                raise ValueError(f"{where}: {name}={size} must be a multiple of {axis}={divisor}")
+                raise ValueError(f"{where}: {name}={size} must be a multiple of {axis}={divisor}: change one of them")
         if block.kind == "M":
             _check_mamba_parts(block.size("heads"), block.size("groups"), layout, where)
     if architecture.pattern.mtp:
@@ -242,10 +248,11 @@ def _check_mamba_parts(heads: int, groups: int, layout: Layout, where: str) -> N
     tensor, context = layout.tensor_parallel, layout.context_parallel
     if (heads // tensor) % context:
         raise ValueError(
-            f"{where}: heads={heads} must be a multiple of tensor_parallel x context_parallel = {tensor} x {context}"
+            f"{where}: heads={heads} must be a multiple of tensor_parallel x context_parallel = {tensor} x {context}: "
+            "change one of these sizes"
         )
     if (groups // tensor) % context and context % (groups // tensor):
         raise ValueError(
             f"{where}: context_parallel={context} must divide groups / tensor_parallel = {groups} / {tensor}, or be a "
-            "multiple of it"
+            "multiple of it: change one of these sizes"
         )

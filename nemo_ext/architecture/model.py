@@ -180,7 +180,9 @@ class Architecture:
         if not values.get("window") or frequency is None:
             return False
         if layer is None:
-            raise ValueError("window_attn_skip_freq depends on the layer number: pass layer=")
+            raise ValueError(
+                "megatron.window_attn_skip_freq depends on the block's number: pass layer=NUMBER, counted from 1"
+            )
         if isinstance(frequency, int):
             return layer % frequency == 0
         if layer > len(frequency):

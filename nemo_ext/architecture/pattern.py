@@ -73,11 +73,15 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if bool(self.mtp) != (self.depths > 0):
-            raise ValueError(f"pass mtp and depths together, not {len(self.mtp)} MTP blocks and {self.depths} depths")
+            raise ValueError(
+                f"mtp has {len(self.mtp)} blocks, but depths={self.depths}: set both for multi-token prediction, or "
+                "neither"
+            )
         object.__setattr__(self, "cuts", tuple(sorted(self.cuts)))
         if self.cuts and not 0 <= self.cuts[0] <= self.cuts[-1] <= len(self.blocks):
             raise ValueError(
-                f"pattern cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern"
+                f"pattern cuts {self.cuts} do not lie between 0 and the {len(self.blocks)} blocks of the pattern: "
+                "correct the cuts"
             )
 
     @property

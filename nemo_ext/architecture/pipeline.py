@@ -38,7 +38,10 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         if min((*self.blocks, self.embedding, self.head)) < 0:
-            raise ValueError("pipeline costs of blocks, embedding and head must not be negative")
+            raise ValueError(
+                f"pipeline costs must not be negative, got blocks={self.blocks}, embedding={self.embedding} and "
+                f"head={self.head}"
+            )
 
     def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
         """Compute the cost of each stage; a cut is the 0-based index of the first block of a stage after the first."""

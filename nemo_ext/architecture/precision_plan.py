@@ -171,7 +171,9 @@ class Selector:
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)(%?)", where):
             count, percent = int(found[2]), bool(found[3])
             if percent and count > 100:
-                raise ValueError(f"precision_plan.rules: {text!r} selects more than 100 % of the blocks: lower it")
+                raise ValueError(
+                    f"precision_plan.rules: {text!r} selects more than 100 % of the blocks: lower the percentage"
+                )
             if found[1] == "first":
                 return cls(part=part, first=count, percent=percent)
             return cls(part=part, last=count, percent=percent)

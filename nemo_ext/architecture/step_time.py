@@ -220,7 +220,9 @@ class TimeModel:
                 or the precision is FP32, for which no rates are known.
         """
         if layout.precision == "fp32":
-            raise ValueError("training in FP32: GPUs have no rates for it; predict with megatron.bf16=true")
+            raise ValueError(
+                "the step time in FP32 cannot be predicted, as GPUs' files have no rates for it; set megatron.bf16=true"
+            )
         count, rest = divmod(batch, layout.micro_batch_size * layout.data_parallel)
         if rest:
             raise ValueError(

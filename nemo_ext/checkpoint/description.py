@@ -290,7 +290,7 @@ def _activation_flags(description: Description) -> dict[str, Any]:
         gate = "with" if description.architecture.gated else "without"
         raise ValueError(
             f"activation {description.activation!r} {gate} a gate is not supported by Megatron's FFN: this model "
-            "cannot be converted"
+            "cannot be converted; choose another"
         )
     return flags
 
@@ -356,7 +356,7 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
             if rope.factor <= 1:
                 raise ValueError(
                     f"YaRN with factor={rope.factor} and attention_factor={rope.attention_factor}: Megatron supports "
-                    "only attention_factor=1 for this factor, so the model cannot be converted"
+                    "only attention_factor=1 for this factor, so the model cannot be converted; choose another"
                 )
             flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
         if not rope.on_windowed:
@@ -367,7 +367,8 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
 def _whole(name: str, value: float) -> int:
     if value != int(value):
         raise ValueError(
-            f"{name} {value} is not a whole number, which Megatron requires: this model cannot be converted"
+            f"{name} {value} is not a whole number, which Megatron requires: this model cannot be converted; choose "
+            "another"
         )
     return int(value)
 

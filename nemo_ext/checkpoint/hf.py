@@ -91,7 +91,7 @@ class Settings:
                 raise ValueError(f"{key}={folder}: expected a folder with a {TOKENIZER}")
         if self.tokenizer is None and (self.old_tokenizer is not None or self.new_rows != "pieces"):
             raise ValueError(
-                "old_tokenizer and new_rows have no effect without tokenizer=FOLDER: set it, or remove them"
+                "old_tokenizer and new_rows have no effect without tokenizer=FOLDER: set tokenizer, or remove both"
             )
         if self.dtype is not None:
             torch_dtype(self.dtype)
@@ -249,12 +249,12 @@ def _with_prediction(
         if description.prediction and not dropped:
             raise CheckpointError(
                 f"{reader.path}: the model's config has multi-token prediction, but the checkpoint has no tensors "
-                "mtp.*: set mtp=drop to convert it without"
+                "mtp.*: set mtp=drop to omit it"
             )
         if dropped and not description.prediction:
             raise CheckpointError(
                 f"{reader.path}: the checkpoint has {len(dropped)} tensors mtp.*, but the model's config has no "
-                "multi-token prediction: correct the config, or set mtp=drop to convert it without"
+                "multi-token prediction: correct the config, or set mtp=drop to omit them"
             )
         return description, [], []
     return description.without_prediction(), dropped, [f"mtp=drop: {len(dropped)} tensors are not converted"]
@@ -284,7 +284,7 @@ def _with_tokenizer(
     old = settings.old_tokenizer or beside
     if old is None or not (old / TOKENIZER).is_file():
         raise ValueError(
-            f"tokenizer={settings.tokenizer} requires the checkpoint's own tokenizer, which is not next to it: set "
+            f"tokenizer={settings.tokenizer} requires the checkpoint's own tokenizer, which is not in its folder: set "
             "old_tokenizer=FOLDER"
         )
     new = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)

@@ -175,7 +175,10 @@ def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
     if settings.points is None:
         return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
     if count != 2:
-        raise ValueError(f"points={_shown(settings.points)} requires exactly two checkpoints, but `from` lists {count}")
+        raise ValueError(
+            f"points={_shown(settings.points)} requires exactly two checkpoints, but `from` lists {count}: set weights "
+            "instead"
+        )
     points = {f"t{point + 0.0:g}": float(point) for point in settings.points}  # + 0.0 turns -0 into 0
     if len(points) < len(settings.points):
         raise ValueError(

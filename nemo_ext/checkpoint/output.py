@@ -49,9 +49,9 @@ class Output:
                 if file.name != LOCK:
                     file.unlink()
             if self.done:
-                notice(f"{path}: resuming after {len(self.done)} finished parts")
+                notice(f"{path}: resuming after {len(self.done)} finished files")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
-            notice(f"{path}: starting over, as an interrupted run left parts that were made with other settings")
+            notice(f"{path}: starting over, as an interrupted run left files that were made with other settings")
             _empty(self.folder)
         self._write_record()
 

@@ -124,7 +124,8 @@ def _block(description: Description, number: int, block: Block, at: str, stacked
         yield from _moe(description, number, block, at, stacked_experts)
     else:
         raise ValueError(
-            f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping, so this model cannot be converted"
+            f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping, so this model cannot be "
+            "converted; replace the block in model.pattern"
         )
 
 
@@ -227,7 +228,7 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     if architecture.gated or architecture.bias:
         raise ValueError(
             f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping, so this model "
-            "cannot be converted"
+            "cannot be converted; set megatron.swiglu=false and megatron.disable_bias_linear=true"
         )
     hidden, ffn, shared, experts = (
         architecture.hidden_size,

@@ -226,7 +226,7 @@ def _tokens(folder: Path) -> _Tokens:
     if written["model"]["type"] not in ("BPE", "Unigram"):
         raise ValueError(
             f"{folder}: the tokenizer is of type {written['model']['type']}, but only BPE and Unigram tokenizers are "
-            "supported"
+            "supported: choose another tokenizer, or convert without tokenizer=FOLDER"
         )
     byte_level = '"ByteLevel"' in json.dumps(written["decoder"])
     tokenizer = Tokenizer.from_str(json.dumps(_adding_nothing(written)))

@@ -174,8 +174,8 @@ def _finished_parts_named(output: Output) -> Iterator[None]:
             output.clear()
             raise
         raise CheckpointError(
-            f"{error}. {len(output.done)} finished parts are in {output.folder}: fix this and run the same command "
-            "again to resume from them, or remove the folder to start over"
+            f"{error}. {len(output.done)} finished files are in {output.folder}: fix this error and run the same "
+            "command again to resume from them, or remove the folder to start over"
         ) from error
 
 

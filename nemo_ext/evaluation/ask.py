@@ -204,7 +204,10 @@ class Asking:
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
-            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
+            raise ValueError(
+                f"endpoint {self.client.address.url} denied access ({answer.problem}): set key_variable to a variable "
+                "with its key"
+            )
         return answer
 
     def _sample(self, question: Question, number: int, answer: Answer) -> Sample:

@@ -138,11 +138,11 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         if self.kind == "harness" and self.task is None:
-            raise ValueError("kind=harness requires task, the name of a task of lm-evaluation-harness")
+            raise ValueError("kind=harness requires task: set it to the name of a task of lm-evaluation-harness")
         if self.task is not None:
             return  # lm-evaluation-harness makes its problems
         if [bool(self.data), bool(self.tasks), self.generator is not None].count(True) != 1:
-            raise ValueError("set exactly one of data, tasks and generator")
+            raise ValueError("none or several of data, tasks and generator are set; set exactly one of them")
         if self.tasks or self.generator in GENERATORS:
             origin = "tasks" if self.tasks else f"generator={self.generator}"
             ignored = ["join", "where", "id", "domain", "prompt", "messages", "reference", "metrics", "tools"]
@@ -161,14 +161,17 @@ class Benchmark:
         if self.metrics and self.kind != "generate":
             raise ValueError(f"metrics requires kind=generate, but kind is {self.kind}: remove metrics")
         if self.join and (self.id is None or not self.data):
-            raise ValueError("join requires data, and id, an expression with the same value in matching rows of both")
+            raise ValueError(
+                "join requires data and id: set id to an expression that has the same value in matching rows of both"
+            )
         if self.kind == "choice" and (self.choices is None or self.gold is None):
             raise ValueError("kind=choice requires choices and gold, the index of the correct choice")
         if self.generator is not None and self.shots:
             raise ValueError("shots cannot be used with a generator, as the examples are rows of data; remove shots")
         if self.complete and (self.messages is not None or self.tools is not None or self.kind != "generate"):
             raise ValueError(
-                "complete=true requires kind=generate and a prompt, and cannot be combined with messages or tools"
+                "complete=true requires kind=generate and a prompt, without messages and tools; change these, or "
+                "remove it"
             )
         if self.k is not None and self.k > self.samples:
             raise ValueError(f"k={self.k} exceeds samples={self.samples}; lower k or raise samples")
@@ -245,7 +248,7 @@ def _with_likes(name: str, before: tuple[str, ...]) -> dict[str, Any]:
         return found
     if like in before:
         raise ValueError(
-            f"benchmark {name}: like={like} makes benchmarks inherit from each other in a circle; remove it"
+            f"benchmark {name}: like={like} makes benchmarks inherit from each other in a circle; remove this `like`"
         )
     return {**_with_likes(str(like), (*before, name)), **found}
 

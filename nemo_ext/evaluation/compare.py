@@ -305,7 +305,10 @@ def compared(settings: CompareSettings) -> Comparison:
     runs = [read_run(Path(path).expanduser(), name, settings.benchmarks) for name, path in named]
     last = [read_run(Path(path).expanduser(), path, settings.benchmarks) for path in settings.checkpoints]
     if len(last) == 1:
-        raise ValueError("checkpoints: expected at least two runs, of the last checkpoints of one training, not one")
+        raise ValueError(
+            f"checkpoints lists only {settings.checkpoints[0]}: list the evaluations of at least two of the last "
+            "checkpoints of one training"
+        )
     unknown = [name for name in settings.benchmarks if name not in names_of(runs)]
     if unknown:
         known = names_of([read_run(run.folder, run.name) for run in runs])

@@ -233,12 +233,12 @@ def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str, Any]:
     if name not in manager.task_index:
         known = nearest(name, manager.all_tasks) if manager.all_tasks else "the folder has no tasks"
-        raise Failed(f"no such task in evaluate.harness_tasks={folder}: {known}")
+        raise Failed(f"task {name} is not in evaluate.harness_tasks={folder}: {known}")
     try:
         tasks = manager.load([name])["tasks"]
     except (OSError, ConnectionError) as error:
         raise Failed(
-            f"the data is not on this machine, and nothing is downloaded; download it first ({error})"
+            f"the data of task {name} is not on this machine, and nothing is downloaded; download it first ({error})"
         ) from None
     if not tasks:
         raise Failed(f"{name} is a group or tag without tasks; add tasks to it")

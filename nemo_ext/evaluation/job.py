@@ -150,7 +150,8 @@ def chosen(settings: EvaluateSettings) -> list[Benchmark]:
         for benchmark in read_suite(suite)[1]:
             if known.setdefault(benchmark.name, benchmark) != benchmark:
                 raise ValueError(
-                    f"suite={suite}: benchmark {benchmark.name} differs from the one in an earlier suite; rename it"
+                    f"suite={suite}: benchmark {benchmark.name} differs from the one in an earlier suite; rename one "
+                    "of them"
                 )
     for name in settings.benchmarks:
         if name not in known:
@@ -161,7 +162,7 @@ def chosen(settings: EvaluateSettings) -> list[Benchmark]:
         if mode not in modes:
             raise ValueError(f"evaluate.modes: unknown mode {mode!r}: {nearest(mode, sorted(modes))}")
     if settings.tasks and settings.harness_tasks is None:
-        raise ValueError("evaluate.tasks requires evaluate.harness_tasks, the folder with the task files")
+        raise ValueError("evaluate.tasks requires evaluate.harness_tasks: set it to the folder with the task files")
     selected += [Benchmark(name=name, kind="harness", task=name) for name in settings.tasks]
     if (samples := settings.samples) is not None:
         selected = [
@@ -219,7 +220,9 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
     for why in skipped:
         notice(f"skipped: {why}")
     if not plans and not harness:
-        raise ValueError(f"no benchmark can be run: {skipped[0] if skipped else 'the suite is empty'}")
+        raise ValueError(
+            f"no benchmark can be run: {skipped[0] if skipped else 'the suite is empty; set suite or evaluate.tasks'}"
+        )
     return Prepared(plans=plans, scorers=scorers, harness=harness, missing=missing)
 
 

@@ -315,7 +315,7 @@ def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
         return _text(benchmark, "shot", benchmark.shot, row, where)
     if benchmark.kind != "choice":
         raise ValueError(
-            f"benchmark {benchmark.name}: shots={benchmark.shots} requires `shot`, a template of an example"
+            f"benchmark {benchmark.name}: shots={benchmark.shots} requires `shot`: set it to a template of an example"
         )
     prompt = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
     choices = _value(benchmark, "choices", str(benchmark.choices), row, where)

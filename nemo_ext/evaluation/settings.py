@@ -66,4 +66,7 @@ class Settings(AskingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None and self.served is None:
-            raise ValueError("set model to a folder, or endpoint to a run directory of `nemo-ext serve` or a URL")
+            raise ValueError(
+                "model and endpoint are both null: set model to a folder, or endpoint to a URL or a run of `nemo-ext "
+                "serve`"
+            )

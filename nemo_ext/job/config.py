@@ -69,7 +69,7 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the resolvers add and multiply require numbers, not {value!r}") from None
+        raise ValueError(f"${{add:...}} and ${{multiply:...}} require numbers, not {value!r}") from None
 
 
 def register_resolvers() -> None:
@@ -225,7 +225,7 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         why = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-        raise ValueError(f"{error.full_key} cannot be resolved: {why}") from error
+        raise ValueError(f"{error.full_key} cannot be resolved: {why}; correct the ${{...}} in its value") from error
     assert isinstance(container, dict)
     values = {str(key): value for key, value in container.items()}
     for name, section in (("launcher", values.get("launcher", {})), ("phases", values.get("phases") or {})):

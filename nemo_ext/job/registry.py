@@ -101,7 +101,10 @@ def _load(point: EntryPoint) -> Command:
         ) from error
     known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
     if not isinstance(command, Command) or point.name not in known:
-        raise ValueError(f"{_described(point)} must refer to a Job or Command that has the name {point.name!r}")
+        raise ValueError(
+            f"{_described(point)} must refer to a Job or Command that has the name {point.name!r}; update or uninstall "
+            "its package"
+        )
     if command.group not in GROUPS:
         raise ValueError(
             f"{_described(point)} has an unknown group {command.group!r}: {nearest(command.group, GROUPS)}"

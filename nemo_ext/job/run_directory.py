@@ -38,7 +38,7 @@ def write_config(run_dir: Path, config: Mapping[str, Any]) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a resolved config; raises ValueError if there is no such file."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such config; `nemo-ext train` writes it to the run directory")
+        raise ValueError(f"{path}: no such config; name the run directory of a `nemo-ext train` job")
     loaded: dict[str, Any] = yaml.safe_load(path.read_text())
     return loaded
 

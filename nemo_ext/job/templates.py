@@ -81,7 +81,9 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{key}, line {error.lineno}: invalid Jinja syntax ({error.message})") from None
+        raise ValueError(
+            f"{key}, line {error.lineno}: invalid Jinja syntax ({error.message}); correct the line"
+        ) from None
     except jinja2.UndefinedError as error:
         columns = list(names.get("row", names))
         missing = str(error).partition("'")[2].partition("'")[0]
@@ -89,4 +91,6 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
         shown = ", ".join(map(str, columns))[:_LONGEST]
         raise ValueError(f"{place}: {error}; the row's columns are {shown}. {advice}".strip()) from None
     except Exception as error:  # templates may raise any exception
-        raise ValueError(f"{place}: cannot be evaluated ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{place}: cannot be evaluated ({type(error).__name__}: {error}); correct the expression or the row"
+        ) from None

@@ -137,11 +137,16 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         if megatron.get(name):
             raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
     if megatron.get("defer_embedding_wgrad_compute"):  # its last step also imports apex's kernel
-        raise ValueError("megatron.defer_embedding_wgrad_compute needs buffers missing from HybridModel; remove it")
+        raise ValueError("megatron.defer_embedding_wgrad_compute is not supported by Megatron's HybridModel; remove it")
     if megatron.get("cross_entropy_loss_fusion") and not megatron.get("bf16"):
-        raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
+        raise ValueError(
+            "megatron.cross_entropy_loss_fusion needs megatron.bf16=true, as it rounds the gradient to BF16; remove "
+            "it, or train in BF16"
+        )
     if megatron.get("use_rope_scaling") and megatron.get("position_embedding_type") != "rope":
-        raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
+        raise ValueError(
+            "megatron.use_rope_scaling needs megatron.position_embedding_type=rope; set that, or remove it"
+        )
     parser = megatron_parser()
     flags = {
         option.removeprefix("--").replace("-", "_"): (option, action)
@@ -224,9 +229,9 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
             validate_args(arguments)
         except SystemExit as exit_:
             printout = printed.getvalue().strip()[-500:]
-            raise ValueError(f"Megatron cannot parse the megatron section: {printout}") from exit_
+            raise ValueError(f"Megatron cannot parse the megatron section, correct it: {printout}") from exit_
         except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
-            raise ValueError(f"Megatron rejected the megatron section: {_reason(error)}") from error
+            raise ValueError(f"Megatron rejected the megatron section, correct it: {_reason(error)}") from error
     return arguments
 
 
@@ -237,7 +242,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ValueError(f"Megatron's parser rejected the megatron section: {message}")
+            raise ValueError(f"Megatron's parser rejected the megatron section, correct it: {message}")
 
     return add_megatron_arguments(Parser(allow_abbrev=False))
 

@@ -57,7 +57,9 @@ class SDPACoreAttention(MegatronModule):
                 "model.backend=transformer_engine, or context_parallel_size=1 for the local back end"
             )
         if config.softmax_type != "vanilla":
-            raise ValueError(f"softmax_type={config.softmax_type!r} needs model.backend=transformer_engine")
+            raise ValueError(
+                f"softmax_type={config.softmax_type!r} needs Transformer Engine: set model.backend=transformer_engine"
+            )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
@@ -82,10 +84,12 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """Compute attention, with the heads flattened into the last dimension (see the class for shapes)."""
         if attention_bias is not None:
-            raise ValueError("attention_bias needs model.backend=transformer_engine")
+            raise ValueError("attention_bias needs Transformer Engine: set model.backend=transformer_engine")
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask):
-            raise ValueError(f"attn_mask_type={mask_type} requires model.backend=transformer_engine")
+            raise ValueError(
+                f"attn_mask_type={mask_type} needs Transformer Engine: set model.backend=transformer_engine"
+            )
         # Once the cache holds a prompt, Megatron's inference passes no_mask to every layer, windowed ones included.
         # Queries are the last tokens of their context, so a causal layer stays causal, and keeps its window.
         causal = self.attn_mask_type is not AttnMaskType.no_mask

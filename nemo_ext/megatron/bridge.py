@@ -402,7 +402,7 @@ if MISSING is None:
                 ValueError: the pattern is empty, or this stack does not support `mamba_chunk_size`.
             """
             if self.mamba_chunk_size != 128:
-                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: set it to 128, all that is supported")
+                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size} is not supported: set it to 128")
             pattern = self.hybrid_layer_pattern or ""
             if parse(pattern).blocks == ():
                 raise ValueError("hybrid_layer_pattern is empty: create the provider with AutoBridge")
@@ -561,7 +561,7 @@ if MISSING is None:
             if rule is None:
                 raise ValueError(
                     f"the adapter cannot be merged: no attention block of {self.FORMAT.architecture} has the tensors "
-                    f"{', '.join(sorted(names))}"
+                    f"{', '.join(sorted(names))}; exclude linear_qkv from the target modules"
                 )
             config = copy.copy(megatron_model[0].config)
             config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups

@@ -68,8 +68,9 @@ def check_keys(config: Mapping[str, Any]) -> None:
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(
-            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, so it could not be converted: set it "
-            "to the tokenizer's number of ids, or ++model.vocab_size=null if every row is an id"
+            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, so the model could not be converted: "
+            "set model.vocab_size to the tokenizer's number of ids, or to null (++model.vocab_size=null) if every row "
+            "is an id"
         )
     Stability.from_config(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
@@ -192,7 +193,7 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         raise ValueError(
             "distillation.teacher with pipeline stages, which send the activations of both models as one tensor, "
             f"requires the same megatron.fp32_residual_connection for both: it is {residuals[0]} here, but "
-            f"{residuals[1]} in the teacher's config"
+            f"{residuals[1]} in the teacher's config; set the teacher's value here"
         )
     try:
         check_layout(merged, trained=False)
@@ -220,12 +221,12 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
         )
     if arguments.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "megatron.logits_save_dir with pipeline_model_parallel_size above 1: Megatron-Core looks for the output "
+            "megatron.logits_save_dir requires pipeline_model_parallel_size=1, as Megatron-Core looks for the output "
             "layer on every stage; use tensor or expert parallelism"
         )
     if arguments.eval_iters:
         raise ValueError(
-            "megatron.logits_save_dir: Megatron-Core then computes no loss, so there is nothing to evaluate; set "
+            "megatron.logits_save_dir makes Megatron-Core compute no loss, so there is nothing to evaluate; set "
             "megatron.eval_iters=0"
         )
     rows = Architecture.from_config(config).vocab_size
@@ -269,8 +270,8 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
         if saved.get(name) != expected:
             raise ValueError(
                 f"megatron.logits_load_dir={folder} was saved from a different data order: {flag} was "
-                f"{saved.get(name)} in the run that saved it, but is {expected} here; restore it, or save "
-                "the log-probabilities again"
+                f"{saved.get(name)} in the run that saved it, but is {expected} here; set it to the earlier "
+                "value, or save the log-probabilities again"
             )
 
 
@@ -404,8 +405,8 @@ def check_frozen(config: Mapping[str, Any], pattern: Pattern) -> None:
         if depths := [name for name in tensors if name.startswith("mtp.")]:
             raise ValueError(
                 f"train.new_mtp={new} would replace the multi-token prediction of megatron.pretrained_checkpoint="
-                f"{start} ({len(depths)} tensors, such as {depths[0]}): remove it, and write the checkpoint's depths "
-                "in model.pattern"
+                f"{start} ({len(depths)} tensors, such as {depths[0]}): remove train.new_mtp, and write the "
+                "checkpoint's depths in model.pattern"
             )
 
 

@@ -178,7 +178,7 @@ def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict
     if rows != student_rows:
         raise ValueError(
             f"distillation.teacher={config['distillation']['teacher']} has {rows} vocabulary rows, but the student has "
-            f"{student_rows}: both need the same tokenizer and the same megatron.padded_vocab_size"
+            f"{student_rows}: use the same tokenizer and the same megatron.padded_vocab_size for both"
         )
     run, model_names = config["megatron"], model_flags()
     flags = {name: value for name, value in run.items() if name not in model_names}

@@ -139,6 +139,7 @@ def _linears(
         hint = ", or set megatron.moe_grouped_gemm=false" if kind == "E" else ""
         raise ValueError(
             f"precision_plan sets {weight} to {low}, but it is not in one of Megatron's linear layers, and "
-            f"{low.upper()} elsewhere needs model.backend=transformer_engine: exclude it by a rule{hint}"
+            f"{low.upper()} elsewhere needs model.backend=transformer_engine: exclude it with "
+            f"precision_plan.rules{hint}"
         )
     return linears

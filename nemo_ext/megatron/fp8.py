@@ -180,7 +180,7 @@ def check_aware(config: Mapping[str, Any], precision: Precision | None) -> None:
         )
     if backend_of(config) != "local":
         raise ValueError(
-            "train.quantization_aware=true replaces products of Megatron's own linear layers: set model.backend=local"
+            "train.quantization_aware=true supports only Megatron's own linear layers: set model.backend=local"
         )
 
 
@@ -193,7 +193,7 @@ def _check_low(config: Mapping[str, Any], precision: Precision) -> None:
         scaling = f".recipe={plan.recipe} does" if not plan.uses_nvfp4 else ": its scalings do"
         raise ValueError(
             f"precision_plan{scaling} not support some sizes ({'; '.join(problems[:3])}{more}): "
-            "change them, or exclude these weights by rules"
+            "change these sizes, or exclude the weights with precision_plan.rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError(

@@ -40,7 +40,10 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
     changed = copy.copy(config)
     for name, value in fields.items():
         if not hasattr(changed, name):
-            raise ValueError(f"{name!r} is not a field of {type(config).__name__}: check the overrides of this block")
+            raise ValueError(
+                f"{name}={value!r} of a block is not a field of {type(config).__name__}: remove it from the block's "
+                "overrides"
+            )
         setattr(changed, name, value)
     return changed
 
@@ -98,7 +101,7 @@ class ReplicatedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if bias:
-            raise ValueError("a replicated linear map has no bias here: set megatron.disable_bias_linear=true")
+            raise ValueError("latent experts with model.backend=local require megatron.disable_bias_linear=true")
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )

@@ -33,7 +33,7 @@ class MixedRows(Dataset):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         row = int(row)
         if not 0 <= row < self.rows:
-            raise IndexError(f"row {row} is not in this dataset of {self.rows} rows")
+            raise IndexError(f"row {row} is not in this dataset; expected a row from 0 to {self.rows - 1}")
         before = self.schedule.short_before(row)
         if self.schedule.is_short(row):
             parts = [self.short[before * self.per_row + number] for number in range(self.per_row)]

@@ -217,7 +217,7 @@ def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -
     if bool((lengths % parts).any()):
         raise ValueError(
             f"megatron.context_parallel_size={group.size()} needs packs with sequence lengths that are multiples of "
-            f"{parts}: pack with align={parts}, or set it to 1"
+            f"{parts}: pack with align={parts}, or set this size to 1"
         )
     whole = {**batch, BOUNDS: packing.cu_seqlens_q[None], "cu_seqlens_padded": None}
     cut = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)

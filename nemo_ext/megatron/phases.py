@@ -85,7 +85,10 @@ class PhasedDataset(Dataset):
 
     def __getitem__(self, number: int) -> Any:
         if not self._firsts[0] <= number < len(self):
-            raise IndexError(f"sample {number} is not in this segment ({self._firsts[0]} to {len(self) - 1})")
+            raise IndexError(
+                f"sample {number} is not among this start's samples {self._firsts[0]} to {len(self) - 1}; please "
+                "report this"
+            )
         phase, dataset = self.parts[bisect.bisect_right(self._firsts, number) - 1]
         return dataset[number - phase.first_sample]
 

@@ -248,7 +248,9 @@ class BlockStack(HybridStack):
     ) -> None:
         symbols, configs = layer_type_list, layer_config_list
         if (symbols is None) == (configs is None):
-            raise ValueError("expected either layer_type_list or layer_config_list, and not both")
+            raise ValueError(
+                f"expected one of layer_type_list and layer_config_list, got {'neither' if symbols is None else 'both'}"
+            )
         if symbols is None:
             symbols = hybrid_layer_allocation.get_layer_type_list_from_layer_config_list(configs)
         elif "layer_config_list" in inspect.signature(super().__init__).parameters:

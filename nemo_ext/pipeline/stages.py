@@ -283,7 +283,9 @@ def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> lis
     left_out = {*skip, *(EVALUATION + name for name in skip)}
     wanted = [name for name in names[begin:end] if name not in left_out]
     if not wanted:
-        raise ValueError(f"from={first}, to={last} and skip select no stage; the order is {', '.join(names)}")
+        raise ValueError(
+            f"from={first}, to={last} and skip select no stage; change them, as the order is {', '.join(names)}"
+        )
     servers = {server for name in wanted for server in stages[name].beside} - set(skip)
     return [name for name in names if name in wanted or name in servers]
 

@@ -94,7 +94,7 @@ def read_table(
     try:
         content: Mapping[str, Any] = json.loads(file.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"puzzle.measure.table={file} is not valid JSON: {error}") from None
+        raise ValueError(f"puzzle.measure.table={file} is not valid JSON ({error}); correct it") from None
     table = checked(Table, content, str(file), strict=True)
     measured, now = ({key: getattr(source, key) for key in SHAPE} for source in (table, serving))
     check_same(measured, now, f"{file} was measured in a scenario that differs from puzzle.serving", "make them agree")

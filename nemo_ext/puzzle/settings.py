@@ -169,8 +169,8 @@ class Heal:
     def __post_init__(self) -> None:
         if self.teacher == "cached" and self.top_k is None:
             raise ValueError(
-                "puzzle.heal.teacher=cached saves the teacher's most probable tokens and requires their number, for "
-                "example puzzle.heal.top_k=64"
+                "puzzle.heal.teacher=cached requires the number of the teacher's most probable tokens to save: set it, "
+                "for example with puzzle.heal.top_k=64"
             )
         if self.teacher == "cached" and (self.temperature != 1 or self.kl_weight + self.lm_weight != 1):
             raise ValueError(

@@ -268,7 +268,7 @@ def check_calibrated(model: "PreTrainedModel") -> None:
     ]
     if without:
         raise ValueError(
-            f"calibration: no sample reached the quantizer {without[0]} ({len(without)} such), or its inputs are not "
+            f"calibration: no sample reached {len(without)} quantizers, such as {without[0]}, or their inputs are not "
             "finite: raise calibration.samples, or check the model's loss"
         )
 

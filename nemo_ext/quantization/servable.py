@@ -54,8 +54,8 @@ def check_servable(
         )
     if wrong := _misfits([matrix for matrix in low if matrix.precision == "nvfp4"], NVFP4_BLOCK, description):
         raise ValueError(
-            f"precision_plan: NVFP4 does not support the shape of {len(wrong)} tensors ({wrong[0]}): exclude them by "
-            "rules"
+            f"precision_plan: NVFP4 does not support the shape of {len(wrong)} tensors ({wrong[0]}): exclude them with "
+            "precision_plan.rules"
         )
     wrong = _misfits(fp8, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):

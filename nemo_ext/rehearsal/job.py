@@ -50,7 +50,7 @@ def job(config: dict[str, Any]) -> None:
             try:
                 result["prediction"] = predict(one_phase(variant), *gpu_of(name, limit))
             except ValueError as error:
-                notice(f"no prediction of the throughput: {error}")
+                notice(f"the throughput is not predicted: {error}")
         return result
 
     def composed(change: list[str]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dic
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         why = lines[-1] if lines else f"code {code}"
-        raise ValueError(f"{name.replace('_', ' ')} cannot be built or stepped: {why} ({log})")
+        raise ValueError(f"{name.replace('_', ' ')} cannot be built or stepped: {why}; see {log}")
     made: dict[str, Any] = json.loads(record.read_text())
     return made
 

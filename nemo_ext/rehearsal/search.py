@@ -468,10 +468,12 @@ def predict(config: Mapping[str, Any], name: str, gpu: Gpu) -> dict[str, Any]:
     """
     search = Search(config, gpu)
     if search.plan is not None and search.plan.uses_nvfp4:
-        raise ValueError("precision_plan has NVFP4: GPUs have no rates for it; predict with a plan in FP8 or BF16")
+        raise ValueError(
+            "precision_plan has NVFP4, for which GPUs' files have no rates; use a plan in FP8 or BF16 to predict"
+        )
     low = [name for name in ("fp8", "fp8_format", "fp4", "fp4_format") if search.megatron.get(name)]
     if low and search.plan is None:
-        raise ValueError(f"megatron.{low[0]}: predictions read FP8 from a plan; set precision=fp8_current")
+        raise ValueError(f"megatron.{low[0]} is not supported by predictions; set precision=fp8_current instead")
     time = search.own_layout().time
     return {
         "gpu": name,

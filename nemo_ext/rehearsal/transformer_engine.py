@@ -500,7 +500,7 @@ def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, sta
     if missing:
         raise ValueError(
             f"precision_plan: {low[min(missing)][0]} is in FP8 or NVFP4, but is not in a linear layer of this stage; "
-            "exclude it by a rule"
+            "exclude it with precision_plan.rules"
         )
 
 

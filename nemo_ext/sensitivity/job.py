@@ -83,7 +83,8 @@ def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> N
         return
     if plan.recipe == "delayed":
         raise ValueError(
-            "precision_plan.recipe=delayed needs Transformer Engine, but the sweep runs without it: use tensorwise"
+            "precision_plan.recipe=delayed needs Transformer Engine, but the sweep runs without it: set it to "
+            "tensorwise"
         )
     bits = sum(unit.parameters * plan.bits(precisions(unit, plan)[0]) for unit in every)
     least = bits / sum(unit.parameters for unit in every)
@@ -91,5 +92,5 @@ def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> N
         raise ValueError(
             f"sensitivity.bits={chosen.bits}: the weights that the plan quantises need at least "
             f"{math.ceil(least * 1000) / 1000} bits, as "
-            "the sizes of some may not fit NVFP4: raise it, or exclude weights by rules"
+            "the sizes of some may not fit NVFP4: raise sensitivity.bits, or exclude weights with precision_plan.rules"
         )

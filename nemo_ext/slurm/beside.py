@@ -57,13 +57,13 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
     for job, run_dir in servers.items():
         address, looked = Path(run_dir) / FILE, -SECONDS
         if not is_fresh(address):
-            say(f"waiting for {address} of job {job}")
+            say(f"waiting until the server of job {job} is up and writes {address}")
         while not is_fresh(address) and not stopped:
             if time.monotonic() - looked > SECONDS:
                 looked, queue = time.monotonic(), _queue()
                 ids = None if queue is None else {queued_id.partition("_")[0] for queued_id in queue}
                 if ids is not None and (job not in ids or not is_own(Path(run_dir) / attempts.FOLDER, job)):
-                    say(f"job {job} has left the queue")
+                    say(f"job {job} of the server has left the queue")
                     break
             time.sleep(1)
 

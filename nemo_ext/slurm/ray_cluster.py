@@ -157,7 +157,7 @@ class RayCluster:
                     deadline = min(deadline, time.monotonic() + self.grace)
                 if time.monotonic() > deadline:
                     lost = ", ".join(self.lost())
-                    self.say(f"the driver still runs {self.grace:g} s after {lost} was lost: terminated")
+                    self.say(f"the driver was still running {self.grace:g} s after {lost} was lost, and is terminated")
                     return end(driver, _SECONDS_OF_SRUN) or 1
                 time.sleep(0.2)
             return driver.returncode
@@ -197,7 +197,11 @@ class RayCluster:
             if missing and (lost or time.monotonic() > deadline):
                 why = "before a node was lost" if lost else f"within {self.wait:g} s"
                 accounts = [self._account(node) for node in (lost or missing)[:4]]
-                raise ClusterError("\n".join([f"Ray: {', '.join(missing)} did not join {why}", *accounts]))
+                raise ClusterError(
+                    "\n".join(
+                        [f"Ray: {', '.join(missing)} did not join {why}; correct the error in its log:", *accounts]
+                    )
+                )
             time.sleep(0.2)
 
     def _account(self, node: str) -> str:
@@ -234,7 +238,9 @@ def _address_towards(node: str) -> str:
                 said = re.search(r"NodeAddr=(\S+)", call(["scontrol", "show", "node", node]).stdout)
                 way.connect((said[1] if said else node, 1))
         except OSError as error:
-            raise ClusterError(f"node {node} has no address that this node can reach: {error}") from None
+            raise ClusterError(
+                f"this node cannot reach {node} ({error}): exclude it, or report it to the cluster's support"
+            ) from None
         return str(way.getsockname()[0])
 
 

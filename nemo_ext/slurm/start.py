@@ -261,7 +261,7 @@ class Batch(ABC):
         """Send a signal to the job's steps; srun and this process do not get it, as srun would kill the steps."""
         done = call(["scancel", f"--signal={name}", self.name])
         if done.returncode and "Invalid job id" not in done.stderr:  # after cancellation the steps no longer exist
-            say(f"scancel: {done.stderr.strip()}")
+            say(f"scancel could not send {name} to the job's steps: {done.stderr.strip()}")
 
     def seconds_left(self) -> float | None:
         """Seconds left before this start's time limit; None without a limit."""

@@ -237,7 +237,7 @@ def queued(patience: float = 0.0) -> dict[str, str]:
             time.sleep(_RETRY)
             continue
         lines = done.stderr.strip().splitlines() or [f"squeue ended with exit code {done.returncode}"]
-        raise ValueError(f"Slurm's queue cannot be read ({lines[-1]})")
+        raise ValueError(f"Slurm's queue cannot be read ({lines[-1]}); try again once `squeue` works")
     jobs = {}
     for line in done.stdout.splitlines():
         job, state, reason = line.split("|", 2)
@@ -365,7 +365,9 @@ def cancel(run_dir: Path) -> list[str]:
     # Dependent jobs first, so that they do not start in between.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:
-        raise ValueError(f"scancel {' '.join(waiting)} failed: {done.stderr.strip()}")
+        raise ValueError(
+            f"scancel {' '.join(waiting)} failed ({done.stderr.strip()}); correct the cause and cancel again"
+        )
     for run, job in zip(runs, jobs, strict=True):
         if job in waiting:
             ends.note(run / attempts.FOLDER, job, by=getpass.getuser())

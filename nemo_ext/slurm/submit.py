@@ -413,7 +413,9 @@ def _hand_over(submission: Submission) -> str:
         done = call(submission.command())
         if done.returncode:
             reason = done.stderr.strip() or f"exit code {done.returncode}"
-            raise ValueError(f"Slurm rejects the job: {reason}")
+            raise ValueError(
+                f"Slurm rejects the job ({reason}): correct the settings under cluster and slurm, or submit again later"
+            )
         job = done.stdout.strip().partition(";")[0]
         records = submission.records
         for number, record in enumerate(records):

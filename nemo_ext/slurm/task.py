@@ -153,7 +153,7 @@ class Task(Batch):
                 looked = time.monotonic()
                 unasked = 0 if beside.is_asked(asking) else unasked + 1
                 if unasked == beside.LOOKS:
-                    say("no stage uses this server any more")
+                    say("no stage uses this server any more: stopping it")
                     self.interrupt()
             for process in filter(None, (first, second)):
                 if process.poll() is None:

@@ -269,7 +269,7 @@ def test_a_ring_overlaps_with_attention() -> None:
 def test_steps_without_a_prediction() -> None:
     with pytest.raises(ValueError, match="global_batch_size=16 is not divisible by micro-batch x DP = 3 x 4; change"):
         step(micro_batch_size=3, data_parallel=4)
-    with pytest.raises(ValueError, match=r"training in FP32: GPUs have no rates for it; predict with megatron\.bf16"):
+    with pytest.raises(ValueError, match=r"step time in FP32 cannot be predicted, .*; set megatron\.bf16=true"):
         step(precision="fp32")
 
 
@@ -286,7 +286,7 @@ def test_sizes_to_try() -> None:
         (("scan: 3.18e+13", "scan: 0"), "mine.yaml.scan=0"),
         (("scan: 3.18e+13", "scans: 1"), "mine.yaml: unknown key 'scans'"),
         (("latency: 1.0e-5", "latency: -1"), "latency"),
-        (("memory_gib: 80", "- memory"), "mine.yaml: not YAML"),
+        (("memory_gib: 80", "- memory"), "mine.yaml is not valid YAML"),
         (("4096: 6.6e+14", "4096: 6.6e+17"), "mine.yaml.*matmul.bf16 has 6.6e.17 FLOP/s, more than 1.2 times"),
         (("memory: 2.88e+12", "memory: 2.88e+14"), "mine.yaml.*memory=2.88e.14 exceeds bandwidth"),
         (("between: {gather: 4.25e+10", "between: {gather: 42.5"), r"mine.yaml.*between.gather=42.5: expected more"),

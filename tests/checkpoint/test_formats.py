@@ -328,7 +328,7 @@ def test_an_unknown_class_suggests_the_nearest_name() -> None:
     ],
 )
 def test_a_model_that_no_format_can_express_gets_the_reasons(overrides: list[str], reason: str) -> None:
-    with pytest.raises(ValueError, match="no Hugging Face format") as caught:
+    with pytest.raises(ValueError, match="cannot be converted to any Hugging Face class") as caught:
         choose(from_config(compose("describe", overrides)))
 
     assert reason in str(caught.value)

@@ -81,7 +81,10 @@ def test_published_checkpoints_have_the_tensors_that_are_expected(
         ({"mtp_hybrid_override_pattern": "*E/*E"}, "mtp_hybrid_override_pattern=.* only the letters"),
         ({"hybrid_override_pattern": "ME*|-"}, "hybrid_override_pattern=.* only the letters"),
         ({"moe_latent_size": 0}, "moe_latent_size=0"),
-        ({"num_hidden_layers": 5}, "num_hidden_layers=5 does not match the 4 entries of the pattern: correct it"),
+        (
+            {"num_hidden_layers": 5},
+            "num_hidden_layers=5 does not match the 4 entries of the pattern: correct one of them",
+        ),
         (
             {"layers_block_type": ["mamba", "moe", "attention"]},
             "layers_block_type does not match hybrid_override_pattern=",

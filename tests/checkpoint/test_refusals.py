@@ -229,7 +229,7 @@ def test_nan_in_a_later_part_names_the_folder_of_finished_parts(to_format: str, 
     settings = hf.Settings(to_format=to_format, shard_gigabytes=1e-9)
     left = unfinished(tmp_path / "out")
 
-    with pytest.raises(CheckpointError, match=r"finished parts are in \S+: .* again to resume") as said:
+    with pytest.raises(CheckpointError, match=r"finished files are in \S+: .* again to resume") as said:
         hf.convert(hf.plan(model, tmp_path / "out", settings), settings, progress=False)
 
     assert str(left) in str(said.value) and left.is_dir()

@@ -150,7 +150,7 @@ def test_an_interruption_anywhere_loses_no_finished_part(
         capsys.readouterr()
         hf.convert(plan, settings, progress=False)
 
-        told = f"{plan.to}: resuming after {len(finished)} finished parts\n" if finished else ""
+        told = f"{plan.to}: resuming after {len(finished)} finished files\n" if finished else ""
         assert capsys.readouterr().err == told
         assert {name: written(plan.to)[name] for name in finished} == finished
         assert_same(expected, plan.to)
@@ -259,7 +259,7 @@ def test_another_source_or_setting_starts_over(
 
     converted(source, tmp_path / "out", **chosen)
 
-    told = f"{tmp_path / 'out'}: starting over, as an interrupted run left parts that were made with other settings\n"
+    told = f"{tmp_path / 'out'}: starting over, as an interrupted run left files that were made with other settings\n"
     assert capsys.readouterr().err == told
     assert_same(tmp_path / "out", converted(source, tmp_path / "expected", **chosen))
 
@@ -542,7 +542,7 @@ def test_a_stopped_process_resumes_where_it_was(
 
     parts = len(written(to))
     assert 3 <= len(finished) < parts
-    assert f"{to}: resuming after {len(finished)} finished parts\n" in capsys.readouterr().err
+    assert f"{to}: resuming after {len(finished)} finished files\n" in capsys.readouterr().err
     assert {name: written(to)[name] for name in finished} == finished
     (uninterrupted,) = (checkpoint for made_of, checkpoint in large.items() if made_of != to_format)
     assert_same_tensors(uninterrupted, to)

@@ -300,7 +300,7 @@ def test_the_job_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"runs": "{tmp}/a", "baseline": "c"}, "baseline=c is not one of the runs"),
         ({"runs": "{tmp}/a", "benchmarks": ("xx",)}, "benchmarks: no run has 'xx'"),
         ({"runs": ("{tmp}/a", "{tmp}/a")}, "runs lists .*a twice: remove one"),
-        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "expected at least two runs"),
+        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "list the evaluations of at least two of the last"),
         ({"runs": "{tmp}/a", "paper": "nobody"}, "paper: unknown name 'nobody'"),
     ],
 )

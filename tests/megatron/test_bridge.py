@@ -245,7 +245,7 @@ def test_without_megatron_bridge_nothing_is_registered_and_the_reason_is_stored(
     reason = "no bridge was registered, as megatron-bridge cannot be imported here: No module named 'x'; "
     reason += "see `nemo-ext doctor megatron-bridge`"
     assert nemo_ext.register() == nemo_ext.Registration((), {"megatron-bridge": reason})
-    with pytest.raises(ImportError, match=r"bridge=True requires it: pip install megatron-bridge"):
+    with pytest.raises(ImportError, match=r"bridge=True requires Megatron-Bridge, .*: pip install megatron-bridge"):
         nemo_ext.register(bridge=True)
 
 

@@ -519,7 +519,7 @@ SAVING = ("megatron.logits_save_dir=saved", "megatron.logits_save_top_k=8", *FRO
     ("override", "reason"),
     [
         ("megatron.freeze_all_layers=false", "set megatron.freeze_all_layers=true"),
-        ("megatron.pipeline_model_parallel_size=2", "pipeline_model_parallel_size above 1"),
+        ("megatron.pipeline_model_parallel_size=2", "requires pipeline_model_parallel_size=1"),
         ("megatron.padded_vocab_size=131200", "131200 rows"),
         ("megatron.eval_iters=1", "set megatron.eval_iters=0"),
         ("megatron.logits_load_dir=saved", "cannot be combined"),

@@ -124,7 +124,7 @@ def test_a_stack_of_symbols_is_built_without_a_warning(build: Build, next_core: 
         warnings.filterwarnings("error", message="layer_type_list")
         stack = BlockStack(config, options=options, layer_type_list=["-"], pp_layer_offset=1, pg_collection=groups)
     assert stack.layer_type_list == ["-"]
-    with pytest.raises(ValueError, match="either layer_type_list or layer_config_list"):
+    with pytest.raises(ValueError, match="one of layer_type_list and layer_config_list"):
         BlockStack(config, options=options, pg_collection=groups)
     with pytest.raises(ValueError, match="'-' at block 1, but the layer spec was made for '\\*'"):
         BlockStack(config, options=options, layer_config_list=stack.layer_config_list, pg_collection=groups)

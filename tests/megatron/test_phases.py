@@ -100,7 +100,7 @@ def test_every_sample_belongs_to_its_phase(megatron: None) -> None:
     assert [int(samples[n]) for n in (0, 399, 400, 479, 480, 799)] == [0, 399, 1000, 1079, 2000, 2319]
     later = PhasedDataset(parts[1:])
     assert int(later[400]) == 1000 and len(later) == 800
-    with pytest.raises(IndexError, match=r"sample 399 is not in this segment \(400 to 799\)"):
+    with pytest.raises(IndexError, match=r"sample 399 is not among this start's samples 400 to 799"):
         later[399]
 
 

@@ -125,9 +125,9 @@ def test_predictions_that_lack_something(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the GPU's file has no matmul rates in fp8"):
         predict(in_fp8, "A100-80GB", GPUS["A100-80GB"])
     for words, why in (
-        ("precision=nvfp4", "precision_plan has NVFP4: GPUs have no rates for it; predict with a plan in FP8 or BF16"),
-        ("megatron.fp8=hybrid", "megatron.fp8: predictions read FP8 from a plan; set precision=fp8_current"),
-        ("precision=fp32", "training in FP32: GPUs have no rates for it"),
+        ("precision=nvfp4", "precision_plan has NVFP4, for which GPUs' files have no rates; use a plan in FP8 or BF16"),
+        ("megatron.fp8=hybrid", "megatron.fp8 is not supported by predictions; set precision=fp8_current instead"),
+        ("precision=fp32", "the step time in FP32 cannot be predicted"),
         ("megatron.global_batch_size=500", "not divisible by micro-batch x DP"),
         ("distillation.teacher=none", "distillation.teacher=none: no such directory"),
     ):

@@ -45,12 +45,13 @@ def test_a_stage_waits_until_its_server_answers_or_left_the_queue(queue: Path, t
     beside.wait(tmp_path / "asks", said.append, [15])  # asked to stop
     queue.write_text("5|RUNNING|None\n")
     beside.wait(tmp_path / "asks", said.append, [])
-    assert said == [f"waiting for {address} of job 9"] * 2 + ["job 9 has left the queue"]
+    waiting = f"waiting until the server of job 9 is up and writes {address}"
+    assert said == [waiting, waiting, "job 9 of the server has left the queue"]
 
     address.write_text("{}")
     os.utime(address, (time.time() - 3600,) * 2)
     beside.wait(tmp_path / "asks", said.append, [])
-    assert said[-1] == "job 9 has left the queue", "an old file does not mean a server"
+    assert said[-1] == "job 9 of the server has left the queue", "an old file does not mean a server"
     address.touch()
     beside.wait(tmp_path / "asks", said.append, [])
     beside.wait(tmp_path / "nothing", said.append, [])

@@ -236,7 +236,8 @@ def test_findings_are_printed_once_with_their_stages(
 
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 'squeue: fatal: no controller' >&2\nexit 1\n")
     assert submit(given, dry_run=True) == 2
-    assert "error: Slurm's queue cannot be read (squeue: fatal: no controller) (the queue)" in capsys.readouterr().out
+    error = "Slurm's queue cannot be read (squeue: fatal: no controller); try again once `squeue` works"
+    assert f"error: {error} (the queue)" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no controller"):
         submit(given, dry_run=False)
 

@@ -157,7 +157,7 @@ def test_a_node_whose_step_ends_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, []):
         pass
     assert str(error.value) == (
-        "Ray: 127.0.0.1 did not join before a node was lost\n"
+        "Ray: 127.0.0.1 did not join before a node was lost; correct the error in its log:\n"
         f"127.0.0.1 ended with exit code 3; the end of {tmp_path}/ray-127.0.0.1.log:\nno such image"
     )
 
@@ -167,7 +167,7 @@ def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, [], wait=2):
         pass
     assert str(error.value) == (
-        "Ray: 127.0.0.1 did not join within 2 s\n"
+        "Ray: 127.0.0.1 did not join within 2 s; correct the error in its log:\n"
         f"127.0.0.1 runs, but has not joined; the end of {tmp_path}/ray-127.0.0.1.log:\npulling the image"
     )
 
@@ -175,7 +175,7 @@ def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
 def test_a_head_that_does_not_start_is_named_and_no_other_node_is_started(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"), head="echo No module named ray >&2; exit 1")
     with pytest.raises(
-        ClusterError, match=r"^Ray: localhost did not join before a node was lost\n.*:\nNo module named ray$"
+        ClusterError, match=r"^Ray: localhost did not join before a node was lost; .*\n.*:\nNo module named ray$"
     ):
         start(steps, tmp_path, []).__enter__()
     assert len(steps.asked) == 1
@@ -191,7 +191,7 @@ def test_a_driver_that_hangs_after_a_loss_is_ended(tmp_path: Path) -> None:
     assert said[3:] == [
         f"Ray on 127.0.0.1 ended with exit code 9; the end of {tmp_path}/ray-127.0.0.1.log:\n"
         "Ray runtime started.\ngone",
-        "the driver still runs 1 s after 127.0.0.1 was lost: terminated",
+        "the driver was still running 1 s after 127.0.0.1 was lost, and is terminated",
     ]
 
 
@@ -311,5 +311,5 @@ def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path:
     assert slurm.state(job) == "FAILED"
     said = (tmp_path / "out").read_text()
     assert "Ray on n2 ended with exit code 1; the end of logs/ray-n2.log:" in said, logs(tmp_path)
-    assert "the driver still runs 5 s after n2 was lost: terminated" in said
+    assert "the driver was still running 5 s after n2 was lost, and is terminated" in said
     assert left(job) == []

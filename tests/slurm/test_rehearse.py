@@ -78,11 +78,11 @@ def test_a_rehearsal_overrides_other_findings_on_memory(
     ("why", "kind", "said"),
     [
         (
-            "stage 0 cannot be built or stepped: AssertionError: no (log)",
+            "stage 0 cannot be built or stepped: AssertionError: no; see log",
             "error",
             "; slurm.rehearse=false submits the run",
         ),
-        ("stage 0 cannot be built or stepped: code -9 (log)", "warning", "not rehearsed: stage 0"),
+        ("stage 0 cannot be built or stepped: code -9; see log", "warning", "not rehearsed: stage 0"),
     ],
 )
 def test_a_rehearsals_finding_is_one_line(

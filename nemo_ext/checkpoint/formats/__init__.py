@@ -50,7 +50,10 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
             return candidate, candidate.config_json(description)
         except CannotExpress as reason:
             reasons.append(f"{candidate.architecture} does not support {reason}")
-    raise ValueError("no Hugging Face format can express this model: " + "; ".join(reasons))
+    raise ValueError(
+        f"this model cannot be converted to {architecture or 'any Hugging Face class'}: {'; '.join(reasons)}; change "
+        "these settings of the model"
+    )
 
 
 def read(config: Mapping[str, Any]) -> tuple[Format, Description]:

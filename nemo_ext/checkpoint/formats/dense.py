@@ -103,7 +103,7 @@ def read_biases(keys: Keys) -> bool:
     if attention != mlp:
         raise ValueError(
             f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported, as Megatron has one flag "
-            "for both: this checkpoint cannot be converted"
+            "for both: this checkpoint cannot be converted; choose another"
         )
     return attention
 
@@ -337,12 +337,12 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):
             raise ValueError(
                 "config.json: rope_parameters.sliding_attention: expected rope_type=default and the same rope_theta "
-                "as full_attention, as Megatron supports no others"
+                "as full_attention, the only values that Megatron supports"
             )
         rope = full or by_type["sliding_attention"]
     if not rope.truncate:
         raise ValueError(
-            "config.json: RoPE's truncate=false is ignored by transformers in OLMo 3, but not by vLLM: remove it"
+            "config.json: RoPE's truncate=false is ignored by transformers in OLMo 3, but not by vLLM: remove truncate"
         )
     return rope
 

@@ -201,7 +201,8 @@ def check_layers(keys: Keys, blocks: int, listed: str) -> None:
     """
     if (count := keys.integer("num_hidden_layers", blocks)) != blocks:
         raise ValueError(
-            f"config.json: num_hidden_layers={count} does not match the {blocks} entries of {listed}: correct it"
+            f"config.json: num_hidden_layers={count} does not match the {blocks} entries of {listed}: correct one of "
+            "them"
         )
 
 

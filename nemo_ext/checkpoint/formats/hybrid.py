@@ -111,7 +111,7 @@ def check_normalised(keys: Keys, top_k: set[int]) -> None:
     if any((k > 1) != normalised for k in top_k):
         raise ValueError(
             f"config.json: {keys.where}norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not "
-            "supported by Megatron: this checkpoint cannot be converted"
+            "supported by Megatron: this checkpoint cannot be converted; choose another"
         )
 
 
@@ -241,7 +241,7 @@ def read_hybrid(
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
             f"config.json: layer_norm_epsilon={epsilon} differs from {GATED_NORM_EPSILON}, which Megatron's Mamba-2 "
-            "mixer requires: this checkpoint cannot be converted"
+            "mixer requires: this checkpoint cannot be converted; choose another"
         )
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
@@ -334,7 +334,7 @@ def read_sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(
                 f"config.json: {keys.where}time_step_limit={limit!r} differs from 0 to infinity, which Megatron's "
-                "Mamba-2 mixer requires: this checkpoint cannot be converted"
+                "Mamba-2 mixer requires: this checkpoint cannot be converted; choose another"
             )
     return tuple(
         Block.from_values(

@@ -78,7 +78,8 @@ def _read(keys: Keys) -> Description:
         if found != router:
             raise ValueError(
                 f"config.json: {where}.routed_scaling_factor={found.scaling} differs from {router.scaling} of an "
-                "earlier block: Megatron has one factor for all blocks, so this checkpoint cannot be converted"
+                "earlier block: Megatron has one factor for all blocks, so this checkpoint cannot be converted; "
+                "choose another"
             )
     prediction = (depth, read_depths(keys, len(depth))) if depth else ((), 0)
     return read_hybrid(keys, main, prediction, router=router, family="nemotron3_puzzle")

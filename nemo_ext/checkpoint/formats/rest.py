@@ -57,7 +57,7 @@ def ignored_keys(
     if on:
         advice = "delete it only if it has no effect on the model"
         if any(map(_SHAPE.fullmatch, on)):
-            advice = "this checkpoint cannot be converted"
+            advice = "this checkpoint cannot be converted; choose another"
         raise ValueError(
             f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)} is not supported for {architecture}, "
             f"and ignoring it could change the model: {advice}"

@@ -111,7 +111,7 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
     if base != int(base):
         raise ValueError(
             f"config.json: rope_theta={base} is not a whole number, which Megatron's rotary_base requires: this "
-            "checkpoint cannot be converted"
+            "checkpoint cannot be converted; choose another"
         )
     older = values.pop("type", "default")
     rope_type = values.pop("rope_type", older)
@@ -133,7 +133,7 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             if (value := required(name)) != known:
                 raise ValueError(
                     f"config.json: rope_scaling.{name}={value:g} differs from {known:g}, the only value that Megatron "
-                    "supports: this checkpoint cannot be converted"
+                    "supports: this checkpoint cannot be converted; choose another"
                 )
         rope = replace(plain, scaling="llama3", factor=required("factor"))
     elif rope_type == "yarn":

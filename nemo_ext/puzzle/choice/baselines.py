@@ -39,7 +39,9 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
     every = range(1, SHARES + 1)
     heads = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=step, kv=step, ffn=step)))
     if not heads:
-        raise CannotReach(f"uniform width pruning cannot reach {limit:,.0f}: the parts that have no width cost more")
+        raise CannotReach(
+            f"uniform width pruning cannot reach {limit:,.0f}: blocks and layers without a width cost more"
+        )
     ffn = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=heads, kv=heads, ffn=step)))
     return [
         Variant(number, KEEP if new == old else f"uniform_{WIDTHS[new.kind]}{new.size(WIDTHS[new.kind])}", new)

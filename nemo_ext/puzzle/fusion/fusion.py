@@ -194,7 +194,7 @@ def mean_dependency(dependency: Dependency, group: Group) -> float:
     if missing is not None:
         raise ValueError(
             f"the dependency of block {missing[1] + 1} on block {missing[0] + 1} was not measured: measure all pairs "
-            "of a run"
+            "of adjacent FFN blocks"
         )
     return sum(pairs.values()) / len(pairs)
 
@@ -226,9 +226,9 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
         for number in group.blocks:
             block = description.blocks[number] if number < len(description.blocks) else None
             if block is None or block.kind != "-" or block.is_linear:
-                raise ValueError(f"block {number + 1} ({block}) is not an FFN: only runs of FFN blocks can be fused")
+                raise ValueError(f"block {number + 1} ({block}) is not an FFN: only adjacent FFN blocks can be fused")
             if number in taken:
-                raise ValueError(f"block {number + 1} is in two groups; groups must not overlap")
+                raise ValueError(f"block {number + 1} is in two groups; remove it from one, as groups must not overlap")
             taken.add(number)
     return {group.first: group for group in groups}
 

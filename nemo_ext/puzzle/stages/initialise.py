@@ -69,10 +69,14 @@ def initial_weights(
             f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must not change"
         )
     if "latent" in changed and not variant.size("latent"):
-        raise ValueError(f"{variant} cannot be made from {parent}: latent may be smaller, but not none")
+        raise ValueError(
+            f"{variant} cannot be made from {parent}: latent may be smaller than the parent's, but not none"
+        )
     larger = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
     if larger:
-        raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(larger)} must not be larger")
+        raise ValueError(
+            f"{variant} cannot be made from {parent}: {', '.join(larger)} must not be larger than the parent's"
+        )
     result = dict(tensors)
     if parent.kind == "*" and changed & {"heads", "kv"} and architecture.attention_output_gate:
         raise ValueError(

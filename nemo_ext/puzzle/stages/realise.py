@@ -23,7 +23,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
         ValueError: the choice is not one variant per block, or the child has no block.
     """
     if [variant.number for variant in choice] != list(range(len(parent.blocks))):
-        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in order")
+        raise ValueError(
+            f"a child needs one variant for each of the {len(parent.blocks)} blocks, in order, but the choice has "
+            f"variants of blocks {[variant.number + 1 for variant in choice]}"
+        )
     blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
     if not blocks:
         raise ValueError("the child has no block, as every chosen variant is a no-op: loosen a limit of puzzle.search")
