@@ -204,10 +204,7 @@ class Asking:
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
-            raise ValueError(
-                f"endpoint {self.client.address.url} denied access ({answer.problem}): set key_variable to a variable "
-                "with its key"
-            )
+            raise ValueError(f"endpoint {self.client.address.url} denied access: {answer.problem}")
         return answer
 
     def _sample(self, question: Question, number: int, answer: Answer) -> Sample:
