@@ -1,9 +1,10 @@
 """Estimated memory of the activations kept for the backward pass.
 
 The estimate counts the tensors that each block saves. It assumes no dropout and an even spread of tokens over experts,
-and excludes communication buffers and allocator slack.
+and excludes allocator slack and communication buffers other than the output layer's.
 """
 
+from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision import BYTES
@@ -24,6 +25,8 @@ def activation_bytes(
     of multi-token prediction adds the same amount for its own loss, plus the activations of its blocks and the inputs
     and outputs of its projection; with full recomputation it keeps only its two inputs, and one depth at a time is
     recomputed. A frozen stage (with `mtp_only`, only the first) keeps nothing; its peak is that of its largest block.
+    Two buffers are never freed: with sequence parallelism, the gathered input of a trained output layer; and RoPE's
+    angles in fp32, in a table for each model chunk or each attention block (`Architecture.rotary_per_block`).
 
     Args:
         architecture: The model.
@@ -57,12 +60,17 @@ def activation_bytes(
             kept.append(sum(blocks))
     # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
     total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight))
+    mine = [block_at(architecture, n) for stage in stages[rank::pipeline] for n in stage]
+    angles = [4 * _rotated(architecture, block, layout, seq_length) for block in mine if block.kind == "*"]
+    total += sum(angles if architecture.rotary_per_block else angles[:chunks])
     head = 0.0
     if rank == pipeline - 1:
         size = BYTES[layout.precision]
         copies = 4 + (size if size < 4 else 0) + (size if layout.z_loss else 0)
         logits = tokens * copies * architecture.vocab_size / layout.tensor_parallel
         head = 2 * residual + logits
+        if _sequence_split(layout) > 1 and not (layout.frozen or layout.mtp_only):
+            total += residual * layout.tensor_parallel
         if architecture.pattern.mtp and not layout.frozen:
             depth = architecture.depth
             blocks = [block_activation_bytes(depth, n, layout, seq_length=seq_length) for n in numbers_of(depth)]
@@ -85,7 +93,8 @@ def block_activation_bytes(
 
     - every block: its input h; the norm's output h [layernorm]
     - attention: queries, keys and values q + 2k; the output projection's input q; with QK norms their input, a view
-      of all q + 2k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
+      of all q + 2k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]; if
+      RoPE is not fused, per position and not per token, cosines and sines of queries and those of keys
     - MLP: outputs of the first linear and of the activation [mlp]
     - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
       linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times
@@ -96,7 +105,7 @@ def block_activation_bytes(
     - linear: no further tensors
 
     A name in brackets is the entry in Megatron's recompute_modules that removes the term. Block input, norm output
-    and router are split over tensor-parallel ranks only with sequence parallelism; all other terms always are.
+    and router are split over tensor-parallel ranks only with sequence parallelism, RoPE's terms never, others always.
 
     Args:
         architecture: The model.
@@ -112,7 +121,7 @@ def block_activation_bytes(
         return 0.0 if module in recomputed else numbers
 
     along_sequence = size * (hidden + unless("layernorm", hidden))
-    sharded = 0.0
+    sharded = rotation = 0.0
     if block.is_linear:
         pass
     elif block.kind == "*":
@@ -123,6 +132,7 @@ def block_activation_bytes(
         per_head = 4 if layout.fused_attention else 2 * size * length
         core = per_head * block.size("heads")
         sharded += unless("core_attn", core)
+        rotation = 0 if layout.fused_rope else 4 * size * _rotated(architecture, block, layout, seq_length)
     elif block.kind == "-":
         ffn = block.size("ffn")
         sharded = unless("mlp", size * (first_width(architecture, ffn) + ffn))
@@ -140,7 +150,13 @@ def block_activation_bytes(
         if not {"moe", "shared_experts"} & set(recomputed):
             sharded += size * (first_width(architecture, shared) + shared)
     tokens = length * layout.micro_batch_size / layout.context_parallel
-    return tokens * (along_sequence / _sequence_split(layout) + sharded / layout.tensor_parallel)
+    return tokens * (along_sequence / _sequence_split(layout) + sharded / layout.tensor_parallel) + rotation
+
+
+def _rotated(architecture: Architecture, block: Block, layout: Layout, seq_length: int | None) -> float:
+    """Return how many angles RoPE has for an attention block: those of a head, for each position of a sequence."""
+    width = 0 if block.is_linear else architecture.rotary * block.size("head_dim")
+    return width * architecture.sequence_length(seq_length) / layout.context_parallel
 
 
 def _sequence_split(layout: Layout) -> int:

@@ -4,7 +4,7 @@ Parameter counts are exact for Megatron-Core's modules. FLOPs include matrix mul
 multiply-add), convolutions and the state-space scan; norms, activations and embedding look-ups are excluded.
 Attention is counted only for the tokens that a causal query attends to, on average (S + 1) / 2 of S (the usual "half").
 Activation memory is an estimate: the tensors that each block keeps for its backward pass, without dropout, with
-tokens spread evenly over experts, and without communication buffers or allocator slack.
+tokens spread evenly over experts, and without allocator slack or most communication buffers.
 """
 
 import math
@@ -430,7 +430,7 @@ def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | Non
     """
     check_layout(architecture, layout)
     stages = per_stage(architecture, layout, seq_length=seq_length)
-    weight, gradient, optimizer = bytes_per_parameter(layout.precision)
+    weight, gradient, optimizer = layout.bytes_per_parameter
     dense_shards, expert_shards = layout.optimizer_shards
     gpus = []
     for rank in range(layout.pipeline_parallel):

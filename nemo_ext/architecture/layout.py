@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from nemo_ext.architecture.model import Architecture, Flags, section
 from nemo_ext.architecture.pattern import Pattern, parse
+from nemo_ext.architecture.precision import bytes_per_parameter
 
 RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
@@ -15,6 +16,10 @@ RECOMPUTED_BY_ENGINE = frozenset({"gdn_norm_out", "layernorm", "mla_up_proj", "m
 """Modules that Megatron recomputes only with Transformer Engine installed (core/tensor_parallel/random.py)."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+
+
+class NotEstimated(ValueError):
+    """A layout is valid, but its memory and time are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +38,16 @@ class Layout:
         micro_batches: Number of micro-batches per step, an upper bound on those in flight; None for no bound.
         sequence_parallel: Whether norms and residuals are also split over TP.
         distributed_optimizer: Whether optimizer state is split over data-parallel ranks.
-        precision: Training precision: `bf16` or `fp16` (fp32 gradients, master weights and Adam moments), or `fp32`.
+        precision: Training precision: `bf16` or `fp16` (fp32 master weights and Adam moments), or `fp32`.
+        fp32_gradients: Whether gradients are accumulated and reduced in fp32 rather than in the training precision.
+        fsdp: Megatron's flag that shards weights and gradients over data-parallel ranks; empty if it is off.
         recompute: Recomputation: `none`, `selective` (of `recompute_modules`) or `full` (of whole blocks).
         recompute_modules: Megatron's names of the modules to recompute, for `selective`.
         recompute_num_layers: Number of blocks recomputed together, for `full`.
         frozen: Whether no weight is trained (forward passes only), as when a teacher saves its log-probabilities.
         mtp_only: Whether only multi-token prediction is trained.
         fused_attention: Whether attention never stores its score matrix (flash attention, torch SDPA).
+        fused_rope: Whether RoPE is one kernel, which does not store cosines and sines.
         z_loss: Whether training uses a z-loss, which keeps its gradient with respect to the logits.
 
     Raises:
@@ -59,12 +67,15 @@ class Layout:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     precision: str = "bf16"
+    fp32_gradients: bool = True
+    fsdp: str = ""
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_num_layers: int = 1
     frozen: bool = False
     mtp_only: bool = False
     fused_attention: bool = True
+    fused_rope: bool = True
     z_loss: bool = False
 
     def __post_init__(self) -> None:
@@ -114,6 +125,21 @@ class Layout:
         dense = self.data_parallel * self.context_parallel
         return dense, dense * self.tensor_parallel // (self.expert_parallel * self.expert_tensor)
 
+    @property
+    def bytes_per_parameter(self) -> tuple[int, int, int]:
+        """Bytes per parameter of weight, gradient and optimizer state, the last before it is split over ranks.
+
+        Raises:
+            NotEstimated: Weights or gradients are split too.
+        """
+        if self.fsdp:
+            raise NotEstimated(
+                f"megatron.{self.fsdp}=true: memory and step time are not estimated with FSDP; set it to false, with "
+                "megatron.use_distributed_optimizer=true"
+            )
+        weight, gradient, optimizer = bytes_per_parameter(self.precision)
+        return weight, gradient if self.fp32_gradients else weight, optimizer
+
     @classmethod
     def from_config(cls, config: Mapping[str, object], *, world_size: int | None = None) -> "Layout":
         """Read Megatron's parallel, batch and recompute flags; virtual stages come from the pattern's cuts.
@@ -151,6 +177,11 @@ class Layout:
         modules = flags.values.get("recompute_modules") or ("core_attn",)
         if not isinstance(modules, list | tuple):
             raise ValueError(f"megatron.recompute_modules: expected a list of module names, got {modules!r}")
+        precision = next((name for name in ("bf16", "fp16") if flags.flag(name)), "fp32")
+        # Megatron turns this on for BF16 by default, but not for FP16.
+        fp32_gradients = flags.flag("accumulate_allreduce_grads_in_fp32") or (
+            precision != "fp16" and flags.text("main_grads_dtype", "fp32") == "fp32"
+        )
         return cls(
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
@@ -163,12 +194,15 @@ class Layout:
             micro_batches=None if batch is None else max(1, batch // (micro * data)),
             sequence_parallel=flags.flag("sequence_parallel"),
             distributed_optimizer=flags.flag("use_distributed_optimizer"),
-            precision=next((name for name in ("bf16", "fp16") if flags.flag(name)), "fp32"),
+            precision=precision,
+            fp32_gradients=fp32_gradients and not (precision == "bf16" and flags.flag("grad_reduce_in_bf16")),
+            fsdp=next((name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if flags.flag(name)), ""),
             recompute=recompute,
             recompute_modules=tuple(map(str, modules)),
             recompute_num_layers=flags.integer("recompute_num_layers") or 1,
             frozen=flags.flag("freeze_all_layers"),
             mtp_only=bool(section(config, "train").get("mtp_only")) if "train" in config else False,
+            fused_rope=section(config, "model").get("backend") != "local" and not flags.flag("no_rope_fusion"),
             z_loss=bool(section(config, "stability").get("z_loss")) if "stability" in config else False,
         )
 

@@ -35,6 +35,8 @@ class Architecture:
         seq_length: Training sequence length, the default for all costs that depend on it.
         tied_embeddings: Whether the output layer shares the embedding's weight.
         learned_positions: Number of rows of the learned position embedding, 0 if there is none.
+        rotary: Share of each head that RoPE rotates, 0 without RoPE.
+        rotary_per_block: Whether each attention block has its own table of RoPE's angles, instead of the model's.
         normalization: Kind of norm, `RMSNorm` or `LayerNorm`.
         norm_affine: Whether norms have weights.
         norm_placement: Position of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
@@ -63,6 +65,8 @@ class Architecture:
     seq_length: int | None = None
     tied_embeddings: bool = False
     learned_positions: int = 0
+    rotary: float = 0.0
+    rotary_per_block: bool = False
     normalization: str = "RMSNorm"
     norm_affine: bool = True
     norm_placement: str = "input"
@@ -110,6 +114,7 @@ class Architecture:
         if flags.flag("swiglu") and flags.flag("squared_relu"):
             raise ValueError("megatron.swiglu and megatron.squared_relu are both set: choose one activation")
         hidden_size = flags.required("hidden_size", "the width of the residual stream")
+        positions = flags.text("position_embedding_type", "learned_absolute")
         return cls(
             pattern=pattern,
             hidden_size=hidden_size,
@@ -120,6 +125,9 @@ class Architecture:
             seq_length=flags.integer("seq_length"),
             tied_embeddings=not flags.flag("untie_embeddings_and_output_weights"),
             learned_positions=_learned_positions(flags),
+            rotary=flags.number("rotary_percent", 1.0) if positions in ("rope", "yarn") else 0.0,
+            # Blocks that do not use HybridModel's embedding have their own (nemo_ext.megatron.model).
+            rotary_per_block=flags.flag("use_rope_scaling") or model.get("yarn_on_windowed") is False,
             normalization=flags.text("normalization", "LayerNorm"),
             norm_affine=_boolean("model.norm_affine", model.get("norm_affine", True)),
             norm_placement=str(model.get("norm_placement") or "input"),

@@ -18,7 +18,7 @@ size h, are:
   Mamba-2's all-to-all between heads and tokens, without overlap
 - PP: T x h to the next stage and its gradient back, without overlap
 - bubble: idle time of the slowest rank in Megatron's schedule, simulated with the stages' FLOPs (`pipeline.idle_share`)
-- DP, once per step: gradients reduced in FP32, or BF16 (`grad_reduce_in_bf16`), and weights gathered; with
+- DP, once per step: gradients reduced (`Layout.fp32_gradients`) and weights gathered; with
   `overlap_grad_reduce` and `overlap_param_gather` only the part that does not overlap with the last backward and the
   first forward pass
 - optimizer, once per step: its states read and written
@@ -49,7 +49,6 @@ from nemo_ext.architecture.layout import Layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.pipeline import idle_share
-from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, expert_width, first_width, layers, mamba_widths
 
 ERROR = 0.15
@@ -169,7 +168,6 @@ class TimeModel:
         seq_length: sequence length; the model's own by default.
         low: share of each block's parameters that are multiplied in FP8, by 0-based number; None: all in BF16.
         flex: whether the token dispatcher is `flex` rather than `alltoall`.
-        bf16_gradients: whether gradients are accumulated and reduced in BF16 (`grad_reduce_in_bf16`).
     """
 
     def __init__(
@@ -181,11 +179,10 @@ class TimeModel:
         seq_length: int | None = None,
         low: Mapping[int | None, float] | None = None,
         flex: bool = False,
-        bf16_gradients: bool = False,
     ) -> None:
         self.architecture, self.gpu, self.per_node = architecture, gpu, gpus_per_node
         self.length = architecture.sequence_length(seq_length)
-        self.low, self.flex, self.bf16_gradients = dict(low or {}), flex, bf16_gradients
+        self.low, self.flex = dict(low or {}), flex
         # Cached, since a search evaluates thousands of layouts.
         self._blocks = lru_cache(maxsize=None)(self._block)
         self._sums = lru_cache(maxsize=None)(self._sum)
@@ -296,7 +293,7 @@ class TimeModel:
 
     def _loss(self, layout: Layout, shape: _Shape) -> float:
         """Return the seconds per micro-batch of reads and writes of the logits, in the training precision and FP32."""
-        weight, _, _ = bytes_per_parameter(layout.precision)
+        weight, _, _ = layout.bytes_per_parameter
         numbers = shape.tokens * self.architecture.vocab_size / layout.tensor_parallel
         return (1 if layout.frozen else 2) * (weight + 4) * numbers / self.gpu.memory
 
@@ -451,7 +448,7 @@ class TimeModel:
         modules = layout.recompute_modules if backward and layout.recompute == "selective" else ()
         repeats = {name: full or name in modules for name in ("core_attn", "mlp", "moe")}
         # Matrix products, or the memory traffic of their weights: of experts, and of everything else.
-        weight, gradient, _ = self._bytes(layout)
+        weight, gradient, _ = layout.bytes_per_parameter
         trains = passes == 3
 
         def traffic(weights: float, products: float) -> float:
@@ -513,7 +510,7 @@ class TimeModel:
         Returns:
             Seconds of data-parallel communication that does not overlap, and seconds of the optimizer.
         """
-        weight, gradient, state = self._bytes(layout)
+        weight, gradient, state = layout.bytes_per_parameter
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
         expert = dense * tensor // split
@@ -529,11 +526,6 @@ class TimeModel:
             updated += (2 * state + gradient + weight) * count / (ranks if layout.distributed_optimizer else 1)
         exposed = max(0.0, reduced - hides_reduce) + max(0.0, gathered - hides_gather)
         return exposed, updated / self.gpu.memory
-
-    def _bytes(self, layout: Layout) -> tuple[int, int, int]:
-        """Return the bytes per parameter of weight, gradient and optimizer state."""
-        weight, gradient, state = bytes_per_parameter(layout.precision)
-        return weight, NUMBER if self.bf16_gradients else gradient, state
 
     def _near(self, ranks: int, stride: int) -> int:
         """Return how many GPUs of a group share a node; the group has `ranks` GPUs whose numbers are `stride` apart."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from nemo_ext.architecture.cost import GpuCost, per_gpu
 from nemo_ext.architecture.gpus import GPUS
-from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.layout import Layout, NotEstimated
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.checkpoint.start import teacher_config
@@ -49,7 +49,7 @@ def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
     try:
         most = max(_gpus(config, world), key=lambda gpu: gpu.total_bytes)
     except ValueError as error:
-        yield Finding("error", str(error))
+        yield Finding("note" if isinstance(error, NotEstimated) else "error", str(error))
         return
     if node is None or node.gpu_memory_gib is None:
         return

@@ -132,7 +132,6 @@ class Search:
             gpus_per_node=self.per_node,
             low=None if self.plan is None else low_shares(self.plan, self.architecture),
             flex=self.megatron.get("moe_token_dispatcher_type") == "flex",
-            bf16_gradients=bool(self.megatron.get("grad_reduce_in_bf16")),
         )
         self.flops = forward_flops(self.architecture)
         self.stage_patterns = cache(self._pattern)

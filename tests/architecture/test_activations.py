@@ -78,6 +78,37 @@ def test_activations_of_qk_norms(scope: str, architecture_of: ArchitectureOf) ->
     assert more == 64 * 2 * 64
 
 
+def test_the_gathered_input_of_a_trained_output_layer_stays(architecture_of: ArchitectureOf) -> None:
+    model = architecture_of("tiny_hybrid", model={"pattern": "-*|-*"})
+    for recompute in ("none", "full"):
+        whole = Layout(pipeline_parallel=2, recompute=recompute)
+        split = replace(whole, tensor_parallel=2, sequence_parallel=True)
+        more = [2 * activation_bytes(model, split, rank=n) - activation_bytes(model, whole, rank=n) for n in (0, 1)]
+        assert more == [0, 2 * 64 * 2 * 32]
+    frozen = Layout(frozen=True)
+    split = replace(frozen, tensor_parallel=2, sequence_parallel=True)
+    assert 2 * activation_bytes(model.with_pattern("-*"), split) == activation_bytes(model.with_pattern("-*"), frozen)
+
+
+def test_rope_keeps_angles_and_unless_fused_their_cosines_and_sines(architecture_of: ArchitectureOf) -> None:
+    rope = {"position_embedding_type": "rope", "rotary_percent": 0.5}
+    plain, model = (architecture_of("tiny_hybrid", model={"pattern": "**"}, **flags) for flags in ({}, rope))
+    unfused = Layout.from_config({"model": {"backend": "local"}, "megatron": {"bf16": True}})
+    angles = 64 * 4  # half of the head dimension 8
+
+    for layout, share in (
+        (unfused, 1),
+        (replace(unfused, tensor_parallel=2, micro_batch_size=2), 1),
+        (replace(unfused, context_parallel=2), 2),
+    ):
+        more = block_activation_bytes(model, 1, layout) - block_activation_bytes(plain, 1, layout)
+        assert more == 4 * 2 * angles / share
+    assert block_activation_bytes(model, 1, PLAIN) == block_activation_bytes(plain, 1, PLAIN)
+    assert activation_bytes(model, PLAIN) - activation_bytes(plain, PLAIN) == 4 * angles
+    scaled = architecture_of("tiny_hybrid", model={"pattern": "**"}, use_rope_scaling=True, **rope)
+    assert activation_bytes(scaled, PLAIN) - activation_bytes(plain, PLAIN) == 2 * 4 * angles
+
+
 def test_full_recomputation_keeps_block_inputs_and_one_block(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "M-*-"})
     head = activation_bytes(model, PLAIN) - sum(block_activation_bytes(model, n, PLAIN) for n in (1, 2, 3, 4))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.architecture import cost
-from nemo_ext.architecture.layout import Layout, check_layout, stage_ranges
+from nemo_ext.architecture.layout import Layout, NotEstimated, check_layout, stage_ranges
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
 
@@ -87,6 +87,32 @@ def test_bytes_of_one_gpu(architecture_of: ArchitectureOf) -> None:
     assert shared.total_bytes == sum(
         (shared.weight_bytes, shared.gradient_bytes, shared.optimizer_bytes, shared.activation_bytes)
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ({}, 4),
+        ({"bf16": True}, 4),
+        ({"bf16": True, "main_grads_dtype": "bf16"}, 2),
+        ({"bf16": True, "grad_reduce_in_bf16": True, "accumulate_allreduce_grads_in_fp32": True}, 2),
+        ({"fp16": True}, 2),
+        ({"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, 4),
+    ],
+)
+def test_gradients_have_the_type_of_megatron_s_buffers(
+    flags: dict[str, Any], size: int, architecture_of: ArchitectureOf
+) -> None:
+    layout = Layout.from_config({"model": {}, "megatron": flags})
+    gpu = cost.per_gpu(architecture_of("tiny_hybrid"), layout)[0]
+    assert gpu.gradient_bytes == size * gpu.parameters
+
+
+@pytest.mark.parametrize("flag", ["use_megatron_fsdp", "use_torch_fsdp2"])
+def test_fsdp_is_not_estimated(flag: str, architecture_of: ArchitectureOf) -> None:
+    layout = Layout.from_config({"model": {}, "megatron": {"bf16": True, flag: True}})
+    with pytest.raises(NotEstimated, match=rf"megatron\.{flag}=true: .* not estimated with FSDP; set it to false"):
+        cost.per_gpu(architecture_of("tiny_hybrid"), layout)
 
 
 def test_a_pattern_without_cuts_is_split_evenly_as_megatron_does() -> None:

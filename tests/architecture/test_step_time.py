@@ -54,7 +54,7 @@ def step(
     architecture: Architecture = DENSE, *, gpu: Gpu = GPU, per_node: int = 8, cuts: str | None = None, **sizes: Any
 ) -> StepTime:
     overlaps = {key: sizes.pop(key) for key in OVERLAPS if key in sizes}
-    given = {key: sizes.pop(key) for key in ("low", "flex", "bf16_gradients") if key in sizes}
+    given = {key: sizes.pop(key) for key in ("low", "flex") if key in sizes}
     layout = Layout(**{"distributed_optimizer": True, **sizes})
     pattern = architecture.pattern if cuts is None else parse(cuts)
     return TimeModel(architecture, gpu, gpus_per_node=per_node, **given).step(layout, pattern, batch=BATCH, **overlaps)
@@ -226,7 +226,7 @@ def test_overlapped_gradients_take_less_time() -> None:
     ]
     assert all(later < earlier for earlier, later in pairwise(less))
     assert step(data_parallel=16, per_node=8).data < bare.data / 7  # eight adapters
-    assert step(data_parallel=16, per_node=1, bf16_gradients=True).data == pytest.approx(bare.data * 4 / 6)
+    assert step(data_parallel=16, per_node=1, fp32_gradients=False).data == pytest.approx(bare.data * 4 / 6)
     assert step(data_parallel=16, distributed_optimizer=False).optimizer == pytest.approx(
         16 * step(data_parallel=16).optimizer
     )

@@ -218,3 +218,4 @@ def test_fp16_has_moments_too(tmp_path: Path) -> None:
     """Fake gradients must not count as overflow, which would skip the step and create no moments."""
     (rank,) = rehearsed_ranks("model=domyn_small_tiny", "megatron.bf16=false", "megatron.fp16=true", folder=tmp_path)
     assert rank["peak"]["optimizer"] == pytest.approx(12 * rank["parameters"], rel=0.01)
+    assert rank["peak"]["gradients"] == pytest.approx(rank["estimate"]["gradients"], rel=0.01)

@@ -397,6 +397,7 @@ class _Search:
                 micro_batches=self.algorithm.batch // (data * micro),
                 sequence_parallel=tensor > 1 and self.backend == "megatron",
                 distributed_optimizer=True,
+                fp32_gradients=False,  # `grad_reduce_in_fp32` of NeMo-RL's examples
                 recompute="full" if recompute else "none",
             )
             return Division(layout=layout, micro_batch=micro, bytes=self._bytes(layout))

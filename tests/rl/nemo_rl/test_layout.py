@@ -61,9 +61,9 @@ def test_a_30b_model_at_49_k_tokens_is_sharded_and_recomputed() -> None:
     assert how.expert_parallel == 8 and how.recompute == "full" and found.training.micro_batch == 1
     assert found.training.bytes <= layout.TRAINING_SHARE * 80 * layout.GIB
     with pytest.raises(
-        ValueError, match=r"does not fit on 8 GPUs of 80 GiB in any layout; the smallest, .*needs about \d+ GiB"
+        ValueError, match=r"does not fit on 8 GPUs of 60 GiB in any layout; the smallest, .*needs about \d+ GiB"
     ):
-        planned("nemotron3_rlvr", "nemotron3_nano_30b", "megatron", cluster(1))
+        planned("nemotron3_rlvr", "nemotron3_nano_30b", "megatron", cluster(1, memory=60))
 
 
 def test_less_memory_shards_the_model_further() -> None:
