@@ -253,7 +253,7 @@ def _with_prediction(
             )
         if dropped and not description.prediction:
             raise CheckpointError(
-                f"{reader.path}: the checkpoint has {len(dropped)} tensors mtp.*, but the model's config has no "
+                f"{reader.path}: the checkpoint has {len(dropped)} mtp.* tensors, but the model's config has no "
                 "multi-token prediction: correct the config, or set mtp=drop to omit them"
             )
         return description, [], []

@@ -195,7 +195,9 @@ def only_data() -> None:
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise CheckpointError(f"{self.path}: metadata of a single rank is not supported: read it without rank")
+            raise CheckpointError(
+                f"{self.path}: metadata of a single rank is not supported: call read_metadata without rank"
+            )
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -72,7 +72,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """Return a training config with another model: architecture flags are replaced; data, schedule and others are kept.
+    """Return a training config with another model: architecture flags are replaced, everything else is kept.
 
     The config is composed, with sections `model` and `megatron`.
     """

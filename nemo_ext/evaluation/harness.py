@@ -193,7 +193,7 @@ class EndpointModel(LM):
         self.ask((questions[name], name[3], None) for name, key in keys.items() if key not in self.stored)
         if problems := [self.stored[key].problem for key in keys.values() if self.stored[key].problem]:
             raise Failed(
-                f"{len(problems)} of {len(keys)} requests failed ({problems[0]}); the same command repeats them"
+                f"{len(problems)} of {len(keys)} requests failed ({problems[0]}); rerun the same command to retry them"
             )
         return [value(self.stored[keys[name]], place) for name, place in order]
 

@@ -244,7 +244,8 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """Whether a text may begin with a token, ignoring leading spaces; the token may end within a character."""
+    """Whether a text (or its token ids) can begin with a token, ignoring leading spaces; the token may end inside a
+    character."""
     if not isinstance(text, str) or not token:
         return False
     if token.startswith("bytes:"):  # a partial character

@@ -101,11 +101,14 @@ def _has(kind: Any, mark: str) -> bool:
 
 
 def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the possible types of a key, and whether a settings class or an open mapping accepts it.
+    """Yield the possible types of the key `parts` below `kind`, and whether the key is known.
+
+    Fields of settings classes and all keys of a mapping with free keys are known.
 
     Args:
         kind: tree of the config's types (see the module).
-        known: whether a settings class or an open mapping led to `kind`.
+        parts: the key, split at its dots.
+        known: whether `kind` itself is a known key.
     """
     if kind is None:
         return

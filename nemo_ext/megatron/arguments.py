@@ -229,9 +229,13 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
             validate_args(arguments)
         except SystemExit as exit_:
             printout = printed.getvalue().strip()[-500:]
-            raise ValueError(f"Megatron cannot parse the megatron section, correct it: {printout}") from exit_
+            raise ValueError(
+                f"Megatron cannot parse the megatron section; correct the flag that it names: {printout}"
+            ) from exit_
         except (AssertionError, ValueError, RuntimeError, ImportError, TypeError) as error:
-            raise ValueError(f"Megatron rejected the megatron section, correct it: {_reason(error)}") from error
+            raise ValueError(
+                f"Megatron rejected the megatron section; correct the flags that it names: {_reason(error)}"
+            ) from error
     return arguments
 
 
@@ -242,7 +246,9 @@ def megatron_parser() -> argparse.ArgumentParser:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ValueError(f"Megatron's parser rejected the megatron section, correct it: {message}")
+            raise ValueError(
+                f"Megatron's parser rejected the megatron section; correct the flag that it names: {message}"
+            )
 
     return add_megatron_arguments(Parser(allow_abbrev=False))
 

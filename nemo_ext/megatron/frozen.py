@@ -32,7 +32,7 @@ def load_without_mtp(model: list[torch.nn.Module], *, ends: list[Callable[[], No
 
     Args:
         model: the stages.
-        ends: list to which functions are appended that end the exclusion; to be called before anything is saved.
+        ends: list to which this appends a function that ends the exclusion; call it before saving anything.
     """
     depth: Any
     for depth in (stage.mtp for stage in model if hasattr(stage, "mtp")):

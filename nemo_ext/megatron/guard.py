@@ -171,7 +171,10 @@ def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         # Megatron's loop checks the interval only after a step that it takes.
         taken = max((step for step in range(1, int(stop)) if step not in steps), default=None)
         if taken is None:
-            raise ValueError(f"megatron.exit_interval={stop}: every step until then is skipped; raise it, or remove it")
+            raise ValueError(
+                f"megatron.exit_interval={stop} ends the run before its first step, as every step up to {stop} is "
+                "skipped (megatron.iterations_to_skip, or by the guard); raise exit_interval, or remove it"
+            )
         flags["exit_interval"] = taken
     return flags
 

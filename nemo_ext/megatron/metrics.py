@@ -75,7 +75,7 @@ class CpuClock:
         self._done, self._since = self.seconds(), None
 
     def seconds(self) -> float:
-        """Return the processor seconds spent in steps so far."""
+        """Return the CPU time spent in steps so far, in seconds."""
         return self._done if self._since is None else self._done + self._now() - self._since
 
 

@@ -65,7 +65,7 @@ class TokenSchedule(OptimizerParamScheduler):
 
 
 def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
-    """Make Megatron's trainer build a `TokenSchedule` with these arguments instead of its own schedule."""
+    """Make Megatron's trainer build a `TokenSchedule` with these arguments instead of its `OptimizerParamScheduler`."""
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 

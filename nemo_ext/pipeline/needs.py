@@ -109,7 +109,7 @@ def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
 def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> float | None:
     """Return an upper bound on the bytes of a job's output; None if unknown.
 
-    `submissions` are all of the pipeline's: tokenised files are bounded by what their training runs read.
+    `submissions` has every job of the pipeline: the training runs that read a tokenised file bound its size.
     """
     job, config = submission.settings.job, submission.config
     if _counts_steps(submission):

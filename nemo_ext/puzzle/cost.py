@@ -187,5 +187,7 @@ def request_seconds(costs: Mapping[str, float], *, new_tokens: int) -> float:
 
 def _request_weights(new_tokens: int) -> dict[str, float]:
     if new_tokens < 1:
-        raise ValueError(f"new_tokens={new_tokens} must be positive: set puzzle.serving.context above the prompt")
+        raise ValueError(
+            f"new_tokens={new_tokens} must be positive: make puzzle.serving.context longer than the prompt"
+        )
     return {"prefill_seconds": 1.0, "decode_seconds": float(new_tokens)}

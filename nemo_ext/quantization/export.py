@@ -1,10 +1,11 @@
 """Export of a quantised model as a Hugging Face directory for vLLM, written by ModelOpt and checked against its source.
 
-ModelOpt writes the FP8 and NVFP4 tensors and their scales. All other tensors, with those of multi-token prediction,
-are bitwise unchanged, in the checkpoint's types.
+ModelOpt writes the FP8 and NVFP4 tensors and their scales. All other tensors, including those of multi-token
+prediction, are bitwise unchanged and keep the checkpoint's types.
 config.json is the checkpoint's plus `quantization_config`, because transformers writes values such as Infinity in a
 form that other programs cannot read. `exclude_modules` is written from the plan, because ModelOpt 0.47 writes invalid
-names if transformers renames modules (NemotronH), and so is `quantized_layers` of checkpoints with both precisions.
+names if transformers renames modules (NemotronH). For checkpoints with both precisions, `quantized_layers` is written
+from the plan as well.
 """
 
 import contextlib

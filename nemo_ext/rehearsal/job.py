@@ -62,7 +62,9 @@ def job(config: dict[str, Any]) -> None:
     searched, failed = None, dict[str, str]()
     if settings.search:
         if "puzzle" in config:
-            raise ValueError("rehearse.search finds layouts of training and does not apply to job=puzzle; remove it")
+            raise ValueError(
+                "rehearse.search searches layouts for training and does not apply to job=puzzle; remove it"
+            )
         searched, results = search(config, *gpu_of(name, limit), settings.best, rehearse_change)
         searched["command"] = [word.removeprefix("++") for word in words if not is_own(word)]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]

@@ -151,7 +151,7 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
-    """Add a table of the total work of each stage of a compression; with hours if `gpu` is a known GPU."""
+    """Add a table of the FLOPs of each compression stage, with GPU hours if `gpu` is a known GPU."""
     heading = ("stage", "FLOPs of all ranks", "gathered per rank", "from host memory", "written", "hours")
     rows = []
     for work in (StageWork(**fields) for fields in result["work"]):

@@ -232,7 +232,9 @@ def _check_while_training(config: Mapping[str, Any], settings: Settings, algorit
     train = settings.tasks.train or TrainTasks()
     for name in algorithm.environments:
         if name.startswith(GYM) and settings.engine != "nemo_rl":
-            raise ValueError(f"environments.{name} is NeMo Gym's own and requires engine=nemo_rl; set engine=nemo_rl")
+            raise ValueError(
+                f"environments.{name} is an environment of NeMo Gym, which requires engine=nemo_rl; set engine=nemo_rl"
+            )
     if train.reprofile is not None and settings.engine != "trl":
         raise ValueError(
             f"tasks.train.reprofile requires engine=trl, because engine={settings.engine} cannot measure pass rates "

@@ -72,7 +72,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _check_budget(chosen: Settings, plan: Plan, architecture: Architecture) -> None:
-    """Reject a plan without units, and a budget that does not suit the plan's precisions."""
+    """Reject a plan without units, and a missing, unsupported or too small budget of bits."""
     every = units(plan, architecture, chosen.per)
     if chosen.bits is None:
         if plan.uses_nvfp4:

@@ -26,7 +26,7 @@ def note_servers(record: Path, servers: Mapping[str, str]) -> None:
 
 
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
-    """Store in a server's record folder the record folders of the runs that use it.
+    """Write the record folders of the runs that use a server into the server's own record folder.
 
     `asking` is empty for a server that runs independently of a pipeline.
     """

@@ -224,7 +224,7 @@ def _real(text: str) -> str:
 def _shown(job: str) -> dict[str, str]:
     """Return what `scontrol` shows about a job, by field name (JobState, ExitCode, ...).
 
-    Slurm's controller forgets a job some minutes after its end; then, the result is empty.
+    Slurm's controller forgets a job a few minutes after it ends; the result is then empty.
     """
     fields: dict[str, str] = {}
     if shutil.which("scontrol"):

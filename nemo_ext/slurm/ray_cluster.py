@@ -1,4 +1,4 @@
-"""Ray cluster on the nodes of an allocation, which is started for one driver, monitored, and removed completely.
+"""Ray cluster on the nodes of an allocation: started for one driver, monitored, and removed completely.
 
     with RayCluster(srun, nodes, job=job, logs=folder, environment=environment).running() as cluster:
         code = cluster.run(["-m", "nemo_ext.cli", "rl", ...])
@@ -9,7 +9,7 @@ cluster through RAY_ADDRESS. If it is set, `ray.init` (and NeMo-RL's `init_ray`)
 never starts a local one.
 
 `ray symmetric-run` (Ray 2.50 and later; NeMo-RL 0.5 has 2.49) is not used: it refuses to start on a machine with
-another job's Ray, stops that Ray as well at its end, exits with 0 if Ray does not start, does not detect a lost node,
+another job's Ray, also stops that Ray when it ends, exits with 0 if Ray does not start, does not detect a lost node,
 and leaves processes and files behind when Slurm ends it.
 """
 

@@ -248,8 +248,8 @@ class _Reader:
                     amount = positive(f"{where}.{key}", section[key], excludes=True)
                     if amount * times > 1:
                         raise ValueError(
-                            f"{where}.{key}={section[key]} gives the tier {float(amount * times):g} in total: lower it "
-                            f"to at most {1 / times:.3g}"
+                            f"{where}.{key}={section[key]} adds up to {float(amount * times):g} for the tier, above "
+                            f"1: lower it to at most {int(1000 / times) / 1000:g}"
                         )
                     return amount * times
             return None

@@ -49,10 +49,10 @@ class BlendPlan:
     """Plan of a blend for a run.
 
     Attributes:
-        root: The tree.
+        root: Tree of the blend's groups and streams.
         sizes: Known sizes of streams, keyed by name.
         shares: Shares of all streams, keyed by name and summing to exactly 1.
-        tokens: Number of the run's tokens; None if unknown.
+        tokens: Number of tokens in the run; None if unknown.
         max_epochs: Number of passes over a stream above which `warning` names it.
     """
 
@@ -173,7 +173,7 @@ def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tok
     Args:
         data: A `data` section; see `read_tree`. Streams that are read more than `max_epochs` times (default 4) cause a
             warning; more than `refuse_epochs` times (default: no limit), an error.
-        tokens: Number of the run's tokens; None if unknown.
+        tokens: Number of tokens in the run; None if unknown.
         before_tokenising: True to ignore damaged files of streams with a source, which will be tokenised anyway.
 
     Raises:

@@ -113,7 +113,7 @@ class Work:
 
     @property
     def current(self) -> Pass:
-        """The pass with this number."""
+        """The pass that this work belongs to."""
         return passes_of(self.plan.stages)[self.number]
 
     @property

@@ -260,7 +260,7 @@ def run(plan: Plan, config: str, units: Sequence[Unit]) -> None:
 
 
 def shown(executor: PipelineExecutor) -> str:
-    """Return the name, number of tasks and blocks of a job as text."""
+    """Format a job's name, its number of tasks and its pipeline's blocks as text."""
     blocks = [f"  {type(step).__name__} {step.name}" for step in executor.pipeline]
     return "\n".join([f"{Path(executor.logging_dir.path).name}: {executor.world_size} tasks", *blocks])
 

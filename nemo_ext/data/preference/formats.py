@@ -79,7 +79,7 @@ class Columns:
         self._known: set[str] = set()
 
     def see(self, record: JsonObject) -> bool:
-        """Add a record's keys; return True if it has a key, or a value for a key, that no earlier record had."""
+        """Add a record's keys; return True if a key is new, or has a value other than null for the first time."""
         paths = set(_paths(record, ""))
         new = not paths <= self._known
         if new:

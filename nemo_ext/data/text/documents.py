@@ -155,7 +155,7 @@ class Source:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """Cut the source into parts within limits of documents and input bytes; by default, one part per file."""
+        """Split the source into parts within the limits on documents and input bytes; by default, one part per file."""
         for name, path in self.inputs():
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 

@@ -1,4 +1,4 @@
-"""MinHash of n-grams with rensa's R-MinHash: bands find near duplicates, and the low bytes of slots compare them."""
+"""MinHash of n-grams with rensa's R-MinHash: banding finds near duplicates, compared by the low byte of each slot."""
 
 from collections.abc import Sequence
 

@@ -125,8 +125,8 @@ class JsonlSource(RecordSource):
             sample = Part(name=name, path=str(path), size=0, stop=_SAMPLE_BYTES)
             if next(self.read(sample, report), None) is None and report.records:
                 raise ValueError(
-                    f"{path}: none of the first lines has a text ({report.examples['malformed'][0]}); correct the file "
-                    "or text_key"
+                    f"{path}: none of the first lines contains text ({report.examples['malformed'][0]}); correct the "
+                    "file or text_key"
                 )
         return inputs
 

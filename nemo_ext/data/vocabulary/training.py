@@ -82,7 +82,7 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
         tokenizer.train_from_iterator(texts, trainer)
     if ordinary := [name for name in special if tokenizer.token_to_id(name) is not None]:
         raise ValueError(
-            f"special_tokens: {ordinary[0]!r} is also an ordinary token of this text; choose another name for it"
+            f"special_tokens: {ordinary[0]!r} is also an ordinary token, learnt from the text; choose another name"
         )
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     return tokenizer

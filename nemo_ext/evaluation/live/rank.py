@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N -m nemo_ext.evaluation.live.rank RUN_DIR/config.yaml
 
-All ranks reach the hooks at the same steps. During an evaluation, rank 0 has two more threads: an endpoint, and the
-evaluation that sends requests to it. Random states, data, weights and buffers are unaffected, and so is the training.
+All ranks reach the hooks at the same steps. During an evaluation, rank 0 runs two more threads: an endpoint, and
+the evaluation that sends requests to it. Random states, data, weights and buffers are unchanged, so evaluation does
+not affect training.
 """
 
 import json

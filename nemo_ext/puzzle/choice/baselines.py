@@ -40,7 +40,7 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
     heads = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=step, kv=step, ffn=step)))
     if not heads:
         raise CannotReach(
-            f"uniform width pruning cannot reach {limit:,.0f}: blocks and layers without a width cost more"
+            f"uniform width pruning cannot reach {limit:,.0f}: parts without a width to prune already cost more"
         )
     ffn = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=heads, kv=heads, ffn=step)))
     return [

@@ -1,4 +1,4 @@
-"""The child that consists of chosen variants: its description, and its checkpoint from parent and library."""
+"""Child that consists of the chosen variants: its description, and its checkpoint, assembled from parent and library."""
 
 from collections.abc import Sequence
 from dataclasses import replace

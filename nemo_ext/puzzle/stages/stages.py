@@ -496,7 +496,7 @@ class Stages:
 
 
 def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[str, Latency]) -> Costs:
-    """Replace the latencies in `costs` by measured ones, which are keyed by `block_key`; no-ops have none."""
+    """Replace the latencies in `costs` with measured ones, which are keyed by `block_key`; no-ops have none."""
     return Costs(
         measured_costs(costs.outside, latencies[OUTSIDE]),
         {

@@ -170,9 +170,9 @@ def _instance(name: str, served: Served, folder: str, more: Mapping[str, Any]) -
 
 
 def servers_of_run(folder: Path, environments: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the servers' files for a run's environments, as contents by path; configs/NAME.yaml has the configs.
+    """Return the servers' files for a run's environments, as a mapping from path to contents.
 
-    The configs name the folder in full, because NeMo-RL starts Gym in another directory.
+    The configs (configs/NAME.yaml) have the folder's absolute path, because NeMo-RL starts Gym in another directory.
 
     Args:
         folder: folder of the servers, on all nodes.

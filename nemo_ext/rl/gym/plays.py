@@ -44,7 +44,7 @@ class Plays:
         self._plays: OrderedDict[str, Play] = OrderedDict()
 
     def begin(self, session: str, task: Task, make: Callable[[], Episode]) -> None:
-        """Start a session's conversation; do nothing if the request is a repetition.
+        """Start a session's conversation; do nothing if the request is a retry.
 
         Raises:
             NoPlayError: the session already has a conversation, which has advanced or is for another task.

@@ -134,7 +134,7 @@ class Checkout:
             changes: nested mappings; later ones take precedence, and interpolations are resolved at the end.
 
         Raises:
-            ValueError: this version does not have a changed key; the message suggests the nearest key.
+            ValueError: a key in `changes` does not exist in this version; the message suggests the nearest one.
         """
         for change in changes:
             for path in leaves(change):

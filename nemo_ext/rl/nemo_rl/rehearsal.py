@@ -77,7 +77,7 @@ class _Data:
 
 
 def rehearse(master: Mapping[str, Any], section: Section) -> None:
-    """Set up a run with a master config; raise ValueError if NeMo-RL rejects the config or cannot be imported.
+    """Run NeMo-RL's setup for a master config without training; raise ValueError if NeMo-RL rejects it or is missing.
 
     Args:
         master: master config, whose `policy.generation` is completed in place.

@@ -1,7 +1,7 @@
-"""Python sessions of conversations: variables and files persist between calls.
+"""Python sessions, one per conversation: variables and files persist between calls.
 
 A conversation stores only the code of its calls. A lost interpreter (killed, evicted, in another process) is
-rebuilt by executing the earlier calls again.
+rebuilt by replaying the earlier calls.
 """
 
 import json

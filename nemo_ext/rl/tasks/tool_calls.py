@@ -158,7 +158,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...] | str:
-    """Return the correct tool calls, or a sentence if no call is correct."""
+    """Return the expected tool calls, or a reply in words if the task is to be answered without a call."""
     return solution_calls({"calls": task.reference["expected"]}) or _NOTHING
 
 

@@ -66,7 +66,9 @@ def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> 
     """
     parsed = checked(Reference, reference, where="reference", strict=True)
     if not (parsed.rubric or rubric).strip():
-        raise ValueError("reference.rubric is missing: set it, or set rubric in the settings of environment graded")
+        raise ValueError(
+            "reference.rubric is missing: set it, or set rubric in the settings of the environment `graded`"
+        )
     return Reference(
         question=parsed.question, rubric=parsed.rubric or rubric, best=parsed.best or best, answer=parsed.answer
     )

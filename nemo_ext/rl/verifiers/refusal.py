@@ -155,7 +155,7 @@ def environment(
 
     Args:
         judge: judge, or its settings (`JudgeSettings`); None to use only phrases.
-        opening: number of characters at the start of an answer in which a refusal is searched for.
+        opening: number of characters at the start of an answer that are searched for a refusal.
         phrases: further phrases that mark a refusal, for example in another language.
         max_characters: number of characters at the start of an answer that the judge sees; the rest is ignored.
 

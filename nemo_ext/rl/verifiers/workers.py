@@ -170,18 +170,21 @@ class WorkerPool:
         try:
             worker = _Worker(self._function, self._memory)
         except OSError as error:
-            raise WorkerError(f"cannot start a worker process ({error}): lower workers") from error
+            raise WorkerError(f"cannot start a worker process ({error}): use fewer workers") from error
         self._alive.add(worker)
         try:
             ready = worker.receive(START_LIMIT)
         except TimeLimitError:
             self._discard(worker)
             raise WorkerError(
-                f"a worker process did not start within {START_LIMIT:g} s; lower workers if the machine is overloaded"
+                f"a worker process did not start within {START_LIMIT:g} s; use fewer workers if the machine is "
+                "overloaded"
             ) from None
         except (EOFError, OSError):
             status = self._discard(worker)
-            raise WorkerError(f"a worker process exited with status {status} while starting: lower workers") from None
+            raise WorkerError(
+                f"a worker process exited with status {status} while starting: use fewer workers"
+            ) from None
         except BaseException:
             self._discard(worker)
             raise

@@ -48,8 +48,8 @@ class PythonTool:
     Attributes:
         environment: name of the environment.
         settings: its settings as JSON, from which an unpickled conversation restores the tool.
-        verify: `Environment.verify` of the environment that verifies the last response, without calls; None if the
-            verdict depends on the session.
+        verify: function that verifies the last response, from which calls are removed; None if the verdict depends on
+            the session.
         limits: limits of each call.
         characters: maximum length of a call's output.
     """
