@@ -307,7 +307,7 @@ def test_puzzles_format_there_and_back_is_exact(tmp_path: Path, prefix: str) -> 
 @pytest.mark.parametrize(
     ("depths", "removed", "message"),
     [
-        (0, [], "has 32 tensors mtp.*, but the model's config has no multi-token prediction: .*mtp=drop"),
+        (0, [], r"has 32 mtp.\* tensors, but the model's config has no multi-token prediction: .*mtp=drop"),
         (1, ["mtp.layers.0.eh_proj.weight"], "1 tensors are missing: mtp.layers.0.eh_proj.weight"),
         (2, [], "32 tensors are missing: mtp.layers.2.enorm.weight"),
     ],

@@ -64,7 +64,7 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         ),
         (
             lambda c: c["streams"][1]["source"].update(text_key="x"),
-            r"stream 'code': .*code\.jsonl: none of the first lines has a text",
+            r"stream 'code': .*code\.jsonl: none of the first lines contains text",
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_run_that_would_end_at_a_skipped_step_ends_before_it(
 
 def test_a_run_that_would_end_before_its_first_step_is_refused(tmp_path: Path) -> None:
     words = (f"run_dir={tmp_path}", "megatron.exit_interval=2", "+megatron.iterations_to_skip=[1,2]")
-    with pytest.raises(ValueError, match="exit_interval=2: every step until then is skipped"):
+    with pytest.raises(ValueError, match="exit_interval=2 ends the run before its first step"):
         guard.guard_flags(compose("train", list(words)))
 
 

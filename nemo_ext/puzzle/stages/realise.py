@@ -1,4 +1,4 @@
-"""Child that consists of the chosen variants: its description, and its checkpoint, assembled from parent and library."""
+"""Child that consists of the chosen variants: its description, and its checkpoint, assembled from parent and blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -119,7 +119,7 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: {share: 1, by: tiers, decay: 0, of: {A: [b]}}}", "a.decay must be a number above 0 and at most 1"),
         (
             "{a: {share: 1, by: tiers, of: {A: {each: 0.6, of: [b, c]}}}}",
-            "A.each=0.6 gives the tier 1.2 in total: lower it to at most 0.5",
+            "A.each=0.6 adds up to 1.2 for the tier, above 1: lower it to at most 0.5",
         ),
         (
             "{a: {share: 1, by: tiers, of: {A: {each: 0.5, share: 0.5, of: [b]}}}}",

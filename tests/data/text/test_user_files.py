@@ -200,7 +200,7 @@ def test_too_many_malformed_lines_are_an_error(tmp_path: Path, read_all: Read) -
 def test_check_reports_a_wrong_text_key(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 5)
 
-    with pytest.raises(ValueError, match=r"none of the first lines has a text .*set text_key to one of content, id"):
+    with pytest.raises(ValueError, match=r"none of the first lines contains text .*set text_key to one of content, id"):
         load_source({"kind": "jsonl", "path": str(path)}).check()
 
 
