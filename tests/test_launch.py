@@ -103,6 +103,7 @@ def test_ranks_import_no_package_that_megatron_would_only_try(uninterrupted: tup
     assert {"megatron.training.training", "tensorboard"} <= imported
     # Of a refused package, Python still reports the first levels of the attempt.
     assert not {"boto3.session", "modelopt.torch.utils", "transformers.utils.hub", "wandb.sdk"} & imported
+    assert "hydra" not in imported
 
 
 def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(uninterrupted: tuple[Path, str]) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
@@ -70,6 +69,8 @@ def reserve_port() -> socket.socket:
 
 
 def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
+    from nemo_ext.job.config import INTERRUPTED  # imports Hydra, which ranks do not need
+
     for old in logs.glob("rank*.log"):
         old.unlink()
     code = ask_for_ranks(["-m", "nemo_ext.slurm.rank", *words])
