@@ -33,7 +33,6 @@ pytestmark = pytest.mark.xdist_group(name="launch")
 SMALL = (
     "data=mock",
     "train.tokens=2560",
-    "train.validate_at_start=false",
     "megatron.seq_length=32",
     "megatron.micro_batch_size=4",
     "megatron.global_batch_size=4",
