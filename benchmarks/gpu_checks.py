@@ -151,7 +151,6 @@ def full_width(name: str, pattern: str | None, length: int, batch: int, steps: i
         f"model={name}",
         *cut,
         f"train.tokens={steps * batch * length}",
-        "train.validate_at_start=false",
         f"megatron.micro_batch_size={batch}",
         f"megatron.global_batch_size={batch}",
         f"megatron.seq_length={length}",

@@ -115,7 +115,7 @@ def fine_tune(folder: Path, steps: int) -> None:
         *("data=packed", f"data.packed.train={folder / 'packs/train'}", f"data.packed.valid={folder / 'packs/valid'}"),
         *(f"megatron.pretrained_checkpoint={folder / 'megatron'}", "megatron.seq_length=1024", "megatron.lr=2e-3"),
         *("megatron.max_position_embeddings=2048", "megatron.micro_batch_size=1", "megatron.global_batch_size=2"),
-        *("megatron.eval_iters=1", f"train.tokens={steps * 2048}", "train.validate_at_start=false"),
+        *("megatron.eval_iters=1", f"train.tokens={steps * 2048}"),
     )
     nemo_ext("convert", f"from={folder / 'sft_run'}", f"to={folder / 'sft_model'}", f"files_from={folder / 'base'}")
 

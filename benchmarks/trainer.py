@@ -126,7 +126,7 @@ def main() -> None:
         configs = {}
         for kind in RANKS:
             words = [f"recipe={arguments.recipe}", f"run_dir={folder}/{kind}", f"data_root={folder}/data"]
-            words += ["launcher.nproc_per_node=1", "megatron.eval_iters=0", "train.validate_at_start=false"]
+            words += ["launcher.nproc_per_node=1", "megatron.eval_iters=0"]
             words += ["megatron.log_interval=1", "megatron.save_interval=100000", "memory_profile=null"]
             config = compose("train", words)
             config["megatron"]["exit_interval"] = arguments.steps

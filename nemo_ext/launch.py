@@ -1,8 +1,8 @@
 """Launcher of a training run on this machine: checks, data preparation, ranks, progress and report.
 
-The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
-`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and makes
-the ranks save a checkpoint on Ctrl-C.
+The parent process never trains. It writes the resolved config into the run directory, starts
+`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), by `torchrun` unless there is only
+one rank, watches metrics.jsonl, and makes the ranks save a checkpoint on Ctrl-C.
 """
 
 import os
@@ -29,7 +29,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import no_room, only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import ON_NODES, rank_environment, training_command
+from nemo_ext.job.ranks import ON_NODES, ONE_RANK, rank_environment, training_command
 from nemo_ext.megatron import fp8, packed_attention
 from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
@@ -224,7 +224,7 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
-    """Run torchrun, or the command that starts ranks on several nodes, and wait for it to end.
+    """Run the only rank, torchrun, or the command that starts ranks on several nodes, and wait for it to end.
 
     The first SIGINT or SIGTERM is passed on as SIGTERM to the ranks, which save and exit; a second signal kills them.
     """
@@ -239,8 +239,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             console.print("stopping after this step, then saving; a second signal ends the run at once")
             process.terminate()
         else:
-            torchrun = psutil.Process(process.pid)
-            for victim in [*torchrun.children(recursive=True), torchrun]:
+            root = psutil.Process(process.pid)
+            for victim in [*root.children(recursive=True), root]:
                 victim.kill()
 
     with (run_dir / run_directory.LOG).open("ab") as log:
@@ -250,9 +250,9 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stdout=log,
             stderr=log,
             start_new_session=True,
-            # torchrun gets SIGTERM if the launcher dies, so that no rank remains.
+            # It gets SIGTERM if the launcher dies, so that no rank remains.
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
-            env=rank_environment(ranks),
+            env=rank_environment(ranks) | (ONE_RANK if ranks == 1 else {}),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

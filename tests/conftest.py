@@ -199,7 +199,6 @@ def built(config: Mapping[str, Any]) -> torch.nn.Module:
 SMALL = (
     "data=mock",
     "train.tokens=5120",
-    "train.validate_at_start=false",
     "megatron.seq_length=64",
     "megatron.micro_batch_size=4",
     "megatron.global_batch_size=8",

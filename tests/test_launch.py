@@ -33,7 +33,6 @@ pytestmark = pytest.mark.xdist_group(name="launch")
 SMALL = (
     "data=mock",
     "train.tokens=2560",
-    "train.validate_at_start=false",
     "megatron.seq_length=32",
     "megatron.micro_batch_size=4",
     "megatron.global_batch_size=4",
@@ -91,8 +90,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_dir, out = tmp_path_factory.mktemp("whole") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), suppress(SystemExit):
         patch.setattr(sys, "argv", ["nemo-ext", "train", *SMALL, f"run_dir={run_dir}"])
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
         cli.main()
     return run_dir, out.getvalue()
+
+
+def test_ranks_import_no_package_that_megatron_would_only_try(uninterrupted: tuple[Path, str]) -> None:
+    log = (uninterrupted[0] / run_directory.LOG).read_text()
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", log, re.MULTILINE))
+
+    assert {"megatron.training.training", "tensorboard"} <= imported
+    # Of a refused package, Python still reports the first levels of the attempt.
+    assert not {"boto3.session", "modelopt.torch.utils", "transformers.utils.hub", "wandb.sdk"} & imported
+    assert "hydra" not in imported
 
 
 def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(uninterrupted: tuple[Path, str]) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
@@ -30,6 +29,9 @@ GPUS = "NEMO_EXT_GPUS"
 ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
 """Files in the `ON_NODES` folder: the request (Python's arguments, and the log unless it is the job's output), and the
 exit code."""
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""torchrun's variables for a training run's only rank, which is started without torchrun; port 0 is any free port."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
@@ -67,6 +69,8 @@ def reserve_port() -> socket.socket:
 
 
 def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
+    from nemo_ext.job.config import INTERRUPTED  # imports Hydra, which ranks do not need
+
     for old in logs.glob("rank*.log"):
         old.unlink()
     code = ask_for_ranks(["-m", "nemo_ext.slurm.rank", *words])
@@ -197,7 +201,8 @@ def training_command(config: Path, ranks: int, log: Path) -> list[str]:
     """
     if ON_NODES in os.environ:
         return [sys.executable, "-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # torchrun imports torch as well, which takes longer than everything else that it does for one rank.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return [sys.executable, *torchrun, "-m", training_rank(read_config(config)), str(config)]
 
 

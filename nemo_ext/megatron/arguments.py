@@ -66,6 +66,9 @@ LOCAL_BACKEND = {
 CPU = {"distributed_backend": "gloo", "use_cpu_initialization": True, "disable_jit_fuser": True}
 """Flags for runs without CUDA, where compiling Megatron's small fused functions costs more time than it saves."""
 
+_USED_WITH = {"boto3": ("object_storage_cache_path", "s3_cache_path"), "wandb": ("wandb_project",)}
+"""Mapping from optional packages to the Megatron flags that use them; TensorBoard imports boto3 as well, for S3."""
+
 
 def backend_of(config: Mapping[str, Any]) -> str:
     """Return the config's `model.backend`; `auto` becomes `transformer_engine` if that is usable, otherwise `local`.
@@ -285,6 +288,28 @@ def quiet_imports() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_unused_packages(megatron: Mapping[str, Any]) -> Iterator[None]:
+    """Hide packages in the context that Megatron imports if they are installed, but that a run does not use.
+
+    ModelOpt takes longer to import than everything else, and Megatron uses it only together with
+    megatron.post_training, which its wheels do not contain.
+
+    Args:
+        megatron: the config's section.
+    """
+    unused = {name for name, flags in _USED_WITH.items() if not any(megatron.get(flag) for flag in flags)}
+    if importlib.util.find_spec("megatron.post_training") is None:
+        unused |= {"modelopt"} | ({"transformers"} if megatron.get("tokenizer_type") == "NullTokenizer" else set())
+    unused -= sys.modules.keys()
+    sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in unused:
+            del sys.modules[name]
 
 
 def _reason(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from nemo_ext.megatron.arguments import (
     parse_arguments,
     pattern_with_cuts,
     quiet_imports,
+    without_unused_packages,
     world_size,
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
@@ -44,7 +45,7 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     check_layout(config)
     check_version(config)
     resiliency()
-    with quiet_imports():
+    with quiet_imports(), without_unused_packages(config["megatron"]):
         mamba_modules.install()
         with patches.applied():
             check_prediction(config, parse(config["model"]["pattern"]))

@@ -1,4 +1,4 @@
-"""Process of one training rank, started by `torchrun` or `srun`.
+"""Process of one training rank, started by `torchrun`, `srun` or, if it is the only one, by the command.
 
     torchrun --nproc-per-node N -m nemo_ext.megatron.rank RUN_DIR/config.yaml
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.checkpoint.pickles import only_data
+from nemo_ext.megatron.arguments import without_unused_packages
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision
 
@@ -29,7 +30,8 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     """
     runtime.check_gpu()
     runtime.check_ranks()
-    runtime.enable()
+    with without_unused_packages({}):
+        runtime.enable()
     only_data()
     from megatron.core import parallel_state
     from megatron.core.safe_globals import register_safe_globals

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
 from nemo_ext.megatron import guard
-from nemo_ext.megatron.arguments import command_line, one_parser, pattern_with_cuts
+from nemo_ext.megatron.arguments import command_line, one_parser, pattern_with_cuts, without_unused_packages
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
 from nemo_ext.megatron.run import target_of
@@ -47,21 +48,23 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
     runtime.check_gpu()
     runtime.check_ranks()
-    stand_ins = runtime.enable()  # before any import of Megatron, which binds these names once
-    only_data()
-    share_cores(int(config["launcher"]["nproc_per_node"]))
+    with without_unused_packages(config["megatron"]):
+        stand_ins = runtime.enable()  # before any import of Megatron, which binds these names once
+        only_data()
+        share_cores(int(config["launcher"]["nproc_per_node"]))
 
-    # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names at import.
-    from megatron.core.enums import ModelType
-    from megatron.training import get_args, pretrain, set_startup_timestamps, training
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
+        # Imported here: Megatron's modules bind mamba_ssm and torch.cuda names at import.
+        import_module("megatron.core.tokenizers.text")  # otherwise imported after the context
+        from megatron.core.enums import ModelType
+        from megatron.training import get_args, pretrain, set_startup_timestamps, training
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
 
-    from nemo_ext.megatron import distillation, frozen, phases, stability
-    from nemo_ext.megatron.expert_bias import update_by_size
-    from nemo_ext.megatron.forward_step import datasets, forward_step
-    from nemo_ext.megatron.model import model_config
-    from nemo_ext.megatron.versions import model_of_container
+        from nemo_ext.megatron import distillation, frozen, phases, stability
+        from nemo_ext.megatron.expert_bias import update_by_size
+        from nemo_ext.megatron.forward_step import datasets, forward_step
+        from nemo_ext.megatron.model import model_config
+        from nemo_ext.megatron.versions import model_of_container
 
     if prepare is not None:
         prepare()

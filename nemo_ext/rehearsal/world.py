@@ -17,9 +17,11 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     """Context manager in which this process is one rank of `size`; must be entered before Megatron is imported."""
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    from nemo_ext.megatron.arguments import without_unused_packages
     from nemo_ext.megatron.cpu import runtime
 
-    runtime.enable()
+    with without_unused_packages({}):
+        runtime.enable()
     import megatron.core.optimizer.clip_grads as clip_grads
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

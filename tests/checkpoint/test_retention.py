@@ -108,7 +108,7 @@ def test_a_run_keeps_the_last_two_and_every_fourth(
     monkeypatch.setattr(launch, "_run_ranks", lambda run_dir, ranks, *_: fork_ranks(run_dir / CONFIG, ranks))
     words = (
         *("data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=4", "megatron.global_batch_size=4"),
-        *("train.tokens=2816", "train.validate_at_start=false", "megatron.save_interval=1", "megatron.eval_iters=1"),
+        *("train.tokens=2816", "megatron.save_interval=1", "megatron.eval_iters=1"),
         *("megatron.num_workers=0", "+megatron.iterations_to_skip=[8]", f"run_dir={tmp_path}"),
         *("retention.last=2", "retention.every=4", "megatron.eval_interval=1000"),
     )

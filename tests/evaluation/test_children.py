@@ -23,7 +23,6 @@ SMALL = (
     "megatron.eval_interval=100000",
     "megatron.save_interval=100000",
     "megatron.num_workers=0",
-    "train.validate_at_start=false",
     "evaluate.tokenizer=byte",
     "evaluate.limit=null",
 )

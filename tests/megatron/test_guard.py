@@ -18,7 +18,7 @@ from nemo_ext.megatron.guard import Event, Guard, Watch
 
 SMALL = (
     *("data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=4", "megatron.global_batch_size=8"),
-    *("train.tokens=6144", "train.validate_at_start=false", "megatron.save_interval=5", "megatron.eval_interval=1000"),
+    *("train.tokens=6144", "megatron.save_interval=5", "megatron.eval_interval=1000"),
     *("megatron.eval_iters=1", "megatron.num_workers=0", "launcher.nproc_per_node=2"),
 )
 """Twelve steps on two ranks, with checkpoints after 5 and 10."""

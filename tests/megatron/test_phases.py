@@ -203,7 +203,6 @@ SMALL = (
     "recipe=nemotron3_nano/quickstart_phases",
     "model.pattern=M*-",
     "train.tokens=163840",
-    "train.validate_at_start=false",
     "megatron.save_interval=4",
     "megatron.eval_interval=1000",
     "megatron.eval_iters=1",

@@ -130,7 +130,7 @@ def test_a_run_logs_the_loss_of_each_depth_and_resumes(tmp_path: Path, train_ran
     assert invoke(TRAIN.figures, tmp_path / "whole").text.endswith(depths)  # shown by `status`
 
 
-FROZEN = ("train.mtp_only=true", "train.validate_at_start=false", "megatron.pretrained_checkpoint=/nowhere")
+FROZEN = ("train.mtp_only=true", "megatron.pretrained_checkpoint=/nowhere")
 HEALING = ("train.mtp_only=true", "train.new_mtp=/*E{experts=4}/*E{experts=4}", "megatron.mtp_loss_scaling_factor=0.3")
 
 

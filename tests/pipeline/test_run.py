@@ -178,7 +178,7 @@ def test_errors_of_a_later_stage_are_found_before_the_first_starts(
 
 TINY = (
     *("train.tokens=40960", "megatron.seq_length=64", "megatron.micro_batch_size=4", "megatron.global_batch_size=8"),
-    *("train.validate_at_start=false", "megatron.eval_interval=1000", "megatron.eval_iters=1"),
+    *("megatron.eval_interval=1000", "megatron.eval_iters=1"),
     *(
         "megatron.save_interval=10",
         "data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 200000}}]",
@@ -218,7 +218,7 @@ def test_an_interrupted_or_killed_chain_resumes(tmp_path: Path, standins: Any) -
     """Ctrl-C while it trains, then kill -9, then to its end, then again."""
     training = [
         *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.global_batch_size=2"),
-        *("train.tokens=5120", "memory_profile=null", "train.validate_at_start=false"),
+        *("train.tokens=5120", "memory_profile=null"),
     ]
     stages = {
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", "count=5", f"output={tmp_path}/tasks.jsonl"]},

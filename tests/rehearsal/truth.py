@@ -40,7 +40,6 @@ BASE = (
     "recipe=nemotron3_nano/quickstart",
     "data=mock",
     "precision=bf16",
-    "train.validate_at_start=false",
     "megatron.seq_length=256",
     "megatron.micro_batch_size=4",
     "megatron.global_batch_size=24",

@@ -195,7 +195,7 @@ def test_nanos_rule_loses_less_than_fp8_everywhere(
 ) -> None:
     """Nemotron 3 Nano's FP8 PTQ: attention and the Mamba blocks before it in BF16; data: code on this machine."""
     text = ["data=local_text", CODE, f"data_root={tmp_path}", "data.workers=1", "megatron.seq_length=64"]
-    trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=163840", "train.validate_at_start=false"]
+    trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=163840"]
     batch = ["megatron.micro_batch_size=4", "megatron.global_batch_size=8", "megatron.num_workers=0"]
     seldom = ["megatron.save_interval=1000", "megatron.eval_interval=1000", "megatron.eval_iters=1"]
     run_dir = tmp_path / "model"

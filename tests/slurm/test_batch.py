@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 40
 WORDS = (
     *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=1"),
-    *("megatron.global_batch_size=2", f"train.tokens={STEPS * 128}", "train.validate_at_start=false"),
+    *("megatron.global_batch_size=2", f"train.tokens={STEPS * 128}"),
     *("megatron.eval_iters=1", "megatron.eval_interval=1000", "memory_profile=null"),
 )
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]

@@ -253,7 +253,7 @@ def test_a_chain_stops_at_a_failure_and_resumes_there(
         *("recipe=nemotron3_nano/quickstart", "data=local_text", f"data.directory={tmp_path}/data"),
         "data.streams=[{name: mine, weight: 1}]",
         *("megatron.seq_length=64", "megatron.micro_batch_size=1", "megatron.global_batch_size=2"),
-        *("train.tokens=1280", "train.validate_at_start=false", "megatron.eval_iters=1", "megatron.eval_interval=1000"),
+        *("train.tokens=1280", "megatron.eval_iters=1", "megatron.eval_interval=1000"),
     ]
     last = tmp_path / "tasks.jsonl"
     stages = {

@@ -25,7 +25,7 @@ from tests.job.test_registry import FILES
 REPOSITORY = Path(__file__).parents[2]
 TINY = (
     *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=1"),
-    *("megatron.global_batch_size=2", "train.tokens=1280", "train.validate_at_start=false"),
+    *("megatron.global_batch_size=2", "train.tokens=1280"),
     *("megatron.eval_iters=1", "megatron.eval_interval=1000"),
 )
 

@@ -76,7 +76,6 @@ def test_a_model_learns_the_thinking_toggle(launched: Callable[..., str], tmp_pa
         "megatron.global_batch_size=4",
         "megatron.eval_iters=1",
         "train.tokens=409600",
-        "train.validate_at_start=false",
     )
     launched("convert", f"from={tmp_path / 'run'}", f"to={tmp_path / 'exported'}")
 

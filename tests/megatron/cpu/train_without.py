@@ -24,7 +24,6 @@ from nemo_ext.megatron.rank import leave
 OVERRIDES = (
     "data=mock",
     "train.tokens=256",
-    "train.validate_at_start=false",
     "megatron.seq_length=32",
     "megatron.micro_batch_size=2",
     "megatron.global_batch_size=4",
