@@ -291,7 +291,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_unused_packages(megatron: Mapping[str, Any]) -> Iterator[None]:
+def without_unused_packages(megatron: Mapping[str, Any], *, tokenizers: bool = True) -> Iterator[None]:
     """Hide packages in the context that Megatron imports if they are installed, but that a run does not use.
 
     ModelOpt takes longer to import than everything else, and Megatron uses it only together with
@@ -299,10 +299,11 @@ def without_unused_packages(megatron: Mapping[str, Any]) -> Iterator[None]:
 
     Args:
         megatron: the config's section.
+        tokenizers: whether this process may use one of Megatron's tokenizers that requires transformers.
     """
     unused = {name for name, flags in _USED_WITH.items() if not any(megatron.get(flag) for flag in flags)}
     if importlib.util.find_spec("megatron.post_training") is None:
-        unused |= {"modelopt"} | ({"transformers"} if megatron.get("tokenizer_type") == "NullTokenizer" else set())
+        unused |= {"modelopt"} | (set() if tokenizers else {"transformers"})
     unused -= sys.modules.keys()
     sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
     try:
