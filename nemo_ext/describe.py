@@ -72,7 +72,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: sizes are missing or inconsistent.
     """
     from nemo_ext.architecture.describe import describe as cost_figures
-    from nemo_ext.architecture.layout import Layout
+    from nemo_ext.architecture.layout import Layout, NotEstimated
     from nemo_ext.architecture.model import Architecture
     from nemo_ext.megatron.arguments import pattern_with_cuts
 
@@ -85,7 +85,11 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = Architecture.from_config(config)
     cuts = list(architecture.pattern.cuts)
     spread = config["recipe"] is not None or gpus is not None or layout.world_size > 1 or bool(cuts)
-    figures = cost_figures(architecture, layout=layout if spread else None, plan=_plan(config))
+    try:
+        figures = cost_figures(architecture, layout=layout if spread else None, plan=_plan(config))
+    except NotEstimated as error:
+        print(f"note: figures per GPU are omitted: {error}", file=sys.stderr)
+        figures = cost_figures(architecture, layout=None, plan=_plan(config))
     if config["gpu"] is not None:
         figures["prediction"] = _prediction(config)
     return figures | {

@@ -60,9 +60,11 @@ def activation_bytes(
             kept.append(sum(blocks))
     # Chunks take turns, PP micro-batches each (Megatron's interleaved schedule).
     total = sum(kept[(forward // pipeline) % chunks] for forward in range(in_flight))
-    mine = [block_at(architecture, n) for stage in stages[rank::pipeline] for n in stage]
-    angles = [4 * _rotated(architecture, block, layout, seq_length) for block in mine if block.kind == "*"]
-    total += sum(angles if architecture.rotary_per_block else angles[:chunks])
+    per_block = architecture.rotary_per_block
+    numbers = [n for stage in stages[rank::pipeline] for n in stage] if per_block else numbers_of(architecture)
+    attention = [block for block in (block_at(architecture, n) for n in numbers) if block.kind == "*"]
+    angles = [4 * _rotated(architecture, block, layout, seq_length) for block in attention]
+    total += sum(angles if per_block else chunks * angles[:1])
     head = 0.0
     if rank == pipeline - 1:
         size = BYTES[layout.precision]

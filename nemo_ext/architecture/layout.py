@@ -47,7 +47,7 @@ class Layout:
         frozen: Whether no weight is trained (forward passes only), as when a teacher saves its log-probabilities.
         mtp_only: Whether only multi-token prediction is trained.
         fused_attention: Whether attention never stores its score matrix (flash attention, torch SDPA).
-        fused_rope: Whether RoPE is one kernel, which does not store cosines and sines.
+        fused_rope: Whether RoPE is one kernel, which does not store cosines and sines; never for YaRN in Megatron.
         z_loss: Whether training uses a z-loss, which keeps its gradient with respect to the logits.
 
     Raises:
@@ -202,7 +202,9 @@ class Layout:
             recompute_num_layers=flags.integer("recompute_num_layers") or 1,
             frozen=flags.flag("freeze_all_layers"),
             mtp_only=bool(section(config, "train").get("mtp_only")) if "train" in config else False,
-            fused_rope=section(config, "model").get("backend") != "local" and not flags.flag("no_rope_fusion"),
+            fused_rope=section(config, "model").get("backend") != "local"
+            and flags.text("position_embedding_type", "rope") == "rope"
+            and not flags.flag("no_rope_fusion"),
             z_loss=bool(section(config, "stability").get("z_loss")) if "stability" in config else False,
         )
 
@@ -241,13 +243,11 @@ def check_layout(architecture: Architecture, layout: Layout) -> None:
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:
         raise ValueError(
-            f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}: change "
-            "megatron.tensor_model_parallel_size"
+            f"vocab_size={architecture.vocab_size} must be a multiple of tensor_parallel={tensor}: change one of them"
         )
     if architecture.hidden_size % tensor:
         raise ValueError(
-            f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}: change "
-            "megatron.tensor_model_parallel_size"
+            f"hidden_size={architecture.hidden_size} must be a multiple of tensor_parallel={tensor}: change one of them"
         )
     divided = {"*": ("heads",), "-": ("ffn",), "M": ("heads", "groups"), "E": ("shared",)}
     written = architecture.pattern.blocks

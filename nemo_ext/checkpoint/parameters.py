@@ -125,7 +125,7 @@ def _block(description: Description, number: int, block: Block, at: str, stacked
     else:
         raise ValueError(
             f"block {number + 1} ({block}): {block.name} has no Hugging Face mapping, so this model cannot be "
-            "converted; replace the block in model.pattern"
+            "converted; replace the block in model.pattern before training"
         )
 
 
@@ -228,7 +228,7 @@ def _moe(description: Description, number: int, block: Block, at: str, stacked: 
     if architecture.gated or architecture.bias:
         raise ValueError(
             f"block {number + 1} ({block}): experts with gates or biases have no Hugging Face mapping, so this model "
-            "cannot be converted; set megatron.swiglu=false and megatron.disable_bias_linear=true"
+            "cannot be converted; before training, set megatron.swiglu=false and megatron.disable_bias_linear=true"
         )
     hidden, ffn, shared, experts = (
         architecture.hidden_size,

@@ -30,7 +30,7 @@ ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
 """Files in the `ON_NODES` folder: the request (Python's arguments, and the log unless it is the job's output), and the
 exit code."""
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 """torchrun's variables for a training run's only rank, which is started without torchrun; port 0 is any free port."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
@@ -202,7 +202,7 @@ def training_command(config: Path, ranks: int, log: Path) -> list[str]:
     if ON_NODES in os.environ:
         return [sys.executable, "-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]
     # torchrun imports torch as well, which takes longer than everything else that it does for one rank.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else ["-u"]
     return [sys.executable, *torchrun, "-m", training_rank(read_config(config)), str(config)]
 
 

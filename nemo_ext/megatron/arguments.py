@@ -291,26 +291,26 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_unused_packages(megatron: Mapping[str, Any], *, tokenizers: bool = True) -> Iterator[None]:
+def without_unused_packages(megatron: Mapping[str, Any], *, transformers: bool = True) -> Iterator[None]:
     """Hide packages in the context that Megatron imports if they are installed, but that a run does not use.
 
     ModelOpt takes longer to import than everything else, and Megatron uses it only together with
-    megatron.post_training, which its wheels do not contain.
+    megatron.post_training, which its wheels do not contain. Megatron stays without these packages in this process.
 
     Args:
         megatron: the config's section.
-        tokenizers: whether this process may use one of Megatron's tokenizers that requires transformers.
+        transformers: whether this process may use transformers through Megatron or a kernel's package.
     """
     unused = {name for name, flags in _USED_WITH.items() if not any(megatron.get(flag) for flag in flags)}
     if importlib.util.find_spec("megatron.post_training") is None:
-        unused |= {"modelopt"} | (set() if tokenizers else {"transformers"})
+        unused |= {"modelopt"} if transformers else {"modelopt", "transformers"}
     unused -= sys.modules.keys()
     sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
     try:
         yield
     finally:
         for name in unused:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 def _reason(error: BaseException) -> str:

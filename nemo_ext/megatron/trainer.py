@@ -48,8 +48,9 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
     runtime.check_gpu()
     runtime.check_ranks()
-    tokenizers = config["megatron"].get("tokenizer_type") != "NullTokenizer"
-    with without_unused_packages(config["megatron"], tokenizers=tokenizers):
+    # Kernels' packages import transformers too (mamba_ssm).
+    transformers = torch.cuda.is_available() or config["megatron"].get("tokenizer_type") != "NullTokenizer"
+    with without_unused_packages(config["megatron"], transformers=transformers):
         stand_ins = runtime.enable()  # before any import of Megatron, which binds these names once
         only_data()
         share_cores(int(config["launcher"]["nproc_per_node"]))

@@ -81,13 +81,15 @@ def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
 def root_of_ranks() -> int:
     """Return the process id of torchrun or srun's step daemon, the common ancestor of this node's ranks.
 
-    Call this in a rank; it returns the process itself if it is the only one and was not started by srun. There may be a
-    container runtime between the rank and the daemon.
+    Call this in a rank; it returns the process itself if it is the node's only rank. There may be a container runtime
+    between the rank and the daemon.
     """
+    if os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        return os.getpid()
     if "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" in os.environ:
         with suppress(psutil.Error, StopIteration):
             return next(parent.pid for parent in psutil.Process().parents() if parent.name().startswith("slurmstepd"))
-    return os.getpid() if os.environ.get("LOCAL_WORLD_SIZE") == "1" else os.getppid()
+    return os.getppid()
 
 
 class Phases:

@@ -94,6 +94,7 @@ def test_rope_keeps_angles_and_unless_fused_their_cosines_and_sines(architecture
     rope = {"position_embedding_type": "rope", "rotary_percent": 0.5}
     plain, model = (architecture_of("tiny_hybrid", model={"pattern": "**"}, **flags) for flags in ({}, rope))
     unfused = Layout.from_config({"model": {"backend": "local"}, "megatron": {"bf16": True}})
+    assert not Layout.from_config({"model": {}, "megatron": {"position_embedding_type": "yarn"}}).fused_rope
     angles = 64 * 4  # half of the head dimension 8
 
     for layout, share in (

@@ -52,7 +52,7 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
             reasons.append(f"{candidate.architecture} does not support {reason}")
     raise ValueError(
         f"this model cannot be converted to {architecture or 'any Hugging Face class'}: {'; '.join(reasons)}; change "
-        "these settings of the model"
+        "these settings before training"
     )
 
 

@@ -249,7 +249,7 @@ class _Reader:
                     if amount * times > 1:
                         raise ValueError(
                             f"{where}.{key}={section[key]} adds up to {float(amount * times):g} for the tier, above "
-                            f"1: lower it to at most {int(1000 / times) / 1000:g}"
+                            f"1: lower it to at most {math.floor(1e6 / times) / 1e6:g}"
                         )
                     return amount * times
             return None
