@@ -203,7 +203,7 @@ class Layout:
             frozen=flags.flag("freeze_all_layers"),
             mtp_only=bool(section(config, "train").get("mtp_only")) if "train" in config else False,
             fused_rope=section(config, "model").get("backend") != "local"
-            and flags.text("position_embedding_type", "rope") == "rope"
+            and flags.text("position_embedding_type", "rope") != "yarn"
             and not flags.flag("no_rope_fusion"),
             z_loss=bool(section(config, "stability").get("z_loss")) if "stability" in config else False,
         )
