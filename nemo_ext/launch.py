@@ -163,8 +163,10 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
             "choose another run_dir"
         )
     # Sequence length and RoPE may change, for example between phases.
-    free = {"seq_length": None, "rotary": 0.0, "rotary_per_block": False}
-    sizes, sizes_before = (replace(Architecture.from_config(each), **free) for each in (config, before))
+    sizes, sizes_before = (
+        replace(Architecture.from_config(each), seq_length=None, rotary=0.0, rotary_per_block=False)
+        for each in (config, before)
+    )
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:
         raise ValueError(
             f"{run_dir} holds a run of a model with other sizes (see {run_directory.CONFIG}): choose another run_dir"

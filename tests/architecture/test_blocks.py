@@ -32,7 +32,7 @@ def test_get_distinguishes_a_blocks_value_from_a_default() -> None:
     assert block.get("ffn") == 5376
     assert block.get("linear") is None
     assert Block.from_values("-").get("ffn", 8192) == 8192
-    with pytest.raises(ValueError, match="Architecture.resolved first"):
+    with pytest.raises(ValueError, match=r"Architecture\.resolved first"):
         Block.from_values("-").size("ffn")
 
 
