@@ -97,7 +97,7 @@ def add_section(report: Report, run_dir: Path) -> bool:
         return False
     found = peaks(nodes, phases).items()
     rows = [[phase, f"{count:,}", *(_peak(most, nodes) for most in highest.T)] for phase, (count, highest) in found]
-    rows.append(["there is on a node", "", *map(_size, np.fmin.reduce([node.total for node in nodes]))])
+    rows.append(["total on a node", "", *map(_size, np.fmin.reduce([node.total for node in nodes]))])
     note = (
         f"Peak of each phase on any node, of the samples in `{FOLDER}/`. Memory that processes share counts for each."
     )

@@ -288,7 +288,7 @@ def test_the_report_has_the_picture_and_the_table(tmp_path: Path, nodes: int) ->
     most = 100 + 10 * (nodes - 1) + 19
     where = f" (node{nodes - 1})" if nodes > 1 else ""
     assert f"| {most}.00 GiB{where} |" in next(line for line in text.splitlines() if line.startswith("| training |"))
-    assert "| there is on a node |  |  | 512.00 GiB | 256.00 GiB | 80.00 GiB |" in text
+    assert "| total on a node |  |  | 512.00 GiB | 256.00 GiB | 80.00 GiB |" in text
     picture = (tmp_path / memory.PLOT).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 2_000
     folder.rename(tmp_path / "elsewhere")
