@@ -29,6 +29,7 @@ def first_step(checkout: Path, run_dir: Path, data: Path) -> tuple[float, float]
     with subprocess.Popen(
         [sys.executable, "-m", "nemo_ext", *words],
         env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+        cwd=run_dir.parent,  # Python looks for the package in the working directory first
         stdout=subprocess.DEVNULL,
     ) as command:
         used: dict[int, float] = {}

@@ -29,7 +29,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import no_room, only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import ON_NODES, ONE_RANK, rank_environment, training_command
+from nemo_ext.job.ranks import ON_NODES, training_command
 from nemo_ext.megatron import fp8, packed_attention
 from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
@@ -232,7 +232,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     The first SIGINT or SIGTERM is passed on as SIGTERM to the ranks, which save and exit; a second signal kills them.
     """
     config = run_dir / run_directory.CONFIG
-    command = training_command(config, ranks, run_dir / run_directory.LOG)
+    command, environment = training_command(config, ranks, run_dir / run_directory.LOG)
     forget_stacks(run_dir)
     received: list[int] = []
 
@@ -255,7 +255,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             start_new_session=True,
             # It gets SIGTERM if the launcher dies, so that no rank remains.
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
-            env=rank_environment(ranks) | (ONE_RANK if ranks == 1 else {}),
+            env=environment,
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

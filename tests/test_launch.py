@@ -91,6 +91,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), suppress(SystemExit):
         patch.setattr(sys, "argv", ["nemo-ext", "train", *SMALL, f"run_dir={run_dir}"])
         patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as if torchrun had started the command
         cli.main()
     return run_dir, out.getvalue()
 
@@ -362,7 +363,7 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.hidden_size=96"]))
 
     assert (tmp_path / run_directory.CONFIG).read_text() == before
-    launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
+    launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.position_embedding_type=rope"]))
 
 
 def test_a_resumed_run_keeps_its_rounding_and_says_that_its_plan_changed(

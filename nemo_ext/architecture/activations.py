@@ -96,7 +96,7 @@ def block_activation_bytes(
     - every block: its input h; the norm's output h [layernorm]
     - attention: queries, keys and values q + 2k; the output projection's input q; with QK norms their input, a view
       of all q + 2k; per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]; if
-      RoPE is not fused, per position and not per token, cosines and sines of queries and those of keys
+      RoPE is not fused, per position and not per token, cosines and sines for queries and for keys
     - MLP: outputs of the first linear and of the activation [mlp]
     - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
       linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times
@@ -156,7 +156,7 @@ def block_activation_bytes(
 
 
 def _rotated(architecture: Architecture, block: Block, layout: Layout, seq_length: int | None) -> float:
-    """Return how many angles RoPE has for an attention block: those of a head, for each position of a sequence."""
+    """Return the number of RoPE angles of an attention block: of one head, for each position of a sequence."""
     width = 0 if block.is_linear else architecture.rotary * block.size("head_dim")
     return width * architecture.sequence_length(seq_length) / layout.context_parallel
 

@@ -71,7 +71,7 @@ def body_of(content: bytes, expected: str, key: str | None) -> Any:
     """Parse the JSON of a response with status 200.
 
     Args:
-        expected: what the response should be, such as `chat completion`, for messages.
+        expected: kind of response, such as `chat completion`, for messages.
         key: API key, which is removed from messages.
 
     Raises:

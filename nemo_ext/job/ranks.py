@@ -29,9 +29,6 @@ GPUS = "NEMO_EXT_GPUS"
 ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
 """Files in the `ON_NODES` folder: the request (Python's arguments, and the log unless it is the job's output), and the
 exit code."""
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-"""torchrun's variables for a training run's only rank, which is started without torchrun; port 0 is any free port."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
@@ -192,18 +189,27 @@ def rank_environment(ranks: int) -> dict[str, str]:
     }
 
 
-def training_command(config: Path, ranks: int, log: Path) -> list[str]:
-    """Command that runs a training run's ranks, here or on all nodes; on SIGTERM, the ranks save and end.
+def training_command(config: Path, ranks: int, log: Path) -> tuple[list[str], dict[str, str]]:
+    """Command that runs a training run's ranks, here or on all nodes, and its environment variables.
+
+    On SIGTERM, the ranks save and end. A single rank is started without torchrun, which imports torch as well.
 
     Args:
         ranks: number of ranks on this machine.
         log: file for the ranks' output, used on all nodes.
     """
+    environment = rank_environment(ranks)
     if ON_NODES in os.environ:
-        return [sys.executable, "-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]
-    # torchrun imports torch as well, which takes longer than everything else that it does for one rank.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else ["-u"]
-    return [sys.executable, *torchrun, "-m", training_rank(read_config(config)), str(config)]
+        command = ["-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]
+        return [sys.executable, *command], environment
+    module = ["-m", training_rank(read_config(config)), str(config)]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [sys.executable, *torchrun, *module], environment
+    # torchrun's variables; port 0 is any free port. The launcher itself may run under torchrun.
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return [sys.executable, "-u", *module], environment
 
 
 if __name__ == "__main__":

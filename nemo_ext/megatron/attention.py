@@ -220,7 +220,7 @@ class BlockSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
         query, key, value = torch.split(mixed, sizes, dim=-1)
-        # The query is normalised by group of heads, as its single heads are no view of `mixed`, only a copy.
+        # The query is normalised by group of heads, as single heads would be a copy of `mixed`, not a view.
         pairs = norm(query, deferred=True), self.k_layernorm(key, deferred=True)
         query, key = reduced_norms(norm.tp_group, norm.eps, *pairs)
         return query.view(*query.shape[:2], -1, self.hidden_size_per_attention_head), key, value
