@@ -64,7 +64,9 @@ def read_address(place: str | Path, model: str | None = None, key_variable: str 
         content = json.loads(file.read_bytes())
         stored = Address(**{name: content.get(name) for name in ("url", "model", "key", "digest")})
     except FileNotFoundError:
-        raise ValueError(f"{file}: the endpoint is not up yet; wait until `nemo-ext serve` writes this file") from None
+        raise ValueError(
+            f"{file} does not exist; check the path, or wait until `nemo-ext serve` has created it"
+        ) from None
     except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{file} does not contain the address of an endpoint ({error}); name a run directory of `nemo-ext serve`"

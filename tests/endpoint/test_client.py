@@ -223,7 +223,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://me:word@host/v1", "must not contain a name, password or query"),
         ("http://host/v1?key=x", "must not contain a name, password or query"),
         ("ftp://host/v1", "must be like http://localhost:8000/v1"),
-        ("nowhere", "there is no endpoint"),
+        ("nowhere", "does not exist; check the path, or wait until"),
         ("bad.json", "does not contain the address of an endpoint"),
         ("list.json", "does not contain the address of an endpoint"),
     ],

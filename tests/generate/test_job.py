@@ -422,7 +422,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
         ([TEMPLATE, "+generate.client=3"], "unknown key 'generate.client'"),
         ([TEMPLATE, "samples=0"], "samples"),
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
-        ([TEMPLATE, "endpoint=runs/none"], "the endpoint is not up yet"),
+        ([TEMPLATE, "endpoint=runs/none"], "runs/none does not exist; check the path, or wait until"),
         ([TEMPLATE, "endpoint=null"], "set endpoint to a run directory"),
         ([TEMPLATE, "input=/no/rows.jsonl"], "/no/rows.jsonl does not exist"),
         ([TEMPLATE, "key_variable=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
