@@ -1,5 +1,6 @@
 """The job `convert`: runs the conversion that a config describes, or lists every tensor in a dry run."""
 
+import gc
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,12 @@ def run(config: Mapping[str, Any]) -> None:
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
         keys = {name.removeprefix("megatron."): None for name in typed if name.startswith("megatron.")}
         check_effect(config, "megatron", keys)
-    conversion = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
+    gc.disable()  # a plan imports torch, whose modules live until the end: collections would be slow and free nothing
+    try:
+        conversion = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
+        gc.freeze()
+    finally:
+        gc.enable()
     if config["dry_run"]:
         _list(conversion)
         check_target(conversion.to)

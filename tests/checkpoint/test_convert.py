@@ -1,5 +1,6 @@
 """`nemo-ext convert` from the command line: output, refusals and their messages, files other than weights."""
 
+import gc
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from nemo_ext.chat.template import Template
-from nemo_ext.checkpoint import hf, writing
+from nemo_ext.checkpoint import convert, hf, writing
 from nemo_ext.checkpoint.beside import extras_beside
 from nemo_ext.checkpoint.convert import run
 from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index
@@ -155,6 +156,21 @@ def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
     again = command(f"from={source}", f"to={tmp_path / 'mine'}")
     assert again[0] == 0 and f"{tmp_path / 'mine'} is already complete\n" in again[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mine", "source"]
+
+
+def test_garbage_is_not_collected_only_while_a_plan_imports_torch(
+    source: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting = []
+
+    def plan(*words: Any) -> hf.Plan:
+        collecting.append(gc.isenabled())
+        return hf.plan(*words)
+
+    monkeypatch.setattr(convert, "plan", plan)
+    refused(source / "nowhere")
+
+    assert [*collecting, gc.isenabled()] == [False, True]
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, command: Command) -> None:
