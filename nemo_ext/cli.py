@@ -1,7 +1,5 @@
 """The command `nemo-ext JOB key=value`, which equals `python launchers/JOB.py key=value`; imports only that job."""
 
-import atexit
-import gc
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,7 +16,6 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: name of the job and its arguments; None for this process's arguments.
     """
-    atexit.register(gc.freeze)  # without it, the exit collects all modules: a quarter of the time of importing torch
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(_help())

@@ -121,18 +121,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_the_exit_collects_no_modules() -> None:
-    script = (
-        "import atexit, gc; from nemo_ext.cli import main\n"
-        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # runs last
-        "main(['--version'])"
-    )
-
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-
-    assert result.stdout.splitlines()[-1] == "True"
-
-
 def test_another_packages_job_is_listed_and_runs(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a=b, c.txt").write_text("one two three")
 
