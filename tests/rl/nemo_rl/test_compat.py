@@ -19,11 +19,11 @@ def test_what_a_newer_nemo_rl_lacks_is_one_line(tmp_path: Path, monkeypatch: pyt
         for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
             del sys.modules[name]
         with pytest.raises(ValueError, match=r"has no nemo_rl.algorithms.async_utils; use a supported version, 0.5 to"):
-            compat.asynchronous()
+            compat.algorithm("async_utils")
         with pytest.raises(
             ValueError, match=r"has no nemo_rl.algorithms.grpo.ClippedPGLossFn; use a supported version"
         ):
-            compat.part(compat.grpo(), "ClippedPGLossFn")
+            compat.part(compat.algorithm("grpo"), "ClippedPGLossFn")
 
 
 def test_no_nemo_rl_is_another_line() -> None:
@@ -31,4 +31,4 @@ def test_no_nemo_rl_is_another_line() -> None:
         patch.dict(sys.modules, {"nemo_rl": None}),
         pytest.raises(ValueError, match=r"cannot be imported .*PYTHONPATH"),
     ):
-        compat.dpo()
+        compat.algorithm("dpo")

@@ -71,8 +71,7 @@ def loaded(preset: str, real: Checkout) -> Algorithm:
 
 
 def module_of(algorithm: Algorithm) -> ModuleType:
-    modules = {"grpo": compat.grpo, "distillation": compat.distillation, "dpo": compat.dpo}
-    return modules[section_of(algorithm)]()
+    return compat.algorithm(section_of(algorithm))
 
 
 @pytest.fixture
@@ -237,7 +236,7 @@ def test_the_divergence_is_that_of_nemo_rl(real: Checkout, nemo_rl: ModuleType, 
 
     algorithm = load("logit_distillation", {"distillation": {"logits": {"top_k": 5, "forward_share": share}}})
     assert isinstance(algorithm, PolicyGradient) and algorithm.logits is not None
-    module = compat.distillation()
+    module = compat.algorithm("distillation")
     config = compat.master_config(module, real.config("distillation", render(algorithm, real).settings))
     loss_fn = module.DistillationLossFn(compat.setting(config, "loss_fn"))
     torch.manual_seed(1)
