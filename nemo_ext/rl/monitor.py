@@ -57,7 +57,7 @@ class Figure:
         if isnan(bound):
             return _ZERO
         beyond = [value < bound if self.low else value > bound for value in values]
-        recent = _mean(values[-_tenth(values) :])
+        recent = recent_mean(values)
         if recent < bound if self.low else recent > bound:
             return f"too {adjective} at the end"
         count = sum(beyond)
@@ -143,7 +143,12 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
     NaN and infinities are null in the lines.
     """
     points = {
-        figure: [(log["step"], _number(log[figure.name])) for log in logs if figure.name in log] for figure in FIGURES
+        figure: [
+            (log["step"], nan if log[figure.name] is None else float(log[figure.name]))
+            for log in logs
+            if figure.name in log
+        ]
+        for figure in FIGURES
     }
     points = {figure: found for figure, found in points.items() if found}
     if not points:
@@ -154,7 +159,7 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
         verdict = figure.verdict(steps, values)
         finite = [value for value in values if isfinite(value)]
         worst = (min if figure.low else max)(finite, default=nan)
-        recent = _mean(values[-_tenth(values) :])
+        recent = recent_mean(values)
         numbers = (f"{value:.4g}" for value in (values[0], worst, recent, figure.bound(values)))
         advice = _RESTART if verdict.startswith(_NOT_FINITE) else figure.advice
         rows.append([figure.title, *numbers, verdict, "" if verdict in ("good", _ZERO) else advice])
@@ -172,13 +177,14 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
         axis.locator_params(axis="x", integer=True)
 
 
+def recent_mean(values: Sequence[float]) -> float:
+    """Return the mean of the last tenth of a metric's values."""
+    return _mean(values[-_tenth(values) :])
+
+
 def _tenth(values: Sequence[float]) -> int:
     return max(1, len(values) // 10)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else nan
-
-
-def _number(value: float | None) -> float:
-    return nan if value is None else float(value)

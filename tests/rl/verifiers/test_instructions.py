@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import Response, parse_response
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.instruction_rules import RULES, language_of, sentences, words
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS, MOST, check, verify
+from tests.rl.verdicts import verdict_on
 
 # For each rule: parameters, an answer that follows it, and answers that do not.
 CASES: list[tuple[str, dict[str, Any], str, list[str]]] = [
@@ -347,11 +348,10 @@ def test_languages() -> None:
 
 def test_settings() -> None:
     environment = make("instructions", {"max_characters": 5})
-    reference = environment.check({"instructions": [{"id": "punctuation:no_comma"}]})
+    reference = {"instructions": [{"id": "punctuation:no_comma"}]}
 
-    assert environment.verify is not None
-    assert environment.verify(Response(text="", answer="12345"), reference).outcome == "correct"  # type: ignore[union-attr]
-    assert environment.verify(Response(text="", answer="123456"), reference).outcome == "wrong"  # type: ignore[union-attr]
+    assert verdict_on(environment, "12345", reference).outcome == "correct"
+    assert verdict_on(environment, "123456", reference).outcome == "wrong"
     with pytest.raises(ValueError, match="max_characters"):
         make("instructions", {"max_characters": 0})
 

@@ -1,4 +1,3 @@
-import asyncio
 import json
 import os
 import pickle
@@ -11,24 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl import environments
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.judge import check, parse_verdict, question
+from tests.rl.verdicts import verdict_on
 
 REFERENCE = {"question": "What is the capital of France?", "answer": "Paris"}
-
-
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
 
 
 def verify(endpoint: Any, text: str, **settings: Any) -> Verdict:
     judge = {"endpoint": endpoint.url, "model": "m", "attempts": 2}
     environment = environments.make("judge", {"judge": judge, **settings})
-    assert environment.verify is not None and environment.waits
-    return asyncio.run(environment.verify(parse_response(text), environment.check(REFERENCE)))  # type: ignore[arg-type]
+    assert environment.waits
+    return verdict_on(environment, text, REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +193,7 @@ def test_the_environment_pickles(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text="[[correct]]")
     made = environments.make("judge", {"judge": {"endpoint": endpoint.url, "model": "m"}})
 
-    again = pickle.loads(pickle.dumps(made))
-
-    assert asyncio.run(again.verify(Response(text="a", answer="a"), again.check(REFERENCE))).outcome == "correct"
+    assert verdict_on(pickle.loads(pickle.dumps(made)), "a", REFERENCE).outcome == "correct"
 
 
 def test_importing_loads_no_engine() -> None:

@@ -1,16 +1,15 @@
 """Whether a response refuses, by phrases and by a judge."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.refusal import check, refuses
+from tests.rl.verdicts import verdict_on
 
 REFUSALS = [
     "I'm sorry, but I can't help with that.",
@@ -54,10 +53,7 @@ ANSWERS = [
 
 
 def verify(text: str, refuse: bool, **settings: Any) -> Verdict:
-    made = make("refusal", settings)
-    found = made.verify(parse_response(text), made.check({"refuse": refuse}))  # type: ignore[misc]
-    assert isinstance(found, Verdict)
-    return found
+    return verdict_on(make("refusal", settings), text, {"refuse": refuse})
 
 
 @pytest.mark.parametrize("text", REFUSALS)
@@ -120,8 +116,7 @@ def test_references_are_checked(reference: dict[str, Any], message: str) -> None
 
 def judged(endpoint: Any, text: str, refuse: bool) -> Verdict:
     made = make("refusal", {"judge": {"endpoint": endpoint.url, "model": "m", "attempts": 1}, "max_characters": 100})
-    reference = made.check({"refuse": refuse, "question": "How do I kill a process?"})
-    return asyncio.run(made.verify(parse_response(text), reference))  # type: ignore[arg-type, misc]
+    return verdict_on(made, text, {"refuse": refuse, "question": "How do I kill a process?"})
 
 
 @pytest.mark.parametrize(

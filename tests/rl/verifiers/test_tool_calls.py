@@ -12,6 +12,7 @@ from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.tool_calls import Order, check, verify
+from tests.rl.verdicts import verdict_on
 
 TOOLS = [
     {
@@ -74,12 +75,11 @@ def test_no_call_is_expected() -> None:
 
 def test_calls_in_raw_text() -> None:
     environment = make("tool_calls", {"style": "llama_nemotron"})
-    reference = environment.check({"expected": [ROME], "tools": TOOLS})
+    reference = {"expected": [ROME], "tools": TOOLS}
     text = f"<TOOLCALL>[{json.dumps(ROME)}]</TOOLCALL>"
 
-    assert environment.verify is not None
-    assert environment.verify(parse_response(text), reference).outcome == "correct"  # type: ignore[union-attr]
-    assert environment.verify(parse_response(f"<think>{text}</think>"), reference).outcome == "wrong"  # type: ignore[union-attr]
+    assert verdict_on(environment, text, reference).outcome == "correct"
+    assert verdict_on(environment, f"<think>{text}</think>", reference).outcome == "wrong"
 
 
 @pytest.mark.parametrize(
