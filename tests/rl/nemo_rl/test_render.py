@@ -1,4 +1,3 @@
-import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,6 @@ from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.rendering import Rendered
 from nemo_ext.rl.teachers import divergence
 
-ROOT = os.environ.get("NEMO_RL_ROOT")
 # Keys as 0.5 has them, in the forms that NeMo-RL writes them in.
 GRPO = """
 from typing import Any, NotRequired, TypedDict
@@ -89,14 +87,6 @@ def checkout(tmp_path: Path) -> Checkout:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return Checkout(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def real() -> Checkout:
-    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
-    if not ROOT:
-        pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
-    return Checkout(ROOT)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from nemo_ext.rl import environments
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.judge import check, parse_verdict, question
+from tests.rl.files import gym_data, read_jsonl
 from tests.rl.verdicts import verdict_on
 
 REFERENCE = {"question": "What is the capital of France?", "answer": "Paris"}
@@ -205,13 +205,12 @@ def test_importing_loads_no_engine() -> None:
 
 @pytest.mark.gym
 def test_reads_the_labels_that_nemo_gym_s_judge_gave_in_its_shipped_rollouts() -> None:
-    package = pytest.importorskip("resources_servers.equivalence_llm_judge")
-    folder = next(path for path in package.__path__ if Path(path, "data").is_dir())
+    folder = gym_data("equivalence_llm_judge")
     labels = {"correct": "[[A=B]]", "incorrect": "[[A!=B]]"}
     compared = 0
     for name in ("example_rollouts.jsonl", "example_rollouts_openqa.jsonl"):
-        for line in (Path(folder) / "data" / name).read_text().splitlines():
-            for evaluation in json.loads(line)["judge_evaluations"]:
+        for record in read_jsonl(folder / name):
+            for evaluation in record["judge_evaluations"]:
                 (text,) = (part["text"] for part in evaluation["response"]["output"][-1]["content"])
                 expected = {"[[A=B]]": True, "[[A!=B]]": False, None: None}[evaluation["verdict_label"]]
                 assert parse_verdict(text, **labels) is expected, text
