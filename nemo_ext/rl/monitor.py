@@ -143,12 +143,7 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
     NaN and infinities are null in the lines.
     """
     points = {
-        figure: [
-            (log["step"], nan if log[figure.name] is None else float(log[figure.name]))
-            for log in logs
-            if figure.name in log
-        ]
-        for figure in FIGURES
+        figure: [(log["step"], _number(log[figure.name])) for log in logs if figure.name in log] for figure in FIGURES
     }
     points = {figure: found for figure, found in points.items() if found}
     if not points:
@@ -188,3 +183,7 @@ def _tenth(values: Sequence[float]) -> int:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else nan
+
+
+def _number(value: float | None) -> float:
+    return nan if value is None else float(value)

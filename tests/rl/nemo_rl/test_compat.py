@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -32,3 +33,16 @@ def test_no_nemo_rl_is_another_line() -> None:
         pytest.raises(ValueError, match=r"cannot be imported .*PYTHONPATH"),
     ):
         compat.algorithm("dpo")
+
+
+@pytest.mark.parametrize(("name", "count"), [("grpo", 10), ("grpo", 13), ("distillation", 11), ("dpo", 9)])
+def test_results_of_setup_are_named_and_others_refused(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = list(range(count))
+    monkeypatch.setattr(compat, "algorithm", lambda module: SimpleNamespace(setup=lambda *given: tuple(items)))
+
+    ready = compat.set_up(name, {}, None, None, None)
+    items.append(count)
+
+    assert ready.policy == 0 and len(vars(ready)) == count and vars(ready).keys() >= {"loss_fn", "save_state", "config"}
+    with pytest.raises(ValueError, match=rf"{name}\.setup returned {count + 1} items instead of .*{count}.*; use "):
+        compat.set_up(name, {}, None, None, None)
