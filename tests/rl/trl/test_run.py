@@ -142,7 +142,7 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
     process.terminate()
     said += process.communicate()[1]
     assert process.returncode == 130, said
-    assert "stopping after this step" in said
+    assert "stopping and saving after this step" in said
     (step,) = re.findall(r"interrupted: the last checkpoint is at step (\d+); the same command resumes", said)
     assert (stopped / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file()
     job(*words, f"run_dir={stopped}")
