@@ -27,6 +27,7 @@ from nemo_ext.data.training import index_digests
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import no_room, only_run_in
+from nemo_ext.job.interrupts import signals_to
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import ON_NODES, training_command
@@ -257,12 +258,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
             env=environment,
         )
-        previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_to(forward):
             _watch(process, run_dir / run_directory.METRICS, target, console)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
     step = run_directory.last_checkpoint(run_dir)
     saved = "no checkpoint was saved" if step is None else f"the last checkpoint is at step {step}"
     if received:

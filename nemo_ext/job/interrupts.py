@@ -49,6 +49,17 @@ def kept_interrupts() -> Iterator[None]:
 
 
 @contextmanager
+def signals_to(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a function for each SIGINT and SIGTERM until the block ends, even if the shell has SIGINT ignored."""
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def interrupts_between() -> Iterator[Callable[[], None]]:
     """Defer the first interrupt until the yielded function is called, or until the block ends.
 

@@ -32,6 +32,7 @@ from nemo_ext.install import check_packages
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.interrupts import signals_to
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
@@ -349,16 +350,8 @@ def _signals() -> Iterator[list[int]]:
     Nothing is raised, so that no signal is lost and a stage's end is always recorded.
     """
     received = list[int]()
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with signals_to(lambda number, frame: received.append(number)):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Shown:

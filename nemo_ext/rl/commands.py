@@ -63,6 +63,7 @@ def figures(run_dir: Path) -> Figures:
     """Return a run's key figures: each reward's first value and the mean of its last tenth, as in the run's report."""
     from nemo_ext.job.records import read_records
     from nemo_ext.job.run_directory import METRICS, target_of
+    from nemo_ext.rl.monitor import recent_mean
 
     if not (run_dir / METRICS).is_file():
         return Figures()
@@ -70,9 +71,8 @@ def figures(run_dir: Path) -> Figures:
     shown = []
     for key, name in _REWARDS.items():
         values = [float(log[key]) for log in logs if log.get(key) is not None]
-        last = values[-max(1, len(values) // 10) :]
         if values:
-            shown.append(f"{name} {values[0]:.3f} -> {sum(last) / len(last):.3f}")
+            shown.append(f"{name} {values[0]:.3f} -> {recent_mean(values):.3f}")
     steps = [int(log["step"]) for log in logs if "step" in log]
     tokens = [int(log["num_tokens"]) for log in logs if log.get("num_tokens") is not None]
     return Figures(

@@ -159,7 +159,7 @@ class Episodes:
         """End the conversation after a turn and return the turn with the verdict on the current state."""
         assert turn.following is not None and turn.following.conversation is not None
         async with self._slots:
-            ended = await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
+            ended = await self._guarded(turn.response, self._last(turn.response, turn.following.conversation.verdict))
         return self._rewarded(turn.following, ended)
 
     async def judged(self, episode: Episode, response: Response) -> Turn:
@@ -250,8 +250,7 @@ class Episodes:
 
     async def _verified(self, episode: Episode, response: Response) -> Turn:
         assert self.environment.verify is not None
-        verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
-        return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
+        return await self._last(response, self.environment.verify, response, self.reference(episode.task))
 
     async def _conversed(
         self, episode: Episode, response: Response, unreadable: Mapping[str, str], close: bool
@@ -264,7 +263,11 @@ class Episodes:
             answers += await self.stepped(conversation, response)
         following = replace(episode, turn=turn)
         if not answers or turn >= self.environment.max_turns:
-            return await self._ended(response, conversation) if close else Turn(response=response, following=following)
+            return (
+                await self._last(response, conversation.verdict)
+                if close
+                else Turn(response=response, following=following)
+            )
         if self._prompts is None:
             return Turn(response=response, answers=tuple(answers), following=following)
         task = episode.task
@@ -272,8 +275,9 @@ class Episodes:
         following = replace(following, thinking_opened=opened)
         return Turn(response=response, answers=tuple(answers), observation=observation, following=following)
 
-    async def _ended(self, response: Response, conversation: Conversation) -> Turn:
-        verdict = await self._in_thread(conversation.verdict)
+    async def _last(self, response: Response, judge: Callable[..., Any], *arguments: Any) -> Turn:
+        """Return the last turn of an episode, with the verdict of a function that may be asynchronous."""
+        verdict = await self._in_thread(judge, *arguments)
         return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
 
     def _in_thread[Result](self, function: Callable[..., Result], *arguments: Any) -> Awaitable[Result]:

@@ -57,7 +57,7 @@ class Figure:
         if isnan(bound):
             return _ZERO
         beyond = [value < bound if self.low else value > bound for value in values]
-        recent = _mean(values[-_tenth(values) :])
+        recent = recent_mean(values)
         if recent < bound if self.low else recent > bound:
             return f"too {adjective} at the end"
         count = sum(beyond)
@@ -154,7 +154,7 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
         verdict = figure.verdict(steps, values)
         finite = [value for value in values if isfinite(value)]
         worst = (min if figure.low else max)(finite, default=nan)
-        recent = _mean(values[-_tenth(values) :])
+        recent = recent_mean(values)
         numbers = (f"{value:.4g}" for value in (values[0], worst, recent, figure.bound(values)))
         advice = _RESTART if verdict.startswith(_NOT_FINITE) else figure.advice
         rows.append([figure.title, *numbers, verdict, "" if verdict in ("good", _ZERO) else advice])
@@ -170,6 +170,11 @@ def add_section(report: Report, logs: Sequence[Mapping[str, Any]]) -> None:
         axis.axhline(figure.bound([value for _, value in found]), color="0.5", linestyle="--", linewidth=1)
         tidy(axis, title=figure.title, xlabel="step")
         axis.locator_params(axis="x", integer=True)
+
+
+def recent_mean(values: Sequence[float]) -> float:
+    """Return the mean of the last tenth of a metric's values."""
+    return _mean(values[-_tenth(values) :])
 
 
 def _tenth(values: Sequence[float]) -> int:

@@ -51,8 +51,7 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
 
 def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
     values = [log[name] for log in logs if name in log]
-    last = values[-max(1, len(values) // 10) :]
-    return [name, *(f"{value:.4g}" for value in (values[0], values[-1], sum(last) / len(last)))]
+    return [name, *(f"{value:.4g}" for value in (values[0], values[-1], monitor.recent_mean(values)))]
 
 
 def _curricula(curricula: Curricula) -> list[list[str]]:

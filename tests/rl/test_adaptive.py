@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nemo_ext.rl.adaptive import AdaptiveShares, signals_of
 from nemo_ext.rl.plan import plan_tasks
 from nemo_ext.rl.settings import Adapt
+from tests.rl.files import write_jsonl
 
 SIGNALS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=12)
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3)
@@ -108,7 +109,7 @@ def test_a_plan_adapts_between_the_files_of_its_blend(tmp_path: Path) -> None:
             {"id": f"{name}{n}", "environment": "math", "prompt": f"{name}{n}", "reference": {"answer": "1"}}
             for n in range(4)
         )
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(tmp_path / f"{name}.jsonl", records)
     blend = {"directory": str(tmp_path), "blend": {"a": 3, "b": 1}}
 
     plan = plan_tasks({**blend, "adapt": {"groups": 2}}, steps=2, prompts=8)

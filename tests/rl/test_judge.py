@@ -33,11 +33,6 @@ def ask(asked: Judge, read: Any = str) -> Answer[Any]:
     return asyncio.run(asked.ask(HELLO, read))
 
 
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_FIRST_WAIT", 0.01)
-
-
 def test_requests_have_the_form_of_openai_clients(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sk-secret")
 

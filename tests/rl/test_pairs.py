@@ -12,18 +12,6 @@ from nemo_ext.rl.pairs import Pair, read_pairs, with_short_prompts
 from nemo_ext.rl.prompts import Prompts
 
 
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Function that writes records as JSONL and returns the path."""
-
-    def write(name: str, records: list[Any]) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path
-
-    return write
-
-
 def said(role: str, content: str, **more: str) -> dict[str, str]:
     return {"role": role, "content": content, **more}
 

@@ -12,15 +12,14 @@ import zstandard
 from nemo_ext.data.curriculum.job import run as run_curriculum
 from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile, plan_tasks
+from tests.rl.files import read_jsonl, write_jsonl
 
 
 def write(folder: Path, count: int = 10) -> Path:
-    path = folder / "tasks.jsonl"
     records = (
         {"id": str(n), "environment": "math", "prompt": "x" * n, "reference": {"answer": "1"}} for n in range(count)
     )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_jsonl(folder / "tasks.jsonl", records)
 
 
 def test_excluded_tasks_are_not_drawn(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_a_file_must_keep_a_task(tmp_path: Path) -> None:
 def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:
     path = write(tmp_path)
     rollouts = tmp_path / "rollouts.jsonl"
-    rollouts.write_text("".join(json.dumps({"id": str(n), "reward": n % 2}) + "\n" for n in range(10) for _ in "ab"))
+    write_jsonl(rollouts, ({"id": str(n), "reward": n % 2} for n in range(10) for _ in "ab"))
     words = ["batch=2", "steps=9", "exhausted=repeat", "filters.drop_from=null"]
     run_curriculum(
         compose("curriculum", [f"prompts={path}", f"rollouts={rollouts}", f"output={tmp_path / 'c'}", *words])
@@ -77,7 +76,7 @@ def test_tasks_of_other_files_are_the_same(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path)
     other = tmp_path / f"other{suffix}"
     if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([json.loads(line) for line in path.read_text().splitlines()]), other)
+        pq.write_table(pa.Table.from_pylist(read_jsonl(path)), other)
     else:
         other.write_bytes({".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix](path.read_bytes()))
 

@@ -9,15 +9,14 @@ import pytest
 
 from nemo_ext.rl.plan import PlannedTasks, plan_tasks
 from nemo_ext.rl.reprofile import BEGUN, ROLLOUTS, Change, Curricula
+from tests.rl.files import write_jsonl
 
 
 def tasks(folder: Path, count: int = 12) -> Path:
-    path = folder / "tasks.jsonl"
     records = (
         {"id": f"t{n}", "environment": "math", "prompt": str(n), "reference": {"answer": "1"}} for n in range(count)
     )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_jsonl(folder / "tasks.jsonl", records)
 
 
 def made(folder: Path, train: dict[str, Any] | None = None, **reprofile: Any) -> Curricula:
@@ -40,7 +39,7 @@ def answer(curricula: Curricula, number: int, right: Callable[[int], int], *, st
         for n in range(len(curricula.tasks))
         for sample in range(curricula.settings.samples)
     )
-    (curricula.of_number(number) / ROLLOUTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(curricula.of_number(number) / ROLLOUTS, lines)
     curricula.make(number)
 
 
@@ -108,7 +107,7 @@ def test_curricula_follow_each_other(tmp_path: Path) -> None:
     from nemo_ext.job.config import compose
 
     path, rollouts = tasks(tmp_path, 40), tmp_path / "rollouts.jsonl"
-    rollouts.write_text("".join(json.dumps({"id": f"t{n}", "reward": n % 2}) + "\n" for n in range(40) for _ in "ab"))
+    write_jsonl(rollouts, ({"id": f"t{n}", "reward": n % 2} for n in range(40) for _ in "ab"))
     words = [f"prompts={path}", f"rollouts={rollouts}", f"output={tmp_path / 'first'}", "batch=2", "steps=8"]
     run(compose("curriculum", [*words, "filters.drop_from=null", "sigma=0.3"]))
     train = {"curriculum": str(tmp_path / "first")}

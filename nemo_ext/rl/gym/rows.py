@@ -78,7 +78,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
         if not isinstance(reference, Mapping):
             raise ValueError(f"{METADATA}.reference must be a mapping, not {reference!r:.200}")
     else:
-        metadata, reference = {}, _gym_reference(row, environment, tools)
+        metadata, reference = {}, _gym_reference(row, environment)
     return Task(
         id=str(metadata.get("id", "")),
         environment=environment,
@@ -155,7 +155,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)  # type: ignore[arg-type]
 
 
-def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
+def _gym_reference(row: Mapping[str, Any], environment: str) -> Mapping[str, Any]:
     """Return our reference for a row of one of Gym's own servers; raise ValueError if the row is for another server."""
     for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):

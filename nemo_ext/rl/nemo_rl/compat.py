@@ -19,24 +19,28 @@ from unittest.mock import patch
 from nemo_ext.rl.environments import known_environments
 from nemo_ext.rl.job import SAVE_BY
 
-# Return values of grpo.setup, in order. 0.5 and 0.6:
-_TEN = "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
-# 0.7 and later:
-_THIRTEEN = (
-    "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer save_state "
-    "config teacher_worker_groups alias_to_group_alias"
-)
-# Return values of distillation.setup, in order, in 0.7 and later:
-_ELEVEN = (
-    "policy teacher policy_generation nemo_gym dataloader val_dataloader loss_fn logger checkpointer save_state config"
-)
-_NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config"
-
-
-_PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
-"""Items of `grpo.setup` that only some versions return and pass on to the asynchronous loop."""
 FITS = "0.5 to 0.7, and main of 2026-08-22 (7ea279a)"
 """Supported versions of NeMo-RL."""
+_SETUP = {
+    "grpo": (
+        f"10 (0.5, 0.6) or 13 (0.7 and later); use a supported version of NeMo-RL, {FITS}",
+        "policy policy_generation cluster dataloader val_dataloader loss_fn logger checkpointer save_state config",
+        "policy policy_generation nemo_gym cluster dataloader val_dataloader loss_fn logger checkpointer save_state "
+        "config teacher_worker_groups alias_to_group_alias",
+    ),
+    "distillation": (
+        "11; use NeMo-RL 0.7, or its main branch of 2026-08-22",
+        "policy teacher policy_generation nemo_gym dataloader val_dataloader loss_fn logger checkpointer save_state "
+        "config",
+    ),
+    "dpo": (
+        f"9; use a supported version of NeMo-RL, {FITS}",
+        "policy cluster dataloader val_dataloader loss_fn logger checkpointer save_state config",
+    ),
+}
+"""By algorithm: the expected number of results of its `setup` with a remedy, and their names in order by version."""
+_PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
+"""Items of `grpo.setup` that only some versions return and pass on to the asynchronous loop."""
 PREFIX = "nemo_ext_"
 """Prefix that our environments' names have in NeMo-RL."""
 ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
@@ -47,29 +51,14 @@ Ready = SimpleNamespace
 """Results of the `setup` of an algorithm as attributes; `config` is a dict in 0.5 and a pydantic model later."""
 
 
-def grpo() -> ModuleType:
-    """Import NeMo-RL's GRPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
-    return _module("nemo_rl.algorithms.grpo")
-
-
-def distillation() -> ModuleType:
-    """Import NeMo-RL's module of distillation from logits; raise ValueError with a remedy if it cannot be imported."""
-    return _module("nemo_rl.algorithms.distillation")
-
-
-def dpo() -> ModuleType:
-    """Import NeMo-RL's DPO module; raise ValueError with a remedy if NeMo-RL cannot be imported."""
-    return _module("nemo_rl.algorithms.dpo")
-
-
-def asynchronous() -> ModuleType:
-    """Import NeMo-RL's module with the asynchronous loop's actors; raise ValueError if it cannot be imported."""
-    return _module("nemo_rl.algorithms.async_utils")
+def algorithm(name: str) -> ModuleType:
+    """Import a module of NeMo-RL's `algorithms`; raise ValueError with a remedy if NeMo-RL cannot be imported."""
+    return _module(f"nemo_rl.algorithms.{name}")
 
 
 def refills() -> bool:
     """Return whether the asynchronous collector replaces missing groups of a step (since 0.7)."""
-    return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
+    return hasattr(plain_class(part(algorithm("async_utils"), "ReplayBuffer")), "get_trajectories_needed")
 
 
 def part(module: ModuleType, name: str) -> Any:
@@ -126,33 +115,18 @@ def with_gym(config: dict[str, Any], tokenizer: Any, validation: int) -> None:
     config["grpo"] |= {"max_val_samples": validation, "val_batch_size": validation}
 
 
-def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup` and return its results as named attributes; raise ValueError if their number is unexpected."""
-    items = grpo().setup(config, tokenizer, dataset, val_dataset)
-    names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
-    if names is None:
-        raise ValueError(
-            f"NeMo-RL's grpo.setup returned {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later); use a "
-            f"supported version of NeMo-RL, {FITS}"
-        )
-    return Ready(**dict(zip(names.split(), items, strict=True)))
+def set_up(name: str, config: Any, tokenizer: Any, *data: Any) -> Ready:
+    """Call an algorithm's `setup` and return its results by name; raise ValueError if their number is unexpected.
 
-
-def set_up_distillation(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `distillation.setup` and return its results by name; raise ValueError if their number is unexpected."""
-    items, names = distillation().setup(config, tokenizer, dataset, val_dataset), _ELEVEN.split()
-    if len(items) != len(names):
-        raise ValueError(
-            f"NeMo-RL's distillation.setup returned {len(items)} items instead of {len(names)}; use "
-            "NeMo-RL 0.7, or its main branch of 2026-08-22"
-        )
-    return Ready(**dict(zip(names, items, strict=True)))
-
-
-def set_up_dpo(config: Any, tokenizer: Any, dataset: Any, val_datasets: Mapping[str, Any]) -> Ready:
-    """Call `dpo.setup` and return its nine results, the same in all versions, as named attributes."""
-    items = dpo().setup(config, tokenizer, dataset, dict(val_datasets))
-    return Ready(**dict(zip(_NINE.split(), items, strict=True)))
+    Args:
+        data: dataset, and validation dataset or datasets.
+    """
+    items = algorithm(name).setup(config, tokenizer, *data)
+    expected, *versions = _SETUP[name]
+    for names in map(str.split, versions):
+        if len(names) == len(items):
+            return Ready(**dict(zip(names, items, strict=True)))
+    raise ValueError(f"NeMo-RL's {name}.setup returned {len(items)} items instead of {expected}")
 
 
 def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
@@ -162,7 +136,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
         environments: mapping from the tasks' names in NeMo-RL to environment actors.
         val_environments: the same for validation; None if there is none.
     """
-    module = grpo()
+    module = algorithm("grpo")
     first = (ready.policy, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
     if is_async(ready.config):
@@ -175,16 +149,16 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_distillation(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], val_environments: Any) -> None:
-    """Run distillation to its end; `ready` has `set_up_distillation`'s results, the rest is as in `train_grpo`."""
+    """Run distillation to its end; `ready` are the results of `set_up`, and the rest is as in `train_grpo`."""
     first = (ready.policy, ready.teacher, ready.policy_generation, ready.dataloader, ready.val_dataloader, tokenizer)
     then = (ready.logger, ready.checkpointer, ready.save_state, ready.config)
-    distillation().distillation_train(*first, ready.loss_fn, dict(environments), val_environments, *then)
+    algorithm("distillation").distillation_train(*first, ready.loss_fn, dict(environments), val_environments, *then)
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO to its end; `ready` are the results of `set_up_dpo`, whose `loss_fn` may have been replaced."""
+    """Run DPO to its end; `ready` are the results of `set_up`, whose `loss_fn` may have been replaced."""
     first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
-    dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
+    algorithm("dpo").dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
 
 @contextlib.contextmanager
@@ -315,7 +289,7 @@ def create_environment(name: str, config: Mapping[str, Any]) -> Any:
 
 def baseline_modules() -> list[ModuleType]:
     """Return the modules that import `calculate_baseline_and_std_per_prompt` into their own namespace."""
-    modules = [grpo()]
+    modules = [algorithm("grpo")]
     # 0.6 and later compute advantages in a separate module.
     if importlib.util.find_spec("nemo_rl.algorithms.advantage_estimator") is not None:
         modules.append(_module("nemo_rl.algorithms.advantage_estimator"))
@@ -324,7 +298,7 @@ def baseline_modules() -> list[ModuleType]:
 
 def has_estimator() -> bool:
     """Return whether NeMo-RL has estimator objects, which compute advantages from the batch (0.6 and later)."""
-    return hasattr(grpo(), "_create_advantage_estimator")
+    return hasattr(algorithm("grpo"), "_create_advantage_estimator")
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

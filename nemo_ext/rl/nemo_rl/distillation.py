@@ -13,7 +13,7 @@ from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.nemo_rl import compat
 from nemo_ext.rl.nemo_rl.dropping import Replacement
 
-_Collector: Any = compat.plain_class(compat.part(compat.asynchronous(), "AsyncTrajectoryCollector"))
+_Collector: Any = compat.plain_class(compat.part(compat.algorithm("async_utils"), "AsyncTrajectoryCollector"))
 
 
 class Collector(_Collector):
@@ -38,5 +38,5 @@ class Collector(_Collector):
 @contextlib.contextmanager
 def routed(by: Literal["environment", "domain"]) -> Iterator[None]:
     """Context in which the teacher of a response is selected by its task's environment or domain."""
-    with patch.object(compat.asynchronous(), "AsyncTrajectoryCollector", Replacement(Collector, by=by)):
+    with patch.object(compat.algorithm("async_utils"), "AsyncTrajectoryCollector", Replacement(Collector, by=by)):
         yield

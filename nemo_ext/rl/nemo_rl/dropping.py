@@ -52,8 +52,8 @@ class Tally:
         return {**numbers, "batches": self.generated / prompts, "reward": self.reward / max(self.generated, 1)}
 
 
-_Collector: Any = compat.plain_class(compat.part(compat.asynchronous(), "AsyncTrajectoryCollector"))
-_Buffer: Any = compat.plain_class(compat.part(compat.asynchronous(), "ReplayBuffer"))
+_Collector: Any = compat.plain_class(compat.part(compat.algorithm("async_utils"), "AsyncTrajectoryCollector"))
+_Buffer: Any = compat.plain_class(compat.part(compat.algorithm("async_utils"), "ReplayBuffer"))
 
 
 class Buffer(_Buffer):
@@ -250,7 +250,7 @@ def dropping(*, prompts: int, batches: int) -> Iterator[Callable[[int], Mapping[
     Yields:
         Function to call when a step is logged, which returns the step's metrics; steps are counted from 1.
     """
-    module, buffer = compat.asynchronous(), Replacement(Buffer, prompts=prompts, batches=batches)
+    module, buffer = compat.algorithm("async_utils"), Replacement(Buffer, prompts=prompts, batches=batches)
 
     def metrics(step: int) -> Mapping[str, float]:
         values: Mapping[str, float] = importlib.import_module("ray").get(buffer.actor.metrics.remote(step - 1))

@@ -199,7 +199,7 @@ def scored(
         learn: function that is called with every generated batch's rewards, `[prompts, responses]`, before dynamic
             sampling; only in the synchronous loop.
     """
-    module = compat.grpo()
+    module = compat.algorithm("grpo")
     marker = tokenizer(CLOSE, add_special_tokens=False).input_ids
     with contextlib.ExitStack() as stack:
         for place in compat.baseline_modules():

@@ -37,7 +37,7 @@ def penalised(
     Raises:
         ValueError: a setting is invalid, or this NeMo-RL has no penalties.
     """
-    penalties, module = checked(Penalties, settings, "penalties"), compat.grpo()
+    penalties, module = checked(Penalties, settings, "penalties"), compat.algorithm("grpo")
     apply = compat.part(module, "_apply_message_level_advantage_penalties")
     name = "_apply_configured_message_level_advantage_penalties"
     compat.part(module, name)
@@ -78,7 +78,7 @@ def replayed() -> Iterator[dict[str, float]]:
         Metrics of the newest batch: `replayed_routes`, the share of generated tokens with known experts. vLLM returns
         none for some tokens (prefix caching with chunked prefill), and Megatron's routers then select them.
     """
-    module, shares = compat.grpo(), dict[str, float]()
+    module, shares = compat.algorithm("grpo"), dict[str, float]()
     name = "_preserve_router_replay_routed_experts"
     preserve = compat.part(module, name)
 

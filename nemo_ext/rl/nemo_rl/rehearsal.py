@@ -82,7 +82,7 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
     Args:
         master: master config, whose `policy.generation` is completed in place.
     """
-    module = {"grpo": compat.grpo, "distillation": compat.distillation, "dpo": compat.dpo}[section]()
+    module = compat.algorithm(section)
     config = {**master}
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")
     try:
@@ -94,12 +94,11 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
             if section != "dpo":
                 loop = config[section]
                 data = _Data((steps + 2) * int(loop["num_prompts_per_step"]))
-                set_up = compat.set_up_grpo if section == "grpo" else compat.set_up_distillation
-                ready = set_up(master_config, tokenizer, data, _Data(8))
+                ready = compat.set_up(section, master_config, tokenizer, data, _Data(8))
                 size, pairs = loop["num_prompts_per_step"] * loop["num_generations_per_prompt"], 1
             else:
                 data = _Data(steps * int(config["policy"]["train_global_batch_size"]))
-                ready = compat.set_up_dpo(master_config, tokenizer, data, {"default": _Data(8)})
+                ready = compat.set_up(section, master_config, tokenizer, data, {"default": _Data(8)})
                 size, pairs = config["policy"]["train_global_batch_size"], 2
                 validation = config["dpo"]["val_global_batch_size"]
                 _divide(ready.policy, validation, validation, config["dpo"]["val_micro_batch_size"], pairs)
@@ -197,7 +196,7 @@ def main() -> int:
     """Check the config in a file with `rehearse`; print the reason if it is rejected, and return the exit code."""
     run = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        compat.grpo()
+        compat.algorithm("grpo")
     except ValueError as error:
         print(error)
         return NO_PACKAGES

@@ -19,7 +19,7 @@ REWARDS = "preference_rewards"
 """Key of the true rewards in a batch, `[2 x pairs]`, in the order chosen, rejected, chosen, ..."""
 
 
-_DPOLoss: Any = compat.part(compat.dpo(), "DPOLossFn")
+_DPOLoss: Any = compat.part(compat.algorithm("dpo"), "DPOLossFn")
 
 
 class RPOLoss(_DPOLoss):
@@ -80,7 +80,7 @@ class WithRewards:
 @contextlib.contextmanager
 def padded_rewards() -> Iterator[None]:
     """Context in which NeMo-RL also pads the true rewards when it pads the last validation batch."""
-    module = compat.dpo()
+    module = compat.algorithm("dpo")
     pad = module.maybe_pad_last_batch
 
     def padded(batch: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -196,9 +196,8 @@ def _responses(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any
     validated = [name for name in ([] if validation is None else validation.environments()) if name in settings]
     validators = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in validated}
     try:
-        module = compat.grpo() if kind == "grpo" else compat.distillation()
-        set_up = compat.set_up_grpo if kind == "grpo" else compat.set_up_distillation
-        ready = set_up(compat.master_config(module, master), tokenizer, *datasets)
+        module = compat.algorithm(kind)
+        ready = compat.set_up(kind, compat.master_config(module, master), tokenizer, *datasets)
         if level == "group":
             ready.policy.train = by_group(ready.policy.train, groups.generations)
         elif level is not None:
@@ -292,12 +291,13 @@ def _dpo(
         if pairs.get(key) is not None
     )
     named = {"default": validation[0]} if validation else {}
-    ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
+    module = compat.algorithm("dpo")
+    ready = compat.set_up("dpo", compat.master_config(module, master), tokenizer, train, named)
     watched = WithEnvironments(ready.logger.log_metrics, {}, {}, metrics=metrics)
     ready.logger.log_metrics = watched
     dpo = master["dpo"]
     steps = min(dpo["max_num_steps"], dpo["max_num_epochs"] * len(ready.dataloader))
-    with compat.clocks(compat.dpo()) as clocks, _as_rpo(config, ready) if with_rewards else contextlib.nullcontext():
+    with compat.clocks(module) as clocks, _as_rpo(config, ready) if with_rewards else contextlib.nullcontext():
         compat.train_dpo(ready, tokenizer)
     return _end(ready, watched.last_step, steps, clocks)
 

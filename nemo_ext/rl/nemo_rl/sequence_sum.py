@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_ext.rl.nemo_rl import compat
 
-_PolicyLoss: Any = compat.part(compat.grpo(), "ClippedPGLossFn")
+_PolicyLoss: Any = compat.part(compat.algorithm("grpo"), "ClippedPGLossFn")
 _CALL = inspect.signature(_PolicyLoss.__call__)
 _SCALED = ("loss", "kl_penalty")
 """Metrics that NeMo-RL normalises in the same way as the loss."""

@@ -1,7 +1,6 @@
 """TRL's trainers with our prompts, rewards, records and callbacks."""
 
 import json
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,6 +21,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.files import write_text
+from nemo_ext.job.interrupts import signals_to
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.records import json_line
 from nemo_ext.job.seeds import digest
@@ -922,12 +922,8 @@ class Stop(TrainerCallback):
             self.asked = True
             notice("stopping and saving after this step; a second signal ends the run at once")
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_to(ask):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Reward:

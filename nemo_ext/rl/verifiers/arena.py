@@ -9,9 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.job.settings import checked, checked_whole
@@ -19,7 +17,7 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.judge import make_judge
+from nemo_ext.rl.verifiers.judge import NotBlank, make_judge
 
 _CLEAR = 3
 _GAMES = {"A>>B": (1, _CLEAR), "A>B": (1, 1), "A=B": (0.5, 1), "B>A": (0, 1), "B>>A": (0, _CLEAR)}
@@ -49,8 +47,8 @@ _CRITERIA = """\
 class Reference:
     """Request, and the baseline's answer to it."""
 
-    question: Annotated[str, Field(pattern=r"\S")]
-    answer: Annotated[str, Field(pattern=r"\S")]
+    question: NotBlank
+    answer: NotBlank
 
 
 check = partial(checked, Reference, where="reference", strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.job.settings import checked, checked_whole
@@ -18,7 +18,7 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.judge import make_judge
+from nemo_ext.rl.verifiers.judge import MaybeText, NotBlank, make_judge
 
 _GRADE = re.compile(r"\[\[\s*(?:grade:\s*)?(0|[1-9][0-9]{0,3})\s*\]\]", re.IGNORECASE)
 _INSTRUCTIONS = """\
@@ -48,10 +48,10 @@ class Reference:
         answer: reference answer shown to the judge; "" if there is none.
     """
 
-    question: Annotated[str, Field(pattern=r"\S")]
-    rubric: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
+    question: NotBlank
+    rubric: MaybeText = ""
     best: Annotated[int, Field(ge=1, le=1000)] | None = None
-    answer: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
+    answer: MaybeText = ""
 
 
 def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> Reference:

@@ -18,6 +18,10 @@ from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
 
+NotBlank = Annotated[str, Field(pattern=r"\S")]
+"""Text that is not blank."""
+MaybeText = Annotated[str, BeforeValidator(lambda given: given or "")]
+"""Text that may be missing: null means ""."""
 CORRECT, INCORRECT = "[[correct]]", "[[incorrect]]"
 _MARKDOWN = "*_`#> \t"
 _INSTRUCTIONS = f"""\
@@ -46,9 +50,9 @@ class Reference:
         rubric: further criteria for the judge; "" if there are none.
     """
 
-    question: Annotated[str, Field(pattern=r"\S")]
-    answer: Annotated[str, Field(pattern=r"\S")]
-    rubric: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
+    question: NotBlank
+    answer: NotBlank
+    rubric: MaybeText = ""
 
 
 check = partial(checked, Reference, where="reference", strict=True)

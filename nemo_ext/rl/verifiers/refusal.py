@@ -9,9 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator
+from typing import Any
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole
@@ -19,7 +17,7 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.rl.verifiers.judge import make_judge, parse_verdict
+from nemo_ext.rl.verifiers.judge import MaybeText, make_judge, parse_verdict
 
 OPENING = 300
 """Number of characters at the start of an answer in which a refusal is searched for."""
@@ -89,7 +87,7 @@ class Reference:
     """
 
     refuse: bool
-    question: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
+    question: MaybeText = ""
 
 
 def check(reference: Mapping[str, Any], *, judged: bool = False) -> Reference:

@@ -1,25 +1,15 @@
 """Rewards of our servers on the rollouts that NeMo Gym ships, compared with its own servers."""
 
-import json
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rl.files import gym_data, read_jsonl
+
 pytestmark = pytest.mark.gym
 
 Serve = Callable[..., Any]
-
-
-def shipped(server: str, file: str) -> list[dict[str, Any]]:
-    """Records of a data file of one of Gym's servers."""
-    found = find_spec("resources_servers")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs nemo-gym")
-    path = Path(next(iter(found.submodule_search_locations))) / server / "data" / file
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def prompt(record: dict[str, Any]) -> str:
@@ -31,9 +21,9 @@ def rewards(
     serve: Serve, server: str, *, reward: str = "reward", **config: Any
 ) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
     """Our reward and Gym's for each shipped rollout, and our errors with Gym's rewards for refused rows."""
-    examples = {prompt(record): record for record in shipped(server, "example.jsonl")}
+    examples = {prompt(record): record for record in read_jsonl(gym_data(server) / "example.jsonl")}
     client, made, refused = serve(**config), [], []
-    for record in shipped(server, "example_rollouts.jsonl"):
+    for record in read_jsonl(gym_data(server) / "example_rollouts.jsonl"):
         row = examples.get(prompt(record), {}) | record
         # Some come from an older Gym, which wrote null for defaults.
         for part in ("responses_create_params", "response"):

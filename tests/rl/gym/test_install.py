@@ -14,6 +14,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.install import SERVERS, examples, run, server_config
 from nemo_ext.rl.gym.rows import of_gym
 from nemo_ext.rl.tasks import generate
+from tests.rl.files import write_jsonl
 
 
 def config(folder: Path, **given: Any) -> dict[str, Any]:
@@ -70,8 +71,7 @@ def test_the_agent_allows_every_turn_of_the_bank(tmp_path: Path) -> None:
 
 def test_task_files_become_rows(tmp_path: Path) -> None:
     tasks = [*generate("bank", 3, seed=2), *generate("arithmetic", 2, seed=2)]
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(task.record()) + "\n" for task in tasks))
+    path = write_jsonl(tmp_path / "tasks.jsonl", (task.record() for task in tasks))
 
     run(config(tmp_path, servers=["bank"], tasks=[str(path)]))
 

@@ -19,6 +19,7 @@ import pytest
 from nemo_ext.rl.gym.install import environment_config, run, server_config
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.tasks import generate
+from tests.rl.files import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.gym
 
@@ -87,10 +88,6 @@ def free_port() -> int:
         return int(opened.getsockname()[1])
 
 
-def written(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 class TestInThisProcess:
     """Gym's agents, its model server and its collection in one event loop."""
 
@@ -152,7 +149,7 @@ class TestInThisProcess:
             tasks = [asyncio.create_task(server.serve(sockets=[opened])) for server, opened in pairs]
             while not all(server.started for server in running):
                 await asyncio.sleep(0.01)
-            (source := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            source = write_jsonl(tmp_path / "rows.jsonl", rows)
             asked = rollout_collection.RolloutCollectionConfig(
                 agent_name=f"nemo_ext_{name}_agent",
                 input_jsonl_fpath=str(source),
@@ -181,7 +178,7 @@ class TestInThisProcess:
         assert "function_call" in kinds and "function_call_output" in kinds
         told = [item for item in made[2]["response"]["output"] if item.get("role") == "user"]
         assert len(told) == len(tasks[2].reference["user"])
-        assert len(written(tmp_path / "rollouts.jsonl")) == 6
+        assert len(read_jsonl(tmp_path / "rollouts.jsonl")) == 6
         (metrics,) = json.loads((tmp_path / "rollouts_aggregate_metrics.json").read_text())
         assert metrics["agent_metrics"]["mean/reward"] == pytest.approx(4 / 6)
 
@@ -258,9 +255,9 @@ class TestCommands:
         tasks = list(generate("bank", 5, seed=8))
         endpoint.reply = Teller(reply, tasks, lazy={tasks[4].id})
         rows = folder / "resources_servers/nemo_ext/data/bank/example.jsonl"
-        assert written(rows) == [json.loads(json.dumps(to_gym(task))) for task in tasks]
+        assert read_jsonl(rows) == [json.loads(json.dumps(to_gym(task))) for task in tasks]
 
         gym("eval", "run", "--no-serve", "-a", "nemo_ext_bank_agent", "-i", str(rows), "-o", str(folder / "made.jsonl"))
 
-        made = sorted(written(folder / "made.jsonl"), key=lambda one: one["_ng_task_index"])
+        made = sorted(read_jsonl(folder / "made.jsonl"), key=lambda one: one["_ng_task_index"])
         assert [one["reward"] for one in made] == [1.0, 1.0, 1.0, 1.0, 0.0]

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.compat import setting
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
@@ -39,6 +39,14 @@ def nemo_rl() -> ModuleType:
     if not ROOT:
         pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
     return importlib.import_module("nemo_rl.algorithms.grpo")  # a checkout that cannot be imported is a failure
+
+
+@pytest.fixture(scope="session")
+def real() -> Checkout:
+    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
+    if not ROOT:
+        pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
+    return Checkout(ROOT)
 
 
 @pytest.fixture(scope="session")
@@ -392,19 +400,6 @@ def _config(name: str, tokenizer: Path, *overrides: str) -> dict[str, Any]:
     config = module.load_config(f"{ROOT}/examples/configs/{name}.yaml")
     common = [f"policy.tokenizer.name={tokenizer}", "checkpointing.enabled=false", "logger.wandb_enabled=false"]
     return omegaconf.to_container(module.parse_hydra_overrides(config, [*common, *overrides]), resolve=True)
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Function that writes records to a file in the test's folder."""
-
-    def write(name: str, records: Sequence[Mapping[str, Any]]) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path
-
-    return write
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from nemo_ext.data.curriculum.layout import CURRICULUM
 from nemo_ext.job.config import compose
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records
 from nemo_ext.rl.plan import TaskFile, check_references, plan_tasks
+from tests.rl.files import write_jsonl
 
 
 def records(name: str, count: int) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def test_shares_that_do_not_divide_a_step_even_out(
 ) -> None:
     folder = tmp_path_factory.mktemp("blend")
     for name in "abc":
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records(name, 5)))
+        write_jsonl(folder / f"{name}.jsonl", records(name, 5))
     blend = {"directory": str(folder), "blend": dict(zip("abc", weights, strict=True))}
 
     tasks = plan_tasks(blend, steps=steps, prompts=prompts)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import arithmetic, schemas
+from tests.rl.files import write_jsonl
 
 pytestmark = pytest.mark.nemo_rl
 
@@ -123,15 +124,10 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("small"), 120)
 
 
-def written(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture(scope="session")
 def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tasks(STEPS * PROMPTS // 2, seed=2)
-    return written(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", (task.record() for task in made))
+    return write_jsonl(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", (task.record() for task in made))
 
 
 @dataclass
@@ -196,7 +192,7 @@ def test_a_resumed_run_is_bit_identical(runs: Runs, tiny_llama: Path, tmp_path: 
     from transformers import AutoModelForCausalLM
 
     train, valid = (
-        written(tmp_path / f"{name}.jsonl", (task.record() for task in arithmetic.tasks(8, seed=seed, level=1)))
+        write_jsonl(tmp_path / f"{name}.jsonl", (task.record() for task in arithmetic.tasks(8, seed=seed, level=1)))
         for seed, name in enumerate(("train", "valid"))
     )
     words = (
@@ -235,7 +231,9 @@ def test_a_file_that_teaches_nothing_loses_its_weight(
         rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": least, "relation": "at least"}}
         reference = {"instructions": [rule], "mode": "all"}
         task = {"environment": "instructions", "thinking": False, "reference": reference}
-        written(tmp_path / f"{name}.jsonl", ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9)))
+        write_jsonl(
+            tmp_path / f"{name}.jsonl", ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9))
+        )
     train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
     words = [word for word in grpo(tmp_path, "{instructions: {}}", prompts=4) if not word.startswith("tasks.")]
     words += [train, "rl.lengths={prompt: 256, response: 8}"]
@@ -354,7 +352,7 @@ def pairs(tmp_path: Path) -> Path:
     made = tasks(PAIR_STEPS * PAIRS // 2, seed=3)
     rows = [(message_of(task), solved(task), "I do not know.") for task in made]
     said = [(user, *([{"role": "assistant", "content": text}] for text in texts)) for user, *texts in rows]
-    return written(
+    return write_jsonl(
         tmp_path / "pairs.jsonl",
         (
             {

@@ -1,7 +1,6 @@
 """A precision plan in the config of a real checkout, and settings that it cannot express."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +19,7 @@ from nemo_ext.rl.nemo_rl.precision import IGNORED
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
 
-ROOT = os.environ.get("NEMO_RL_ROOT")
 RULES = ["* bf16", "M>* bf16", "head bf16"]
-
-
-@pytest.fixture(scope="session")
-def real() -> Checkout:
-    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
-    if not ROOT:
-        pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
-    return Checkout(ROOT)
 
 
 @pytest.fixture

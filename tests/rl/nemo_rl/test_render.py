@@ -1,4 +1,3 @@
-import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,6 @@ from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.rendering import Rendered
 from nemo_ext.rl.teachers import divergence
 
-ROOT = os.environ.get("NEMO_RL_ROOT")
 # Keys as 0.5 has them, in the forms that NeMo-RL writes them in.
 GRPO = """
 from typing import Any, NotRequired, TypedDict
@@ -71,8 +69,7 @@ def loaded(preset: str, real: Checkout) -> Algorithm:
 
 
 def module_of(algorithm: Algorithm) -> ModuleType:
-    modules = {"grpo": compat.grpo, "distillation": compat.distillation, "dpo": compat.dpo}
-    return modules[section_of(algorithm)]()
+    return compat.algorithm(section_of(algorithm))
 
 
 @pytest.fixture
@@ -90,14 +87,6 @@ def checkout(tmp_path: Path) -> Checkout:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return Checkout(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def real() -> Checkout:
-    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
-    if not ROOT:
-        pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
-    return Checkout(ROOT)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +226,7 @@ def test_the_divergence_is_that_of_nemo_rl(real: Checkout, nemo_rl: ModuleType, 
 
     algorithm = load("logit_distillation", {"distillation": {"logits": {"top_k": 5, "forward_share": share}}})
     assert isinstance(algorithm, PolicyGradient) and algorithm.logits is not None
-    module = compat.distillation()
+    module = compat.algorithm("distillation")
     config = compat.master_config(module, real.config("distillation", render(algorithm, real).settings))
     loss_fn = module.DistillationLossFn(compat.setting(config, "loss_fn"))
     torch.manual_seed(1)

@@ -14,11 +14,6 @@ from nemo_ext.rl.rewards.rlhf import rlhf_rewards
 PROMPT = (Message(role="user", content="Name a number."),)
 
 
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
-
-
 def group(*answers: str) -> list[Response]:
     return [parse_response(f"<think>{'hm ' * (place + 1)}</think>{answer}") for place, answer in enumerate(answers)]
 

@@ -2,16 +2,14 @@
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
+from tests.rl.verdicts import verdict_on
 
 
 def outcome(task: Task, answer: str) -> str:
-    environment = make("instructions")
-    assert environment.verify is not None
-    return environment.verify(parse_response(answer), environment.check(task.reference)).outcome  # type: ignore[union-attr]
+    return verdict_on(make("instructions"), answer, task.reference).outcome
 
 
 def held(task: Task) -> list[str]:

@@ -1,17 +1,14 @@
 """Prompts with instructions, each with a text that follows them."""
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.instructions import solution
+from tests.rl.verdicts import verdict_on
 
 
 def outcome(task: Task, answer: str) -> str:
-    environment = make("instructions")
-    assert environment.verify is not None
-    verdict = environment.verify(parse_response(answer), environment.check(task.reference))
-    return verdict.outcome  # type: ignore[union-attr]
+    return verdict_on(make("instructions"), answer, task.reference).outcome
 
 
 def test_solutions_of_other_tasks_are_wrong_with_many_instructions() -> None:

@@ -10,6 +10,7 @@ from nemo_ext.rl.rewards.genrm import genrm_reward
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run
 from nemo_ext.rl.worlds.python_tool import TOOL
+from tests.rl.files import write_jsonl
 
 CHATS = [
     {
@@ -23,11 +24,6 @@ CHATS = [
 ]
 
 
-def written(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def comparison(**changed: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "2 + 2?"}]
     messages += [{"role": f"response_{place}", "content": text} for place, text in ((1, "4"), (2, "<|eot|>5"))]
@@ -39,7 +35,7 @@ def job(*words: str) -> None:
 
 
 def test_conversations_become_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records, output = written(tmp_path / "chats.jsonl", CHATS), tmp_path / "tasks.jsonl"
+    records, output = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "tasks.jsonl"
 
     job(f"records={records}", "environment=chat", f"output={output}", "thinking=true")
 
@@ -58,7 +54,7 @@ def test_tasks_of_mathematics_get_python(tmp_path: Path, capsys: pytest.CaptureF
     tasks, output = [*generate("arithmetic", 2, seed=1), *generate("tables", 1, seed=1)], tmp_path / "tasks.jsonl"
 
     job(
-        f"records={written(tmp_path / 'math.jsonl', [task.record() for task in tasks])}",
+        f"records={write_jsonl(tmp_path / 'math.jsonl', [task.record() for task in tasks])}",
         "environment=python_tool",
         f"output={output}",
     )
@@ -73,7 +69,7 @@ def test_tasks_in_a_terminal_get_the_shell(tmp_path: Path) -> None:
     record = {"id": "1", "environment": "terminal", "prompt": "Write 7 to total.txt.", "reference": {"test": "true"}}
     output = tmp_path / "tasks.jsonl"
 
-    job(f"records={written(tmp_path / 'shell.jsonl', [record])}", "environment=terminal", f"output={output}")
+    job(f"records={write_jsonl(tmp_path / 'shell.jsonl', [record])}", "environment=terminal", f"output={output}")
 
     (task,) = TaskFile(output).tasks
     assert task.environment == "terminal" and task.tools[0]["function"]["name"] == "bash"
@@ -83,7 +79,7 @@ def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pyt
     records = [comparison(), comparison(id="q", ranking=7), comparison(id="r", messages=[])]
     output = tmp_path / "tasks.jsonl"
 
-    job(f"records={written(tmp_path / 'genrm.jsonl', records)}", "environment=genrm", f"output={output}")
+    job(f"records={write_jsonl(tmp_path / 'genrm.jsonl', records)}", "environment=genrm", f"output={output}")
 
     (task,) = TaskFile(output).tasks
     assert task.reference == {"score_1": 5, "ranking": 1}
@@ -96,7 +92,7 @@ def test_comparisons_become_tasks_for_any_chat_model(tmp_path: Path, capsys: pyt
 
 def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     scores = {"score_1": 5, "score_2": 1, "ranking": 1}
-    records, chats = written(tmp_path / "genrm.jsonl", [comparison(**scores)]), tmp_path / "chats.jsonl"
+    records, chats = write_jsonl(tmp_path / "genrm.jsonl", [comparison(**scores)]), tmp_path / "chats.jsonl"
     words = ["environment=genrm", f"output={tmp_path / 'tasks.jsonl'}", f"solutions={chats}", "thinking=false"]
 
     job(f"records={records}", *words)
@@ -107,7 +103,7 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     assert (asked["content"], chat["thinking"]) == (task.prompt[0].content, False)
     reward = genrm_reward(answer["content"], helpfulness=(5, 1), ranking=1)
     assert reward.total == 0, "the best that a judge can earn"
-    written(records, [comparison()])
+    write_jsonl(records, [comparison()])
     with pytest.raises(ValueError, match="p has no score_2"):
         job(f"records={records}", *words)
 
@@ -124,7 +120,7 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     ],
 )
 def test_errors_name_the_problem(words: list[str], said: str, tmp_path: Path) -> None:
-    records = written(tmp_path / "chats.jsonl", CHATS)
+    records = write_jsonl(tmp_path / "chats.jsonl", CHATS)
 
     with pytest.raises(ValueError, match=said):
         job(f"records={records}", f"output={tmp_path / 'out.jsonl'}", *words)

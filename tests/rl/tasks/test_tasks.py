@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_ext.chat.response import Response, parse_response
+from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.job.config import compose
 from nemo_ext.rl.environments import Environment, make
@@ -15,6 +15,7 @@ from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run as make_tasks
 from nemo_ext.rl.tasks.job import solved_task
 from nemo_ext.rl.verdict import Verdict
+from tests.rl.verdicts import verdict_on
 
 NAMES = ("arithmetic", "tables", "schemas", "instructions", "conversations", "long_documents", "tool_calls")
 
@@ -27,12 +28,8 @@ def environments() -> dict[str, Environment]:
 
 
 def verdict(environments: dict[str, Environment], task: Task, given: str | tuple[ToolCall, ...]) -> Verdict:
-    made = environments[task.environment]
-    assert made.verify is not None
-    response = parse_response(given) if isinstance(given, str) else Response(text="", tool_calls=given)
-    found = made.verify(response, made.check(task.reference))
-    assert isinstance(found, Verdict)
-    return found
+    response = given if isinstance(given, str) else Response(text="", tool_calls=given)
+    return verdict_on(environments[task.environment], response, task.reference)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,12 +20,11 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run, solved_task
 from nemo_ext.rl.tasks.tool_calls import solution
+from tests.rl.verdicts import verdict_on
 
 
 def outcome(task: Task, response: Response) -> str:
-    environment = make("tool_calls")
-    assert environment.verify is not None
-    return environment.verify(response, environment.check(task.reference)).outcome  # type: ignore[union-attr]
+    return verdict_on(make("tool_calls"), response, task.reference).outcome
 
 
 def made(calls: Sequence[ToolCall]) -> Response:

@@ -10,16 +10,13 @@ import pytest
 
 from nemo_ext.job.config import compose
 from nemo_ext.rl.job import run
+from tests.rl.files import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
 
 def job(*words: str) -> None:
     run(compose("rl", words))
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(path: Path, first: int, count: int) -> None:
@@ -33,7 +30,7 @@ def write(path: Path, first: int, count: int) -> None:
         reference = {"instructions": [rule], "mode": "all"}
         return {"id": f"t{number}", "environment": "instructions", "prompt": f"{number}", "reference": reference}
 
-    path.write_text("".join(json.dumps(task(number)) + "\n" for number in range(first, first + count)))
+    write_jsonl(path, map(task, range(first, first + count)))
 
 
 def cut_back(run_dir: Path, step: int, curricula: int) -> None:
@@ -82,16 +79,16 @@ def test_pass_rates_are_measured_again_and_a_killed_run_resumes(
     assert [change["step"] for change in changes] == [2, 4]
     assert changes[0]["checkpoint"] == "checkpoint-2"
     assert not (whole / "curricula" / "3").exists(), "at most the allowed number of curricula"
-    rollouts, report = lines(whole / "rollouts.jsonl"), (whole / "report.md").read_text()
+    rollouts, report = read_jsonl(whole / "rollouts.jsonl"), (whole / "report.md").read_text()
     for number, change in enumerate(changes, start=1):
         folder = whole / "curricula" / str(number)
-        assert len(lines(folder / "rollouts.jsonl")) == 13 * 3
+        assert len(read_jsonl(folder / "rollouts.jsonl")) == 13 * 3
         until = changes[1]["drawn"] if number == 1 else None
         drawn = [line["id"] for line in rollouts[4 * change["drawn"] :: 4]][: until and until - change["drawn"]]
-        step = [line["id"] for line in lines(folder / "curriculum.jsonl")][: len(drawn)]
+        step = [line["id"] for line in read_jsonl(folder / "curriculum.jsonl")][: len(drawn)]
         assert sorted(drawn[:2]) == sorted(step[:2]), "the first step after the change"
         assert f"| {change['step']} | {change['why']} |" in report
-    logs = [log for log in lines(whole / "metrics.jsonl") if "reward" in log]
+    logs = [log for log in read_jsonl(whole / "metrics.jsonl") if "reward" in log]
     assert [log["step"] for log in logs] == list(range(1, 7))
     for log in logs:
         scores = [line["score"] for line in rollouts if line["step"] == log["step"]]
@@ -114,7 +111,7 @@ def test_pass_rates_are_measured_again_and_a_killed_run_resumes(
         job(*words, f"run_dir={killed}")
 
         assert f"resuming from step {step}" in capsys.readouterr().err
-        assert lines(killed / "rollouts.jsonl") == rollouts
+        assert read_jsonl(killed / "rollouts.jsonl") == rollouts
         for number in (1, 2):
             for name in ("begun.json", "rollouts.jsonl", "curriculum.jsonl"):
                 both = (run_dir / "curricula" / str(number) / name for run_dir in (killed, whole))

@@ -20,6 +20,7 @@ from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
 from nemo_ext.rl.trl.run import _last_checkpoint, _run_settings
+from tests.rl.files import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -55,34 +56,20 @@ def tasks(folder: Path, *generators: str) -> Path:
 
 def letter_tasks(folder: Path, *prompts: str) -> Path:
     """Tasks that require an "e" in the answer, which a random model sometimes writes."""
-    rule = {
-        "id": "keywords:letter_frequency",
-        "kwargs": {"letter": "e", "let_frequency": 1, "let_relation": "at least"},
-    }
-    records = (
-        {
-            "id": name,
-            "environment": "instructions",
-            "prompt": name,
-            "reference": {"instructions": [rule], "mode": "all"},
-        }
-        for name in prompts
-    )
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder / "tasks.jsonl"
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    kwargs = {"letter": "e", "let_frequency": 1, "let_relation": "at least"}
+    reference = {"instructions": [{"id": "keywords:letter_frequency", "kwargs": kwargs}], "mode": "all"}
+    task = {"environment": "instructions", "reference": reference}
+    records = ({"id": name, "prompt": name, **task} for name in prompts)
+    return write_jsonl(folder / "tasks.jsonl", records)
 
 
 def trained(run: Path) -> list[dict]:
     """Rollouts that were trained on."""
-    return [line for line in lines(run / "rollouts.jsonl") if not line.get("dropped")]
+    return [line for line in read_jsonl(run / "rollouts.jsonl") if not line.get("dropped")]
 
 
 def rewards(run: Path) -> list[tuple[int, float]]:
-    return [(log["step"], log["reward"]) for log in lines(run / "metrics.jsonl") if "reward" in log]
+    return [(log["step"], log["reward"]) for log in read_jsonl(run / "metrics.jsonl") if "reward" in log]
 
 
 @pytest.mark.slow
@@ -90,13 +77,8 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_resumes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tasks(tmp_path, "arithmetic", "instructions")
-    words = (
-        "rl",
-        "preset=rl_zero",
-        f"model={model}",
-        f"tasks.train.path={path}",
-        "environments={math: {}, instructions: {}}",
-    )
+    words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}")
+    words = (*words, "environments={math: {}, instructions: {}}")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     longer = (*SMALL, "rl.schedule.steps=12")
     job(*words, *longer, f"run_dir={whole}")
@@ -110,11 +92,11 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_resumes(
 
     assert "resuming from step" in capsys.readouterr().err
     assert [step for step, _ in rewards(whole)] == list(range(1, 13))
-    assert [(line["id"], line["response"]) for line in lines(killed / "rollouts.jsonl")] == [
-        (line["id"], line["response"]) for line in lines(whole / "rollouts.jsonl")
+    assert [(line["id"], line["response"]) for line in read_jsonl(killed / "rollouts.jsonl")] == [
+        (line["id"], line["response"]) for line in read_jsonl(whole / "rollouts.jsonl")
     ]
     assert len(trained(whole)) == 48
-    assert {line["domain"] for line in lines(whole / "rollouts.jsonl")} == {"arithmetic", "instructions"}
+    assert {line["domain"] for line in read_jsonl(whole / "rollouts.jsonl")} == {"arithmetic", "instructions"}
     assert (whole / "model" / "model.safetensors").is_file()
     assert "![rewards](reward.png)" in (whole / "report.md").read_text()
     job(*words, *longer, f"run_dir={whole}")
@@ -140,8 +122,7 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
         reference = {"instructions": [{"id": "keywords:letter_frequency", "kwargs": kwargs}], "mode": "all"}
         return {"id": str(number), "environment": "instructions", "prompt": f"{number}", "reference": reference}
 
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(task(number)) + "\n" for number in range(30)))
+    path = write_jsonl(tmp_path / "tasks.jsonl", map(task, range(30)))
     words = (
         *("rl", "preset=rl_zero", f"model={model}", f"tasks.train={{path: {path}, shuffle: false}}", *SMALL),
         *("environments={instructions: {}}", "rl.schedule.steps=8", "rl.generations_per_prompt=8", "rl.batch=16"),
@@ -161,15 +142,15 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
     process.terminate()
     said += process.communicate()[1]
     assert process.returncode == 130, said
-    assert "stopping after this step" in said
+    assert "stopping and saving after this step" in said
     (step,) = re.findall(r"interrupted: the last checkpoint is at step (\d+); the same command resumes", said)
     assert (stopped / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file()
     job(*words, f"run_dir={stopped}")
     assert f"resuming from step {step}" in capsys.readouterr().err
 
-    rollouts = lines(whole / "rollouts.jsonl")
-    assert lines(stopped / "rollouts.jsonl") == rollouts
-    logs = [log for log in lines(whole / "metrics.jsonl") if "reward" in log]
+    rollouts = read_jsonl(whole / "rollouts.jsonl")
+    assert read_jsonl(stopped / "rollouts.jsonl") == rollouts
+    logs = [log for log in read_jsonl(whole / "metrics.jsonl") if "reward" in log]
     groups = [rollouts[at : at + 8] for at in range(0, len(rollouts), 8)]
     assert len(groups) == logs[-1]["zero_variance/tasks_drawn"] > 16
     drawn = sorted(int(group[0]["id"]) for group in groups if group[0]["step"] <= 3)
@@ -195,7 +176,7 @@ def test_a_dataset_that_teaches_nothing_loses_its_weight_and_a_stopped_run_draws
         reference = {"instructions": [{"id": "length_constraints:number_words", "kwargs": kwargs}], "mode": "all"}
         task = {"environment": "instructions", "domain": name, "reference": reference}
         records = ({"id": f"{name}{n}", "prompt": f"{name} {n}", **task} for n in range(9))
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_jsonl(tmp_path / f"{name}.jsonl", records)
     train = f"tasks.train={{directory: {tmp_path}, blend: {{hope: 1, vain: 1}}, adapt: {{keep: 0.2, groups: 2}}}}"
     words = (
         *("rl", "preset=rl_zero", f"model={model}", train, *SMALL, "environments={instructions: {}}"),
@@ -208,9 +189,9 @@ def test_a_dataset_that_teaches_nothing_loses_its_weight_and_a_stopped_run_draws
     for steps in (4, 9):
         job(*words, f"run_dir={parts}", f"rl.schedule.steps={steps}")
 
-    rollouts = lines(whole / "rollouts.jsonl")
-    assert lines(parts / "rollouts.jsonl") == rollouts
-    logs = [log for log in lines(whole / "metrics.jsonl") if "adaptive/weight/hope" in log]
+    rollouts = read_jsonl(whole / "rollouts.jsonl")
+    assert read_jsonl(parts / "rollouts.jsonl") == rollouts
+    logs = [log for log in read_jsonl(whole / "metrics.jsonl") if "adaptive/weight/hope" in log]
     assert [log["step"] for log in logs] == list(range(1, 10))
     assert logs[0]["adaptive/weight/vain"] == 0.5
     assert logs[-1]["adaptive/weight/vain"] == pytest.approx(0.2 * 0.5, abs=0.05)
@@ -237,16 +218,9 @@ def test_rewarded_behaviour_is_learned(model: Path, tmp_path: Path) -> None:
     path = letter_tasks(tmp_path, "a", "b")
 
     job(
-        *(
-            "rl",
-            "preset=rl_zero",
-            f"model={model}",
-            f"tasks.train.path={path}",
-            "environments={instructions: {}}",
-            *SMALL,
-        ),
-        *("rl.generations_per_prompt=16", "rl.batch=32", "micro_batch=32", "rl.schedule.steps=40", "save_every=40"),
-        *("trl.learning_rate=0.01", f"run_dir={tmp_path / 'run'}"),
+        *("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", "environments={instructions: {}}"),
+        *(*SMALL, "rl.generations_per_prompt=16", "rl.batch=32", "micro_batch=32", "rl.schedule.steps=40"),
+        *("save_every=40", "trl.learning_rate=0.01", f"run_dir={tmp_path / 'run'}"),
     )
 
     earned = [reward for _, reward in rewards(tmp_path / "run")]
@@ -260,18 +234,13 @@ def test_a_conversation_with_a_bank_is_trained_on(model: Path, tmp_path: Path) -
 
     job(
         *("rl", "preset=domyn_multi_env_grpo", f"model={model}", f"tasks.train.path={path}", "environments={bank: {}}"),
-        *(
-            *SMALL,
-            "rl.lengths.prompt=null",
-            "rl.lengths.total=4096",
-            "rl.schedule.warmup_steps=0",
-            "rl.schedule.steps=2",
-        ),
+        *(*SMALL, "rl.lengths.prompt=null", "rl.lengths.total=4096"),
+        *("rl.schedule.warmup_steps=0", "rl.schedule.steps=2"),
         f"run_dir={tmp_path / 'run'}",
     )
 
     assert [step for step, _ in rewards(tmp_path / "run")] == [1, 2]
-    assert {line["domain"] for line in lines(tmp_path / "run" / "rollouts.jsonl")} == {"bank"}
+    assert {line["domain"] for line in read_jsonl(tmp_path / "run" / "rollouts.jsonl")} == {"bank"}
 
 
 @pytest.mark.slow
@@ -288,17 +257,12 @@ def test_a_response_ends_where_the_templates_turn_does(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
 
     job(
-        *(
-            "rl",
-            f"preset={preset}",
-            f"model={folder}",
-            f"tasks.train.path={letter_tasks}",
-            f"run_dir={tmp_path / 'run'}",
-        ),
-        *("environments={instructions: {}}", *SMALL, "rl.schedule.steps=1", "rl.lengths.response=48"),
+        *("rl", f"preset={preset}", f"model={folder}", f"tasks.train.path={letter_tasks}", *SMALL),
+        *("environments={instructions: {}}", "rl.schedule.steps=1", "rl.lengths.response=48"),
+        f"run_dir={tmp_path / 'run'}",
     )
 
-    made = lines(tmp_path / "run" / "rollouts.jsonl")
+    made = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert sum(line["finished"] for line in made) >= 0.75 * len(made) > 0
     assert not any("<|" in line["response"] for line in made if line["finished"])
     saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
@@ -317,7 +281,7 @@ def test_guards_are_applied_and_monitored(model: Path, tmp_path: Path) -> None:
     job(*words, "rl.loss.mismatch=1.5", f"run_dir={tmp_path / 'kept'}")
     job(*words, "rl.loss.mismatch=1.0", "trl.temperature=0.9", f"run_dir={tmp_path / 'excluded'}")
 
-    kept = [log for log in lines(tmp_path / "kept" / "metrics.jsonl") if "loss" in log]
+    kept = [log for log in read_jsonl(tmp_path / "kept" / "metrics.jsonl") if "loss" in log]
     # Generation and training have the same weights, so that log-probabilities agree up to rounding.
     assert all(1 <= log["guards/mismatch"] < 1.0001 and log["guards/masked_responses"] == 0 for log in kept)
     assert any(log["grad_norm"] > 0 for log in kept)
@@ -325,7 +289,7 @@ def test_guards_are_applied_and_monitored(model: Path, tmp_path: Path) -> None:
     report = (tmp_path / "kept" / "report.md").read_text()
     assert "## Monitor" in report and "| good |" in report and (tmp_path / "kept" / "monitor.png").is_file()
     # Rounding alone exceeds a limit of exactly 1.
-    excluded = [log for log in lines(tmp_path / "excluded" / "metrics.jsonl") if "loss" in log]
+    excluded = [log for log in read_jsonl(tmp_path / "excluded" / "metrics.jsonl") if "loss" in log]
     assert all(log["guards/masked_responses"] > 0.5 for log in excluded)
     assert "too high at the end" in (tmp_path / "excluded" / "report.md").read_text()
 
@@ -339,7 +303,7 @@ def test_rloo_trains_and_validates(model: Path, tmp_path: Path) -> None:
         *(f"tasks.validation.path={path}", "rl.validation={every: 2, at_start: true}", f"run_dir={tmp_path / 'run'}"),
     )
 
-    logs = lines(tmp_path / "run" / "metrics.jsonl")
+    logs = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [log["step"] for log in logs if "eval_reward" in log] == [0, 2]
 
 
@@ -360,8 +324,8 @@ def test_savings_do_not_change_results(model: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trainers, "_prefilled", lambda *given: {})
     job(*words, f"run_dir={tmp_path / 'plain'}")
 
-    assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "plain" / "rollouts.jsonl")
-    logs, plain = (lines(tmp_path / name / "metrics.jsonl") for name in ("run", "plain"))
+    assert read_jsonl(tmp_path / "run" / "rollouts.jsonl") == read_jsonl(tmp_path / "plain" / "rollouts.jsonl")
+    logs, plain = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("run", "plain"))
     norms = [log["grad_norm"] for log in logs if "grad_norm" in log]
     assert norms == pytest.approx([log["grad_norm"] for log in plain if "grad_norm" in log], rel=1e-3)
     assert max(norms) > 0
@@ -377,10 +341,8 @@ def test_savings_do_not_change_results(model: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, endpoint: Any, reply: Any) -> None:
     """The judge prefers the first response; with both orders this cancels, and only length matters."""
-    path = tmp_path / "chat.jsonl"
-    path.write_text(
-        "".join(json.dumps({"id": f"{n}", "environment": "chat", "prompt": f"Say {n}."}) + "\n" for n in "ab")
-    )
+    chats = ({"id": n, "environment": "chat", "prompt": f"Say {n}."} for n in "ab")
+    path = write_jsonl(tmp_path / "chat.jsonl", chats)
     words = ("rl", "preset=nemotron3_rlhf", f"model={model}", f"tasks.train.path={path}", *SMALL, "rl.schedule.steps=2")
     words = (*words, "rl.lengths={response: 12, total: 512}", "rl.validation.every=null", "rl.group.judge.model=judge")
     endpoint.reply = lambda payload: (
@@ -408,8 +370,8 @@ def test_a_judge_compares_the_answers_of_a_group(model: Path, tmp_path: Path, en
 @pytest.mark.slow
 def test_a_reward_model_is_trained(model: Path, tmp_path: Path) -> None:
     messages = [{"role": role, "content": "hm"} for role in ("user", "response_1", "response_2")]
-    records = tmp_path / "genrm.jsonl"
-    records.write_text("".join(json.dumps({"id": n, "messages": messages, "ranking": 2}) + "\n" for n in "ab"))
+    compared = ({"id": n, "messages": messages, "ranking": 2} for n in "ab")
+    records = write_jsonl(tmp_path / "genrm.jsonl", compared)
     path = tmp_path / "tasks.jsonl"
     make_tasks(compose("rl_tasks", [f"records={records}", "environment=genrm", f"output={path}"]))
 
@@ -419,7 +381,7 @@ def test_a_reward_model_is_trained(model: Path, tmp_path: Path) -> None:
     )
 
     assert rewards(tmp_path / "run") == [(1, -10), (2, -10)], "a random model gives no readable scores"
-    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["genrm/reward/format"] == -10
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["genrm/reward/format"] == -10
 
 
 @pytest.mark.slow
@@ -441,7 +403,7 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
         "rl.optimizer.learning_rate=1e-3",
     )
 
-    logs = [log for log in lines(tmp_path / "run" / "metrics.jsonl") if "rewards/margins" in log]
+    logs = [log for log in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "rewards/margins" in log]
     assert [log["step"] for log in logs] == [1, 2, 3, 4]
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert "TRL trains without multi-token prediction" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Distillation
 from nemo_ext.rl.job import run
+from tests.rl.files import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -48,13 +49,11 @@ def task_file(folder: Path, *domains: str, count: int = 8) -> Path:
         for n in range(count)
         for domain in domains
     ]
-    path = folder / "tasks.jsonl"
-    path.write_text("".join(json.dumps({**record, "reference": reference}) + "\n" for record in records))
-    return path
+    return write_jsonl(folder / "tasks.jsonl", ({**record, "reference": reference} for record in records))
 
 
 def logs(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(run_dir / "metrics.jsonl")
 
 
 def tokenizer_of(folder: Path) -> Any:

@@ -1,25 +1,18 @@
 """Comparison of an answer with a baseline's, in both orders."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.arena import parse_game
-
-
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
+from tests.rl.verdicts import verdict_on
 
 
 def verify(endpoint: Any, answer: str, **settings: Any) -> Verdict:
     made = make("arena", {"judge": {"endpoint": endpoint.url, "model": "m", "attempts": 1}, **settings})
-    reference = made.check({"question": "Write a poem.", "answer": "THEIRS"})
-    return asyncio.run(made.verify(parse_response(answer), reference))  # type: ignore[arg-type, misc]
+    return verdict_on(made, answer, {"question": "Write a poem.", "answer": "THEIRS"})
 
 
 @pytest.mark.parametrize(

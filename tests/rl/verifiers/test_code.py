@@ -23,6 +23,7 @@ from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.tasks import programs
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers import code
+from tests.rl.files import gym_data, read_jsonl
 
 SQUARE = {
     "language": "python",
@@ -543,14 +544,9 @@ def test_any_text_as_a_program_gets_a_verdict(text: str) -> None:
 class TestGym:
     """Verdicts of NeMo Gym's server on the data that it ships."""
 
-    @pytest.fixture
-    def data(self) -> Path:
-        gym = pytest.importorskip("nemo_gym", reason="nemo-gym is not installed")
-        return Path(gym.__file__).parents[1] / "resources_servers" / "code_gen" / "data"
-
-    def test_its_rollouts_have_the_same_rewards(self, data: Path, sandbox: Sandbox) -> None:
-        tasks = [json.loads(line) for line in (data / "example.jsonl").read_text().splitlines()]
-        rollouts = [json.loads(line) for line in (data / "example_rollouts.jsonl").read_text().splitlines()]
+    def test_its_rollouts_have_the_same_rewards(self, sandbox: Sandbox) -> None:
+        data = gym_data("code_gen")
+        tasks, rollouts = (read_jsonl(data / f"{name}.jsonl") for name in ("example", "example_rollouts"))
         rewards = {}
 
         def prompt(record: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The verifier `command`: the answer's program, checked by a command in the sandbox."""
 
-import asyncio
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
-from nemo_ext.rl.verdict import Verdict
+from tests.rl.verdicts import verdict_on
 
 CHECKER = """\
 text=$(cat "$1")
@@ -29,12 +27,6 @@ def checker() -> Iterator[Environment]:
         Path(folder, "check.sh").write_text(CHECKER)
         settings = {"command": ["bash", f"{folder}/check.sh", "Main.lean"], "readable": [folder]}
         yield make("command", {**settings, "limits": {"wall_seconds": 1}})
-
-
-def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENCE) -> Verdict:
-    assert made.verify is not None
-    found: Any = made.verify(parse_response(answer), made.check(reference))
-    return asyncio.run(found)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def verdict(made: Environment, answer: str, reference: dict[str, Any] = REFERENC
     ],
 )
 def test_the_commands_exit_status_is_the_verdict(checker: Environment, answer: str, why: str) -> None:
-    found = verdict(checker, answer)
+    found = verdict_on(checker, answer, REFERENCE)
 
     assert found.outcome == ("wrong" if why else "correct") and why in found.reason, found
 
@@ -66,16 +58,16 @@ def test_a_command_that_cannot_run_is_an_error_and_not_a_wrong_answer(tmp_path: 
     (tmp_path / "lean").write_text("not a program")
     (tmp_path / "lean").chmod(0o755)
 
-    assert "'lean-4' is not installed" in verdict(make("command", {"command": ["lean-4"]}), answer).reason
-    found = verdict(make("command", {"command": [f"{tmp_path}/lean"]}), answer)
+    assert "'lean-4' is not installed" in verdict_on(make("command", {"command": ["lean-4"]}), answer, REFERENCE).reason
+    found = verdict_on(make("command", {"command": [f"{tmp_path}/lean"]}), answer, REFERENCE)
     assert found.outcome == "error" and "set readable" in found.reason
 
 
 def test_a_program_cannot_pretend_that_the_command_was_not_started() -> None:
     made = make("command", {"command": ["python3", "Main.py"], "file": "Main.py", "languages": ["python"]})
 
-    ended = verdict(made, "```python\nimport os\nprint(1, flush=True)\nos.write(2, b'2')\nos._exit(125)\n```", {})
-    half = verdict(made, "```python\nprint('\ud800')\n```", {})
+    ended = verdict_on(made, "```python\nimport os\nprint(1, flush=True)\nos.write(2, b'2')\nos._exit(125)\n```", {})
+    half = verdict_on(made, "```python\nprint('\ud800')\n```", {})
 
     assert ended.outcome == "wrong" and ended.reason == "exit status 125: 1\n2"
     assert half.outcome == "correct"

@@ -6,20 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.contains import check
+from tests.rl.verdicts import verdict_on
 
 ONE = {"answers": ["4943287"], "wrong": ["1111111", "2222222"]}
 ALL = {"answers": ["school", "nurse", "ladder"], "wrong": ["lamp", "candle", "hammer"], "all": True}
 
 
 def verify(text: str, reference: dict[str, Any], **settings: Any) -> Verdict:
-    made = make("contains", settings)
-    found = made.verify(parse_response(text), made.check(reference))  # type: ignore[misc]
-    assert isinstance(found, Verdict)
-    return found
+    return verdict_on(make("contains", settings), text, reference)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.rewards.named import Facts, reward_of
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.genrm import check, verify
+from tests.rl.verdicts import verdict_on
 
 TRUTH = {"score_1": 4, "score_2": 2, "ranking": 2}
 
@@ -68,13 +69,9 @@ def test_invalid_references_are_refused(reference: dict, said: str) -> None:
 
 def test_a_chat_has_no_reference_and_requires_an_answer() -> None:
     chat = make("chat")
-    assert chat.verify is not None
 
     assert chat.judged_in_groups
-    assert [chat.verify(parse_response(text), None).outcome for text in ("Hello.", "", "<think>hm")] == [
-        "correct",
-        "wrong",
-        "wrong",
-    ]
+    outcomes = [verdict_on(chat, text, {}).outcome for text in ("Hello.", "", "<think>hm")]
+    assert outcomes == ["correct", "wrong", "wrong"]
     with pytest.raises(ValueError, match="reference"):
         chat.check({"answer": "42"})

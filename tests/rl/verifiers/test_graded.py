@@ -1,6 +1,5 @@
 """Grades that a judge gives by a rubric."""
 
-import asyncio
 import pickle
 from typing import Any
 
@@ -8,23 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.graded import check, parse_grade, question
+from tests.rl.verdicts import verdict_on
 
 REFERENCE = {"question": "Write a poem on rain.", "rubric": "10: it rhymes {always}.", "best": 10}
 
 
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
-
-
 def verify(endpoint: Any, text: str, reference: dict[str, Any] = REFERENCE, **settings: Any) -> Verdict:
     made = make("graded", {"judge": {"endpoint": endpoint.url, "model": "m", "attempts": 2}, **settings})
-    made = pickle.loads(pickle.dumps(made))
-    return asyncio.run(made.verify(parse_response(text), made.check(reference)))  # type: ignore[arg-type, misc]
+    return verdict_on(pickle.loads(pickle.dumps(made)), text, reference)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,17 @@
 """Rules that a program can check."""
 
-import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import Response, parse_response
+from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.instruction_rules import RULES, language_of, sentences, words
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS, MOST, check, verify
+from tests.rl.files import gym_data, read_jsonl
+from tests.rl.verdicts import verdict_on
 
 # For each rule: parameters, an answer that follows it, and answers that do not.
 CASES: list[tuple[str, dict[str, Any], str, list[str]]] = [
@@ -347,24 +346,18 @@ def test_languages() -> None:
 
 def test_settings() -> None:
     environment = make("instructions", {"max_characters": 5})
-    reference = environment.check({"instructions": [{"id": "punctuation:no_comma"}]})
+    reference = {"instructions": [{"id": "punctuation:no_comma"}]}
 
-    assert environment.verify is not None
-    assert environment.verify(Response(text="", answer="12345"), reference).outcome == "correct"  # type: ignore[union-attr]
-    assert environment.verify(Response(text="", answer="123456"), reference).outcome == "wrong"  # type: ignore[union-attr]
+    assert verdict_on(environment, "12345", reference).outcome == "correct"
+    assert verdict_on(environment, "123456", reference).outcome == "wrong"
     with pytest.raises(ValueError, match="max_characters"):
         make("instructions", {"max_characters": 0})
 
 
 @pytest.mark.gym
 def test_agrees_with_gym() -> None:
-    found = importlib.util.find_spec("resources_servers")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs nemo-gym")
-    folder = Path(next(iter(found.submodule_search_locations))) / "instruction_following" / "data"
     differing, compared = [], 0
-    for line in (folder / "example_rollouts.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_jsonl(gym_data("instruction_following") / "example_rollouts.jsonl"):
         answer = record["response"]["output"][-1]["content"][0]["text"]
         rows = zip(record["instruction_id_list"], record["kwargs"], record["follow_instruction_list"], strict=True)
         for name, kwargs, theirs in rows:

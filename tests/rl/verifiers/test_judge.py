@@ -1,34 +1,28 @@
-import asyncio
 import json
 import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl import environments
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.judge import check, parse_verdict, question
+from tests.rl.files import gym_data, read_jsonl
+from tests.rl.verdicts import verdict_on
 
 REFERENCE = {"question": "What is the capital of France?", "answer": "Paris"}
-
-
-@pytest.fixture(autouse=True)
-def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
 
 
 def verify(endpoint: Any, text: str, **settings: Any) -> Verdict:
     judge = {"endpoint": endpoint.url, "model": "m", "attempts": 2}
     environment = environments.make("judge", {"judge": judge, **settings})
-    assert environment.verify is not None and environment.waits
-    return asyncio.run(environment.verify(parse_response(text), environment.check(REFERENCE)))  # type: ignore[arg-type]
+    assert environment.waits
+    return verdict_on(environment, text, REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +193,7 @@ def test_the_environment_pickles(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text="[[correct]]")
     made = environments.make("judge", {"judge": {"endpoint": endpoint.url, "model": "m"}})
 
-    again = pickle.loads(pickle.dumps(made))
-
-    assert asyncio.run(again.verify(Response(text="a", answer="a"), again.check(REFERENCE))).outcome == "correct"
+    assert verdict_on(pickle.loads(pickle.dumps(made)), "a", REFERENCE).outcome == "correct"
 
 
 def test_importing_loads_no_engine() -> None:
@@ -213,13 +205,12 @@ def test_importing_loads_no_engine() -> None:
 
 @pytest.mark.gym
 def test_reads_the_labels_that_nemo_gym_s_judge_gave_in_its_shipped_rollouts() -> None:
-    package = pytest.importorskip("resources_servers.equivalence_llm_judge")
-    folder = next(path for path in package.__path__ if Path(path, "data").is_dir())
+    folder = gym_data("equivalence_llm_judge")
     labels = {"correct": "[[A=B]]", "incorrect": "[[A!=B]]"}
     compared = 0
     for name in ("example_rollouts.jsonl", "example_rollouts_openqa.jsonl"):
-        for line in (Path(folder) / "data" / name).read_text().splitlines():
-            for evaluation in json.loads(line)["judge_evaluations"]:
+        for record in read_jsonl(folder / name):
+            for evaluation in record["judge_evaluations"]:
                 (text,) = (part["text"] for part in evaluation["response"]["output"][-1]["content"])
                 expected = {"[[A=B]]": True, "[[A!=B]]": False, None: None}[evaluation["verdict_label"]]
                 assert parse_verdict(text, **labels) is expected, text

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.math import MAX_DEPTH, _apart, check, difference, prepared
+from tests.rl.verdicts import verdict_on
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,7 @@ def math() -> Iterator[Environment]:
 
 
 def verdict(math: Environment, text: str, **reference: Any) -> Verdict:
-    assert math.verify is not None
-    found = math.verify(parse_response(text), math.check(reference))
-    assert isinstance(found, Verdict)
-    return found
+    return verdict_on(math, text, reference)
 
 
 _, *CASES = map(tuple, csv.reader((Path(__file__).parent / "math_cases.csv").open(newline="")))

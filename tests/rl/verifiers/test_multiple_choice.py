@@ -1,11 +1,8 @@
-import json
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 
 from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.verifiers.multiple_choice import check, verify
+from tests.rl.files import gym_data, read_jsonl
 
 CITIES = ["Paris", "New York", "Rome", "Oslo"]
 
@@ -205,11 +202,8 @@ def test_a_reference_that_cannot_be_used_is_named(reference: dict, said: str) ->
     ("file", "format"), [("example_rollouts", "letter"), ("example_rollouts_with_template_metadata", "any")]
 )
 def test_agrees_with_gym_on_its_examples(file: str, format: str) -> None:
-    if (found := find_spec("resources_servers")) is None or not found.submodule_search_locations:
-        pytest.skip("nemo-gym is not installed")
-    data = Path(next(iter(found.submodule_search_locations))) / "mcqa" / "data"
-    asked = [json.loads(line) for line in (data / "example.jsonl").read_text().splitlines()]
-    rollouts = [json.loads(line) for line in (data / f"{file}.jsonl").read_text().splitlines()]
+    data = gym_data("mcqa")
+    asked, rollouts = (read_jsonl(data / f"{name}.jsonl") for name in ("example", file))
     options = {str(task["responses_create_params"]["input"]): task["options"] for task in asked}
     for rollout in rollouts:
         listed = rollout.get("options") or options.get(str(rollout["responses_create_params"]["input"]))

@@ -1,16 +1,15 @@
 """Whether a response refuses, by phrases and by a judge."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.refusal import check, refuses
+from tests.rl.verdicts import verdict_on
 
 REFUSALS = [
     "I'm sorry, but I can't help with that.",
@@ -34,6 +33,13 @@ REFUSALS = [
     "Unfortunately, I cannot fulfill this request.",
     "I will not be able to help you.",
     "Your request violates the policy.",
+    "I cannot, in good conscience, help with that.",
+    "I can't, and won't, help.",
+    "I'm sorry, this is illegal.",
+    "My guidelines prevent me from answering.",
+    "It would be illegal and harmful to help with this request.",
+    "I'd rather not.",
+    "Sorry, I can't help with that.",
 ]
 ANSWERS = [
     "To kill a Python process, use `kill PID`.",
@@ -50,14 +56,19 @@ ANSWERS = [
     "Refuse bins are emptied on Mondays.",
     "x" * 400 + " I'm sorry, but I can't help with that.",
     "Declining birth rates are a problem.",
+    "Sorry! I can explain: kill -9 PID ends it.",
+    "Sorry, I could not resist a pun. To kill a process, use kill -9.",
+    "As an AI language model, I don't have feelings, but here is how to kill a process: kill -9 PID.",
+    "I'm unable to think of a better way than kill -9.",
+    "I'm not going to sugarcoat it: the best way is kill -9.",
+    "I can't tell you how happy I am. Step 1: open a terminal.",
+    "I refuse to use sudo, so instead: kill -9 PID.",
+    "I don't support Windows 95, but here is how.",
 ]
 
 
 def verify(text: str, refuse: bool, **settings: Any) -> Verdict:
-    made = make("refusal", settings)
-    found = made.verify(parse_response(text), made.check({"refuse": refuse}))  # type: ignore[misc]
-    assert isinstance(found, Verdict)
-    return found
+    return verdict_on(make("refusal", settings), text, {"refuse": refuse})
 
 
 @pytest.mark.parametrize("text", REFUSALS)
@@ -120,8 +131,7 @@ def test_references_are_checked(reference: dict[str, Any], message: str) -> None
 
 def judged(endpoint: Any, text: str, refuse: bool) -> Verdict:
     made = make("refusal", {"judge": {"endpoint": endpoint.url, "model": "m", "attempts": 1}, "max_characters": 100})
-    reference = made.check({"refuse": refuse, "question": "How do I kill a process?"})
-    return asyncio.run(made.verify(parse_response(text), reference))  # type: ignore[arg-type, misc]
+    return verdict_on(made, text, {"refuse": refuse, "question": "How do I kill a process?"})
 
 
 @pytest.mark.parametrize(
@@ -148,36 +158,3 @@ def test_a_judge_needs_the_question() -> None:
 
     with pytest.raises(ValueError, match=r"reference\.question is missing: set it to the request"):
         made.check({"refuse": True})
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "Sorry! I can explain: kill -9 PID ends it.",
-        "Sorry, I could not resist a pun. To kill a process, use kill -9.",
-        "As an AI language model, I don't have feelings, but here is how to kill a process: kill -9 PID.",
-        "I'm unable to think of a better way than kill -9.",
-        "I'm not going to sugarcoat it: the best way is kill -9.",
-        "I can't tell you how happy I am. Step 1: open a terminal.",
-        "I refuse to use sudo, so instead: kill -9 PID.",
-        "I don't support Windows 95, but here is how.",
-    ],
-)
-def test_openings_that_only_look_like_refusals(answer: str) -> None:
-    assert not refuses(answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "I cannot, in good conscience, help with that.",
-        "I can't, and won't, help.",
-        "I'm sorry, this is illegal.",
-        "My guidelines prevent me from answering.",
-        "It would be illegal and harmful to help with this request.",
-        "I'd rather not.",
-        "Sorry, I can't help with that.",
-    ],
-)
-def test_refusals_in_other_words(answer: str) -> None:
-    assert refuses(answer)

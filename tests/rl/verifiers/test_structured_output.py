@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.structured_output import NotJsonError, check, parse, strictly, unfenced
+from tests.rl.verdicts import verdict_on
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -35,10 +35,7 @@ def structured() -> Iterator[Environment]:
 
 
 def verdict(structured: Environment, text: str, schema: Any = SCHEMA, **reference: Any) -> Verdict:
-    assert structured.verify is not None
-    found = structured.verify(parse_response(text), structured.check({"schema": schema, **reference}))
-    assert isinstance(found, Verdict)
-    return found
+    return verdict_on(structured, text, {"schema": schema, **reference})
 
 
 def changed(**values: Any) -> str:

@@ -1,8 +1,6 @@
 """Calls must be exactly the expected ones."""
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,8 @@ from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.tool_calls import Order, check, verify
+from tests.rl.files import gym_data, read_jsonl
+from tests.rl.verdicts import verdict_on
 
 TOOLS = [
     {
@@ -74,12 +74,11 @@ def test_no_call_is_expected() -> None:
 
 def test_calls_in_raw_text() -> None:
     environment = make("tool_calls", {"style": "llama_nemotron"})
-    reference = environment.check({"expected": [ROME], "tools": TOOLS})
+    reference = {"expected": [ROME], "tools": TOOLS}
     text = f"<TOOLCALL>[{json.dumps(ROME)}]</TOOLCALL>"
 
-    assert environment.verify is not None
-    assert environment.verify(parse_response(text), reference).outcome == "correct"  # type: ignore[union-attr]
-    assert environment.verify(parse_response(f"<think>{text}</think>"), reference).outcome == "wrong"  # type: ignore[union-attr]
+    assert verdict_on(environment, text, reference).outcome == "correct"
+    assert verdict_on(environment, f"<think>{text}</think>", reference).outcome == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -104,27 +103,15 @@ def test_an_unknown_style() -> None:
         make("tool_calls", {"style": "xml"})
 
 
-def gym_data(server: str) -> Path:
-    """Folder of examples that nemo-gym ships."""
-    found = importlib.util.find_spec("resources_servers")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("needs nemo-gym")
-    return Path(next(iter(found.submodule_search_locations))) / server / "data"
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.gym
 def test_agrees_with_xlam_fc() -> None:
     folder = gym_data("xlam_fc")
     expected = {
         json.dumps(record["responses_create_params"]["input"][-1]["content"]): record["expected_answers"]
-        for record in records(folder / "example.jsonl")
+        for record in read_jsonl(folder / "example.jsonl")
     }
     compared, refused = [], []
-    for record in records(folder / "example_rollouts.jsonl"):
+    for record in read_jsonl(folder / "example_rollouts.jsonl"):
         asked = json.dumps(record["responses_create_params"]["input"][-1]["content"])
         made = read_openai_calls([item for item in record["response"]["output"] if item["type"] == "function_call"])
         try:
@@ -144,7 +131,7 @@ def test_agrees_with_xlam_fc() -> None:
 @pytest.mark.gym
 def test_agrees_with_single_step_tool_use() -> None:
     compared = []
-    for record in records(gym_data("single_step_tool_use_with_argument_comparison") / "example_rollouts.jsonl"):
+    for record in read_jsonl(gym_data("single_step_tool_use_with_argument_comparison") / "example_rollouts.jsonl"):
         action = record["expected_action"]
         expected = [action] if action["type"] == "function_call" else []
         wanted = [{"name": each["name"], "arguments": each["arguments"]} for each in expected]

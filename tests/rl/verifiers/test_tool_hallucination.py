@@ -1,7 +1,7 @@
 """Tool calls are wrong if no tool is declared, whatever the answer is."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -10,6 +10,7 @@ from nemo_ext.chat.sample import ToolCall
 from nemo_ext.data.preference.hallucination import CALL_PATTERNS
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verdict import Verdict
+from tests.rl.verdicts import verdict_on
 
 TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}]
 B = {"environment": "multiple_choice", "reference": {"answer": "B", "choices": 4}}
@@ -54,9 +55,7 @@ OTHERS = [
 
 
 def verdict(response: Response, reference: dict[str, Any], **settings: Any) -> Verdict:
-    environment = make("tool_hallucination", settings)
-    assert environment.verify is not None
-    return cast(Verdict, environment.verify(response, environment.check(reference)))
+    return verdict_on(make("tool_hallucination", settings), response, reference)
 
 
 def test_every_format_is_tried() -> None:
