@@ -30,7 +30,7 @@ from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import checked, nearest, prefixed_errors
 from nemo_ext.rl.environments import make
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
@@ -181,10 +181,8 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
         ValueError: no benchmark can be run.
     """
     if isinstance(settings.python, Mapping):
-        try:
+        with prefixed_errors("evaluate.python"):
             make("python_tool", settings.python)
-        except ValueError as error:
-            raise ValueError(f"evaluate.python: {error}") from None
     plans, scorers, harness, missing = [], {}, [], {}
     for benchmark in benchmarks:
         if benchmark.kind == "harness":
@@ -267,7 +265,7 @@ async def _evaluate(
             await client.check()
             _check_made_of(run_dir, client.address, settings.seed)
             for scorer in prepared.scorers.values():
-                await _reach(scorer, prepared)
+                await _reach(scorer)
             work, total, finished = _work(prepared.plans, store, settings, share)
             likelihoods = Likelihoods(client, tokenizer)
             with _progress(total, finished) as seen:
@@ -330,7 +328,7 @@ async def _evaluate(
     return content
 
 
-async def _reach(scorer: Scorer, prepared: Prepared) -> None:
+async def _reach(scorer: Scorer) -> None:
     """Notify the user if a judge cannot be reached; answers are requested anyway, and scored in a later run."""
     try:
         await scorer.reach()

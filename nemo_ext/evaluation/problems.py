@@ -12,6 +12,7 @@ from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
 from nemo_ext.evaluation.store import digest_of
 from nemo_ext.job.records import read_json
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.job.templates import Templates
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
@@ -143,7 +144,7 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
         ValueError: a problem is invalid; the message names its id and the reason.
     """
     for problem in found:
-        try:
+        with prefixed_errors(f"benchmark {benchmark.name}: problem {problem.id}"):
             if environment is not None:
                 environment.check(problem.reference)
                 metrics(benchmark, problem, 0.0, None)
@@ -152,8 +153,6 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
                 raise ValueError(
                     f"gold={problem.gold}: must be from 0 to {size - 1}, as the problem has {size} choices"
                 )
-        except ValueError as error:
-            raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
 
 
 def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[Problem]:
