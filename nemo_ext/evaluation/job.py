@@ -26,7 +26,7 @@ from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.settings import EvaluateSettings, Settings
 from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Key, Sample, Store, digest_of
 from nemo_ext.job.config import FAILED
-from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.files import A_DAY, only_run_in, write_text
 from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
@@ -37,7 +37,6 @@ from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 
 _MADE_OF = "made_of.json"
-_A_DAY = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +296,7 @@ async def _evaluate(
                     notice(f"skipped: benchmark {name}: {why}")
                 missing |= ran.missing
             address = client.address
-        with only_run_in(run_dir / OWN, wait=_A_DAY):
+        with only_run_in(run_dir / OWN, wait=A_DAY):
             content = {
                 "model": address.model,
                 "endpoint": None if meanwhile else address.url,
@@ -347,7 +346,7 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
     """
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
-    with only_run_in(run_dir / OWN, wait=_A_DAY):
+    with only_run_in(run_dir / OWN, wait=A_DAY):
         begun = f"run_dir={run_dir} has answers of another model or seed"
         check_same(noted(record), made_of, begun, "choose another run_dir")
         note(record, made_of)

@@ -195,15 +195,16 @@ def _problem(
     *,
     name: str | None = None,
 ) -> Problem:
+    def invalid(text: str) -> ValueError:
+        return ValueError(f"{where}: benchmark {benchmark.name}: {text}")
+
     def value(key: str, expression: str | None, otherwise: Any) -> Any:
         return otherwise if expression is None else _value(benchmark, key, expression, row, where)
 
     domain = str(value("domain", benchmark.domain, ""))
     choices = value("choices", benchmark.choices, [])
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
-        raise ValueError(
-            f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of strings"
-        )
+        raise invalid(f"choices={str(choices)[:80]!r}: expected a list of strings")
     examples = _examples(benchmark, shots, domain, digest_of(row), where)
     prompts: dict[str, str | Sequence[Message]] = {}
     for key, template in benchmark.prompt.items():
@@ -211,25 +212,18 @@ def _problem(
     if benchmark.messages is not None:
         messages = value("messages", benchmark.messages, ())
         try:
-            prompts = {
-                PLAIN: Task.from_record(
-                    {"id": "-", "environment": "-", "prompt": messages}, f"{where}: messages"
-                ).prompt
-            }
+            record = {"id": "-", "environment": "-", "prompt": messages}
+            prompts = {PLAIN: Task.from_record(record, f"{where}: messages").prompt}
         except (TypeError, AttributeError):
-            raise ValueError(
-                f"{where}: benchmark {benchmark.name}: messages={str(messages)[:80]!r}: expected a list of messages"
-            ) from None
+            raise invalid(f"messages={str(messages)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()
     if isinstance(tools, str):
         try:
             tools = read_json(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error}); correct the row"
-            ) from None
+            raise invalid(f"tools: invalid JSON ({error}); correct the row") from None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
+        raise invalid(f"tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {
         key: held
         for key, expression in benchmark.reference.items()
@@ -237,9 +231,7 @@ def _problem(
     }
     gold = value("gold", benchmark.gold, 0)
     if not isinstance(gold, int):
-        raise ValueError(
-            f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the index of a choice, counted from 0"
-        )
+        raise invalid(f"gold={gold!r}: expected the index of a choice, counted from 0")
     if name is None:
         name = digest_of(row) if benchmark.id is None else str(value("id", benchmark.id, ""))
     return Problem(
