@@ -4,12 +4,13 @@ import functools
 import io
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, Overrides
@@ -18,9 +19,19 @@ from omegaconf import OmegaConf
 
 import hydra_conf
 
+RECIPE_FOLDER = Path(hydra_conf.__file__).parent / "recipe"
+RECIPES = sorted(str(path.relative_to(RECIPE_FOLDER).with_suffix("")) for path in RECIPE_FOLDER.glob("*/*.yaml"))
 RUN_DIR = "/the/run/directory/of/a/test"
 
 PACKAGES = {Path(str(package.__file__)).parent for package in (hydra, hydra_conf)}
+
+
+def write_pipeline(folder: Path, name: str, stages: Mapping[str, Any], **keys: Any) -> None:
+    """Write the file of a pipeline to a folder for `--config-dir`."""
+    path = folder / "pipeline" / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    config = {"pipeline": name, **keys, "stages": stages}
+    path.write_text("# @package _global_\n" + yaml.safe_dump(config, sort_keys=False))
 
 
 def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,6 +336,40 @@ def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         return Ended(code if isinstance(code, int) else 1, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def jsonl_of() -> Callable[[Path, Iterable[Mapping[str, Any]]], Path]:
+    """Writes records as JSON lines; returns the file."""
+
+    def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def written(tmp_path: Path, jsonl_of: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes rows as JSON lines to a file in the test's folder; returns the file."""
+    return lambda rows, name="rows.jsonl": jsonl_of(tmp_path / name, rows)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes programs that come first on PATH, given as NAME=shell script; returns their folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def write(**scripts: str) -> Path:
+        for name, script in scripts.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
+        return folder
+
+    return write
 
 
 @pytest.fixture

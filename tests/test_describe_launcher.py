@@ -10,13 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-import hydra_conf
 from nemo_ext.describe import describe, model_figures
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import pattern_with_cuts
-
-RECIPE_FOLDER = Path(hydra_conf.__file__).parent / "recipe"
-RECIPES = sorted(str(path.relative_to(RECIPE_FOLDER).with_suffix("")) for path in RECIPE_FOLDER.glob("*/*.yaml"))
+from tests.composing import RECIPES
 
 ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""

@@ -282,11 +282,9 @@ def test_a_gpu_engine_without_a_gpu_lacks_the_gpu(install: Install) -> None:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def driver(programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes NVIDIA's driver look installed."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    programs(**{"nvidia-smi": ""})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

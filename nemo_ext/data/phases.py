@@ -22,7 +22,7 @@ from nemo_ext.data.blends.sizes import indexed_tokens
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading, sequences_of
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import with_data
-from nemo_ext.job.settings import STRICT, checked, checked_whole
+from nemo_ext.job.settings import STRICT, checked, checked_whole, prefixed_errors
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
 """Megatron flags that determine the learning-rate schedule."""
@@ -311,10 +311,8 @@ def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
         )
     paths = ("train_data_path", "valid_data_path", "data_path")
     flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in paths}
-    try:
+    with prefixed_errors(where):
         filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     if filled.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
         raise ValueError(
             f"{where}.data contains packs, which require a per-token loss: set calculate_per_token_loss to true in "

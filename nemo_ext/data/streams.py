@@ -14,7 +14,7 @@ from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
-from nemo_ext.job.settings import STRICT, Count, Place, Places, checked
+from nemo_ext.job.settings import STRICT, Count, Place, Places, checked, prefixed_errors
 
 _KIND_OF_SUFFIX = {
     ".jsonl": "jsonl",
@@ -181,10 +181,8 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     for leaf in read_tree(blend).leaves():
         if leaf.source is None:
             continue
-        try:
+        with prefixed_errors(f"stream {leaf.name!r}"):
             weighted[leaf.name] = load_source(leaf.source), float(leaf.amount or 0)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"stream {leaf.name!r}: {error}") from error
     if not sum(weight for _, weight in weighted.values()):
         raise ValueError(
             f"the weights of the {len(weighted)} streams with a source are all 0: set at least one above 0"
@@ -241,8 +239,6 @@ def _kind_of(paths: Sequence[str]) -> str:
 def _read_stream(name: str, prefix: Path, config: object) -> Stream:
     if not isinstance(config, Mapping):
         raise ValueError(f"stream {name!r}: source must be a mapping with a kind, not {config!r}")
-    try:
+    with prefixed_errors(f"stream {name!r}"):
         source = load_source(config)
         return Stream(name=name, prefix=prefix, source=source, inputs=source.check())
-    except ValueError as error:
-        raise ValueError(f"stream {name!r}: {error}") from error

@@ -26,18 +26,17 @@ from nemo_ext.evaluation.score import Scorer
 from nemo_ext.evaluation.settings import EvaluateSettings, Settings
 from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Key, Sample, Store, digest_of
 from nemo_ext.job.config import FAILED
-from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.files import A_DAY, only_run_in, write_text
 from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import checked, nearest
+from nemo_ext.job.settings import checked, nearest, prefixed_errors
 from nemo_ext.rl.environments import make
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 
 _MADE_OF = "made_of.json"
-_A_DAY = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +180,8 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
         ValueError: no benchmark can be run.
     """
     if isinstance(settings.python, Mapping):
-        try:
+        with prefixed_errors("evaluate.python"):
             make("python_tool", settings.python)
-        except ValueError as error:
-            raise ValueError(f"evaluate.python: {error}") from None
     plans, scorers, harness, missing = [], {}, [], {}
     for benchmark in benchmarks:
         if benchmark.kind == "harness":
@@ -267,7 +264,7 @@ async def _evaluate(
             await client.check()
             _check_made_of(run_dir, client.address, settings.seed)
             for scorer in prepared.scorers.values():
-                await _reach(scorer, prepared)
+                await _reach(scorer)
             work, total, finished = _work(prepared.plans, store, settings, share)
             likelihoods = Likelihoods(client, tokenizer)
             with _progress(total, finished) as seen:
@@ -299,7 +296,7 @@ async def _evaluate(
                     notice(f"skipped: benchmark {name}: {why}")
                 missing |= ran.missing
             address = client.address
-        with only_run_in(run_dir / OWN, wait=_A_DAY):
+        with only_run_in(run_dir / OWN, wait=A_DAY):
             content = {
                 "model": address.model,
                 "endpoint": None if meanwhile else address.url,
@@ -330,7 +327,7 @@ async def _evaluate(
     return content
 
 
-async def _reach(scorer: Scorer, prepared: Prepared) -> None:
+async def _reach(scorer: Scorer) -> None:
     """Notify the user if a judge cannot be reached; answers are requested anyway, and scored in a later run."""
     try:
         await scorer.reach()
@@ -349,7 +346,7 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
     """
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
-    with only_run_in(run_dir / OWN, wait=_A_DAY):
+    with only_run_in(run_dir / OWN, wait=A_DAY):
         begun = f"run_dir={run_dir} has answers of another model or seed"
         check_same(noted(record), made_of, begun, "choose another run_dir")
         note(record, made_of)

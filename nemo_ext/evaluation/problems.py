@@ -12,6 +12,7 @@ from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
 from nemo_ext.evaluation.store import digest_of
 from nemo_ext.job.records import read_json
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.job.templates import Templates
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
@@ -143,7 +144,7 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
         ValueError: a problem is invalid; the message names its id and the reason.
     """
     for problem in found:
-        try:
+        with prefixed_errors(f"benchmark {benchmark.name}: problem {problem.id}"):
             if environment is not None:
                 environment.check(problem.reference)
                 metrics(benchmark, problem, 0.0, None)
@@ -152,8 +153,6 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
                 raise ValueError(
                     f"gold={problem.gold}: must be from 0 to {size - 1}, as the problem has {size} choices"
                 )
-        except ValueError as error:
-            raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
 
 
 def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[Problem]:
@@ -196,15 +195,16 @@ def _problem(
     *,
     name: str | None = None,
 ) -> Problem:
+    def invalid(text: str) -> ValueError:
+        return ValueError(f"{where}: benchmark {benchmark.name}: {text}")
+
     def value(key: str, expression: str | None, otherwise: Any) -> Any:
         return otherwise if expression is None else _value(benchmark, key, expression, row, where)
 
     domain = str(value("domain", benchmark.domain, ""))
     choices = value("choices", benchmark.choices, [])
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
-        raise ValueError(
-            f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of strings"
-        )
+        raise invalid(f"choices={str(choices)[:80]!r}: expected a list of strings")
     examples = _examples(benchmark, shots, domain, digest_of(row), where)
     prompts: dict[str, str | Sequence[Message]] = {}
     for key, template in benchmark.prompt.items():
@@ -212,25 +212,18 @@ def _problem(
     if benchmark.messages is not None:
         messages = value("messages", benchmark.messages, ())
         try:
-            prompts = {
-                PLAIN: Task.from_record(
-                    {"id": "-", "environment": "-", "prompt": messages}, f"{where}: messages"
-                ).prompt
-            }
+            record = {"id": "-", "environment": "-", "prompt": messages}
+            prompts = {PLAIN: Task.from_record(record, f"{where}: messages").prompt}
         except (TypeError, AttributeError):
-            raise ValueError(
-                f"{where}: benchmark {benchmark.name}: messages={str(messages)[:80]!r}: expected a list of messages"
-            ) from None
+            raise invalid(f"messages={str(messages)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()
     if isinstance(tools, str):
         try:
             tools = read_json(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error}); correct the row"
-            ) from None
+            raise invalid(f"tools: invalid JSON ({error}); correct the row") from None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
+        raise invalid(f"tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {
         key: held
         for key, expression in benchmark.reference.items()
@@ -238,9 +231,7 @@ def _problem(
     }
     gold = value("gold", benchmark.gold, 0)
     if not isinstance(gold, int):
-        raise ValueError(
-            f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the index of a choice, counted from 0"
-        )
+        raise invalid(f"gold={gold!r}: expected the index of a choice, counted from 0")
     if name is None:
         name = digest_of(row) if benchmark.id is None else str(value("id", benchmark.id, ""))
     return Problem(

@@ -17,14 +17,13 @@ from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
-from nemo_ext.job.files import only_run_in, write_text
+from nemo_ext.job.files import A_DAY, only_run_in, write_text
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import describe, differing, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 
 _MADE_OF, _INDEX = "made_of.json", "index.json"
-A_DAY = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
 from nemo_ext.data.text.user_files import ParquetSource, RecordSource, pyarrow_module, record_source, well_formed
 from nemo_ext.generate.columns import widened
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import nearest, prefixed_errors
 
 _ROWS_AT_ONCE = 1000
 
@@ -215,11 +215,9 @@ class Rows:
     def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
         """Record a row, and return whether it equals an earlier one; ValueError if a different row has the same key."""
         named = self.key is not None or is_batch(row)
-        try:
+        with prefixed_errors(place):
             whole = _digest(row)
             key = hashlib.sha256(row_key(row, self.key).encode()).digest()[:16] if named else whole
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
         if database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, whole, place)).rowcount:
             return False
         before, first = database.execute("SELECT row, place FROM seen WHERE key = ?", (key,)).fetchone()

@@ -10,6 +10,8 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+A_DAY = 86400.0
+"""Seconds for which jobs that share a folder wait for its lock."""
 _MEBIBYTE = 1 << 20
 _FULL = re.compile(
     r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|inline_container.*unexpected pos"

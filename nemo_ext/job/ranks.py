@@ -53,15 +53,19 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
         return _watch(processes, logs)
 
 
-def reserve_port() -> socket.socket:
-    """Bind a socket to a free port of this machine.
+def reserve_port(place: tuple[str, int] = ("127.0.0.1", 0)) -> socket.socket:
+    """Bind a socket to an address and port of this machine; port 0 is any free one.
 
     Until the socket is closed, the system gives the port to no process that asks for a free one. A server can still
     listen on it, because servers set SO_REUSEADDR.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    try:
+        held.bind(place)
+    except OSError:
+        held.close()
+        raise
     return held
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Annotated, Any, cast, get_args, get_type_hints
 
@@ -84,6 +85,15 @@ def strings(value: object) -> tuple[str, ...]:
     """Return the strings in a config value that may be a string, a list of strings, or null."""
     values = _or_none(_as_tuple(value))
     return tuple(map(str, values if isinstance(values, tuple) else [values]))
+
+
+@contextmanager
+def prefixed_errors(where: str) -> Iterator[None]:
+    """Begin the message of a ValueError raised in the block with `where`, the place in the config or the input."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:

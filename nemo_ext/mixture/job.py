@@ -197,9 +197,8 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
     if all(plan.is_done(name) for name in plan.mixtures):
         return
     evaluate = _evaluation(config)
-    prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), chosen(evaluate))
-    for scorer in prepared.scorers.values():
-        scorer.close()
+    with prepare(evaluate, Path(evaluate.data_root).expanduser(), chosen(evaluate)) as prepared:
+        pass
     if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
         reasons = "; ".join(missing)
         raise ValueError(

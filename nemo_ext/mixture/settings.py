@@ -12,7 +12,19 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import REPLACED, STRICT, WORDS, Count, Place, Shard, Share, Strings, checked, nearest
+from nemo_ext.job.settings import (
+    REPLACED,
+    STRICT,
+    WORDS,
+    Count,
+    Place,
+    Shard,
+    Share,
+    Strings,
+    checked,
+    nearest,
+    prefixed_errors,
+)
 from nemo_ext.job.units import OutputFolder
 
 RUNS_PER_STREAM = 5
@@ -156,7 +168,5 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _composed(job: str, words: Sequence[str]) -> dict[str, Any]:
-    try:
+    with prefixed_errors(job):
         return compose(job, words)
-    except ValueError as error:
-        raise ValueError(f"{job}: {error}") from error

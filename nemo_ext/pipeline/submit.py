@@ -13,6 +13,7 @@ from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
 from nemo_ext.job.registry import job as find
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.pipeline.needs import needs_of
 from nemo_ext.pipeline.run import runs_here
 from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
@@ -78,10 +79,8 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
         else:
             jobs[stage.name] = ""
-            try:
+            with prefixed_errors(f"stages.{stage.name}: the model that it starts from is invalid"):
                 model_config = model_to_come(submission, [submissions[each.name] for each in pipeline.before(stage)])
-            except ValueError as error:
-                raise ValueError(f"stages.{stage.name}: the model that it starts from is invalid: {error}") from error
             submission = submissions[stage.name] = replace(submission, model_to_come=model_config)
             problems = [
                 *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),

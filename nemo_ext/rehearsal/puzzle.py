@@ -14,6 +14,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.start import model_of, with_model_beside
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.run_directory import write_config
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.megatron.arguments import world_size
 from nemo_ext.puzzle.configs import healing_run, parent_run, stage_config
 from nemo_ext.puzzle.job import check
@@ -63,10 +64,8 @@ def rehearse_puzzle(
 
     def rehearse_stage(name: str) -> list[dict[str, Any]]:
         if name in trained:
-            try:
+            with prefixed_errors(f"puzzle stage {name}"):
                 result = rehearse(trained[name], stages, folder / name, imbalance=imbalance)
-            except ValueError as error:
-                raise ValueError(f"puzzle stage {name}: {error}") from error
             aside.extend(result["set_aside"])
             several = result["pipeline"] > 1
             return [{**rank, "name": f"{name} {rank['stage']}" if several else name} for rank in result["ranks"]]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_ext.checkpoint.start import model_of
+from nemo_ext.job.settings import prefixed_errors
 
 
 def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,8 +22,6 @@ def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
         one_stage_a_rank(config)
         teacher = config["distillation"]["teacher"]
         merged = with_model_of(config, model_of(str(teacher), "distillation.teacher"))
-    try:
+    with prefixed_errors(f"distillation.teacher={teacher} does not fit the layout of this run"):
         check_layout(merged, trained=False)
-    except ValueError as error:
-        raise ValueError(f"distillation.teacher={teacher} does not fit the layout of this run: {error}") from error
     return merged

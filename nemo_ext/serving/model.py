@@ -12,14 +12,13 @@ from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.data.text import byte_tokenizer
 from nemo_ext.data.training import data_sections
-from nemo_ext.job.files import only_run_in
+from nemo_ext.job.files import A_DAY, only_run_in
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.progress import notice
 from nemo_ext.serving.settings import ServingSettings
 from nemo_ext.serving.vllm import check_drafts
 
 _EXPORT = "export"
-_A_DAY = 86400.0
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Tokenizer files; a directory with a tokenizer has at least one of them."""
 
@@ -102,7 +101,7 @@ def folder_of(model: str, run_dir: Path, files_from: str | None, *, draft: str |
     files = _files_of_run(source, run_dir) if files_from is None else Path(files_from).expanduser()
     settings = hf.Settings(files_from=files, mtp="drop" if draft is None else "keep")
     name = checkpoint_folder(source, None).name + ("" if draft is None else f"_{draft}")
-    with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
+    with only_run_in(run_dir / _EXPORT, wait=A_DAY):  # replicas on other nodes export it too
         plan = hf.plan(source, run_dir / _EXPORT / name, settings)
         if not hf.is_made(plan, settings):
             notice(f"exporting {source} to {plan.to}")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import no_room, write_text
+from nemo_ext.job.ranks import reserve_port
 from nemo_ext.slurm import attempts, beside, ends
 from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.settings import Settings
@@ -56,14 +57,7 @@ def reserve_port_from(first: int, count: int, number: int) -> socket.socket:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(place)  # fails, without SO_REUSEADDR, if another socket is bound to the port
             probe.close()
-            held = socket.socket()
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                held.bind(place)
-            except OSError:
-                held.close()
-                raise
-            return held
+            return reserve_port(place)
     raise ValueError(f"no port from {first} to {first + count - 1} is free on {platform.node()}; use another node")
 
 

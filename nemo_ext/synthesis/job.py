@@ -13,9 +13,8 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import A_DAY
 from nemo_ext.generate.work import TooManyDead
-from nemo_ext.job.files import only_run_in
+from nemo_ext.job.files import A_DAY, only_run_in
 from nemo_ext.job.job import JobFailed
 from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice

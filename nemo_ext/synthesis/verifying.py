@@ -14,6 +14,7 @@ from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import OWN
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
@@ -186,10 +187,8 @@ class Verifying:
                 settings = dict(settings.get(name) or {})
             if self.judge is not None and "judge" in settings_of(name):
                 settings["judge"] = dict(self.judge)
-            try:
+            with prefixed_errors(f"steps.{self.context.name}: row {row}"):
                 self._episodes[name] = Episodes({"name": name, "settings": settings})
-            except ValueError as error:
-                raise ValueError(f"steps.{self.context.name}: row {row}: {error}") from None
             if (reach := self._episodes[name].environment.reach) is not None:
                 await reach()
         return self._episodes[name]

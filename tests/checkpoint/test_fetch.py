@@ -18,6 +18,7 @@ from nemo_ext import install
 from nemo_ext.checkpoint import fetch
 from nemo_ext.job.config import USER_ERROR, compose
 from nemo_ext.pipeline.stages import read
+from tests.composing import write_pipeline
 
 GGUF, LICENCE = "mine/tiny.gguf", "mine-1.0.dist-info/LICENSE"
 Command = Callable[..., Any]
@@ -123,14 +124,12 @@ def test_uv_runs_pip_if_pip_is_not_installed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_later_stages_of_a_pipeline_use_the_model(tmp_path: Path) -> None:
-    (tmp_path / "pipeline").mkdir()
     stages = {
         "fetch": {"job": "fetch", "words": ["model=smollm2_135m", "to=${run_dir}/hf"]},
         "convert": {"job": "convert", "parent": "fetch", "words": ["to=${run_dir}/megatron", "parity.prompts=20"]},
         "bench": {"job": "evaluate", "parent": "fetch"},
     }
-    text = yaml.safe_dump({"pipeline": "mine", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "mine.yaml").write_text(f"# @package _global_\n{text}")
+    write_pipeline(tmp_path, "mine", stages)
     words = {
         stage.name: stage.words for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages
     }

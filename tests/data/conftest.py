@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nemo_ext.data.text.documents import Document, ReadReport, Source, readable
 from nemo_ext.data.text.manifest import Manifest
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer
+from tests.small_tokenizers import byte_level_bpe
 
 WORDS = ["the", "model", "is", "a", "sequence", "of", "residual", "blocks", "größe", "大小"]
 
@@ -118,16 +117,6 @@ def files_of() -> Callable[[Path], dict[str, bytes]]:
 @pytest.fixture(scope="session")
 def bpe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer.json of 500 ids, whose id 0 is <|endoftext|>."""
-    tokenizer = RustTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(draw_texts(50), trainer)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    tokenizer.save(str(path))
+    byte_level_bpe(draw_texts(50), 500, "<|endoftext|>").save(str(path))
     return path

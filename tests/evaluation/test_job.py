@@ -19,9 +19,7 @@ Read = Callable[..., dict[str, Any]]
 Suite = Callable[..., Path]
 
 
-def test_a_benchmark_in_one_file(
-    evaluate: Evaluate, results: Read, suite: Suite, answering: Any, tmp_path: Path
-) -> None:
+def test_a_benchmark_in_one_file(evaluate: Evaluate, results: Read, suite: Suite, tmp_path: Path) -> None:
     code, output = evaluate(f"suite={suite()}")
 
     assert code == 0, output

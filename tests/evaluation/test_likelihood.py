@@ -13,6 +13,7 @@ import pytest
 
 from nemo_ext.endpoint.client import Client, ClientSettings, Request
 from nemo_ext.evaluation.likelihood import Likelihoods, Scored, Tokens, _begins_with
+from tests.small_tokenizers import byte_level_bpe
 
 PAIRS = [
     ("The sky is", [" blue", " a colour", "", "green"]),
@@ -157,15 +158,10 @@ def test_an_endpoint_that_must_make_a_token(endpoint: Any, reply: type[Any], ser
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with merges across words that adds a BOS token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    made.train_from_iterator([LONG, "The sky is blue. Is the sky green?"], trainer)
+    made = byte_level_bpe([LONG, "The sky is blue. Is the sky green?"], 400, "<s>", "</s>")
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     folder = tmp_path_factory.mktemp("merging")
     PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>").save_pretrained(folder)

@@ -35,12 +35,6 @@ MMLU_PRO |= {"src": "ori", "cot": None}
 PROX = MMLU_PRO | {f"option_{number}": "pq"[number] if number < 2 else None for number in range(10)} | {"answer": "B"}
 GPQA = {"Record ID": "rec1", "High-level domain": "Physics", "Question": "Why?", "Correct Answer": "right"}
 GPQA |= {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
-IFEVAL = {
-    "key": 1000,
-    "prompt": "Write.",
-    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
-    "kwargs": [{"relation": None}, {"relation": "at least", "num_words": 300, "keyword": None}],
-}
 HUMANEVAL = {
     "task_id": "HumanEval/0",
     "prompt": "def f(x):\n    '''Double.'''\n",

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,6 @@ def answering(endpoint: Any, reply: type[Any], monkeypatch: pytest.MonkeyPatch) 
     endpoint.models = ["m"]
     endpoint.reply = lambda payload: answer_to(payload, reply)
     return endpoint
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as JSON lines; returns the file."""
-
-    def write(rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
-        file = tmp_path / name
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return file
-
-    return write
 
 
 @pytest.fixture

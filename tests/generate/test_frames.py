@@ -52,7 +52,7 @@ def test_a_frame_comes_back_with_its_answers(library: str, ask: Map, answering: 
     assert 'and "say" why' in answering.requests[0]["messages"][0]["content"]
 
 
-def test_rows_keep_their_order_and_index_with_repeated_and_failed_ones(ask: Map, answering: Any, reply: Any) -> None:
+def test_rows_keep_their_order_and_index_with_repeated_and_failed_ones(ask: Map, answering: Any) -> None:
     pandas = pytest.importorskip("pandas")
     texts = [*QUESTIONS["question"], "refuse me", *QUESTIONS["question"][:2]]
     large = pandas.array([2**60 + (n != 12) for n in range(15)], dtype="Int64")

@@ -107,7 +107,7 @@ def test_another_input_is_refused(generate: Generate, written: Written) -> None:
 
 
 def test_refused_requests_become_dead_letters(
-    generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any, tmp_path: Path
+    generate: Generate, answers: Answers, written: Written, answering: Any, tmp_path: Path
 ) -> None:
     rows = [*QUESTIONS, {"question": "refuse me", "id": "bad"}]
     words = (f"input={written(rows)}", TEMPLATE, "generate.key=id", "generate.part_rows=5")

@@ -247,9 +247,7 @@ def test_invalid_settings_are_refused_before_the_first_run(
     assert not ran
 
 
-def test_submit_checks_the_run_and_makes_two_arrays(
-    words: Callable[..., list[str]], data: Path, tmp_path: Path
-) -> None:
+def test_submit_checks_the_run_and_makes_two_arrays(words: Callable[..., list[str]], tmp_path: Path) -> None:
     site = ["job=mixture", "slurm.shards=3", "cluster=leonardo", "account=x", f"slurm.folder={tmp_path}/record"]
 
     submission = planned([*site, *words()])

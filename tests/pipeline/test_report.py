@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
 from nemo_ext.pipeline.report import write_report
 from nemo_ext.pipeline.stages import Pipeline, read
 from nemo_ext.slurm import attempts
+from tests.composing import write_pipeline
 
 SFT = ["recipe=domyn_small/sft", "launcher.nodes=2", "launcher.nproc_per_node=8"]
 STAGES = {
@@ -50,9 +50,7 @@ def started(record: Path, *, job: str, seconds: float) -> None:
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Pipeline:
     """A pipeline in tmp_path/r, of which pre-training and SFT were run on Slurm and evaluated."""
-    (tmp_path / "pipeline").mkdir()
-    text = {"pipeline": "mine", "evaluate": ["suite=laptop"], "stages": STAGES}
-    (tmp_path / "pipeline" / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(text, sort_keys=False))
+    write_pipeline(tmp_path, "mine", STAGES, evaluate=["suite=laptop"])
     found = read([f"--config-dir={tmp_path}", "pipeline=mine", f"run_dir={tmp_path}/r"])
     steps: list[dict[str, Any]] = [
         {"step": step, "loss": 2.0, "tokens": 1000 * step, "mfu": 0.41, "mfu_6n": 0.35, "joules_per_gpu": 500.0}

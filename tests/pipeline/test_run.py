@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nemo_ext import install
 from nemo_ext.job.run_directory import read_metrics
@@ -21,15 +20,9 @@ from nemo_ext.pipeline import run as pipeline_run
 from nemo_ext.pipeline.run import Work, planned, run, runs_here
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm import attempts
+from tests.composing import write_pipeline
 
 Plan = Callable[..., dict[str, Work]]
-
-
-def write(folder: Path, stages: dict[str, Any]) -> None:
-    """Writes the config of the pipeline `two`."""
-    (folder / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "two", "stages": stages}, sort_keys=False)
-    (folder / "pipeline" / "two.yaml").write_text(text)
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def plan(tmp_path: Path) -> Plan:
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
         "more": {"job": "rl_tasks", "words": ["generator=tables", f"output={tmp_path}/more.jsonl"]},
     }
-    write(tmp_path, stages)
+    write_pipeline(tmp_path, "two", stages)
 
     def made(*words: str) -> dict[str, Work]:
         works = planned(read([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *words]))
@@ -86,16 +79,12 @@ def test_a_stage_whose_input_was_made_again_is_refused(plan: Plan, tmp_path: Pat
 
 
 def test_a_stage_that_is_queued_on_slurm_is_not_run_here(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: Plan, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     work = plan()["more"]
     (work.record / attempts.FOLDER).mkdir(parents=True)
     (work.record / attempts.FOLDER / "job").write_text("101\n")
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    squeue.write_text("#!/bin/sh\necho '101|RUNNING|None'\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    programs(squeue="echo '101|RUNNING|None'")
 
     with pytest.raises(ValueError, match="more: its Slurm job 101 is running; wait for it, or"):
         run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
@@ -225,9 +214,7 @@ def test_an_interrupted_or_killed_chain_resumes(tmp_path: Path, standins: Any) -
         "pretrain": {"job": "train", "words": training},
         "more": {"job": "rl_tasks", "words": ["generator=tables", "count=5", f"output={tmp_path}/more.jsonl"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "three", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "three.yaml").write_text(text)
+    write_pipeline(tmp_path, "three", stages)
     words = (f"--config-dir={tmp_path}", "pipeline=three", f"run_dir={tmp_path}/r")
     run_dir, environment = tmp_path / "r" / "pretrain", {**standins.environment, "STAND_IN_HOLDS_AT": "7,14"}
 
@@ -291,9 +278,7 @@ def test_a_model_is_served_while_a_stage_uses_it(tmp_path: Path, standins: Any) 
         "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
         "public": {"job": "serve", "words": [f"model={model}"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "asked.yaml").write_text(text)
+    write_pipeline(tmp_path, "asked", stages)
     words = f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r"
 
     output = end(start(tmp_path, *words, PATH=path), tmp_path)
@@ -325,7 +310,7 @@ def test_a_missing_package_is_reported_before_any_stage_starts(
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
         "fetch": {"job": "fetch", "words": ["model=smollm2_135m", f"to={tmp_path}/model"]},
     }
-    write(tmp_path, stages)
+    write_pipeline(tmp_path, "two", stages)
 
     for more in (["--dry-run"], []):
         ended = command("pipeline", f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *more)

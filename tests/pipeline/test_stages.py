@@ -12,6 +12,7 @@ from nemo_ext.job.job import will_exist
 from nemo_ext.job.registry import job as find
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm.jobs import makes
+from tests.composing import write_pipeline
 
 TWINS = sorted((Path(hydra_conf.__file__).parent / "pipeline").glob("*/*.yaml"))
 CHAIN = {
@@ -27,11 +28,7 @@ CHAIN = {
 
 def chain(folder: Path, stages: dict[str, Any], *words: str, **keys: Any) -> dict[str, tuple[str, ...]]:
     """Arguments of each stage of a file, in run order."""
-    path = folder / "pipeline" / "mine.yaml"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        "# @package _global_\n" + yaml.safe_dump({"pipeline": "mine", **keys, "stages": stages}, sort_keys=False)
-    )
+    write_pipeline(folder, "mine", stages, **keys)
     found = read([f"--config-dir={folder}", "pipeline=mine", "run_dir=r", *words])
     return {stage.name: stage.words for stage in found.stages}
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,10 @@ from nemo_ext.slurm.ends import JOB
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def queue(tmp_path: Path, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """File with the output of squeue; squeue fails without it."""
-    said, squeue = tmp_path / "queue", tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    squeue.write_text(f"#!/bin/sh\ncat {said}\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    said = tmp_path / "queue"
+    programs(squeue=f"cat {said}")
     monkeypatch.setattr(beside, "SECONDS", 0.1)
     return said
 

@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,9 @@ def test_a_slurm_command_does_not_see_its_callers_job(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("said", "stays"), [("9|N/A", False), ("9|3\n8|2", True), ("", True)])
 def test_a_job_does_not_inherit_the_array_that_submitted_it(
-    said: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, stays: bool, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{said}'\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(squeue=f"echo '{said}'")
     for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "8"}.items():
         monkeypatch.setenv(name, value)
 

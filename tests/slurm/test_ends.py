@@ -2,7 +2,7 @@
 
 import getpass
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from nemo_ext.slurm import attempts, ends, status
 from nemo_ext.slurm.ends import first_error, lasts, why
 
+Programs = Callable[..., Path]
 RANKS = """\
 0:  iteration 3/ 40 | error: none so far
 1: Traceback (most recent call last):
@@ -33,18 +34,10 @@ JOB += "EndTime=2026-11-22T13:41:33 NodeList={nodes} NumNodes=1 ExitCode={code} 
 
 
 @pytest.fixture
-def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def said(tmp_path: Path, programs: Programs) -> Path:
     """Stand-in for scontrol, without accounting and without queued jobs."""
-    programs, said = tmp_path / "bin", tmp_path / "said.txt"
-    programs.mkdir()
-    for name, does in (
-        ("scontrol", f"cat {said}"),
-        ("squeue", ":"),
-        ("sacct", "echo accounting is disabled >&2; exit 1"),
-    ):
-        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    said = tmp_path / "said.txt"
+    programs(scontrol=f"cat {said}", squeue=":", sacct="echo accounting is disabled >&2; exit 1")
     said.write_text("slurm_load_jobs error: Invalid job id specified\n")
     return said
 
@@ -181,10 +174,8 @@ def test_the_reason_comes_from_slurm(
     assert why(tmp_path, "7").startswith(expected)
 
 
-def test_accounting_names_the_user_who_cancelled(said: Path, tmp_path: Path) -> None:
-    (said.parent / "bin" / "sacct").write_text(
-        "#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1|train r'\n"
-    )
+def test_accounting_names_the_user_who_cancelled(said: Path, tmp_path: Path, programs: Programs) -> None:
+    programs(sacct="echo 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1|train r'")
 
     assert why(tmp_path, "7") == "cancelled by root at 2026-11-22T13:41:33"
 
@@ -255,14 +246,14 @@ def test_the_end_of_a_newer_job_counts(said: Path, tmp_path: Path) -> None:
         ("evaluate r", "/no such/7.out", False),
     ],
 )
-def test_a_reused_job_id_is_not_the_runs(said: Path, tmp_path: Path, name: str, output: str, own: bool) -> None:
+def test_a_reused_job_id_is_not_the_runs(
+    said: Path, tmp_path: Path, programs: Programs, name: str, output: str, own: bool
+) -> None:
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)", given_up="")
     (run / "slurm" / ends.JOB).write_text("7\n")
     (run / "slurm" / ends.SUBMITTED).write_text(f"sbatch '--job-name={name}' '--output={output}' train.sbatch\n")
-    (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|RUNNING|None'\n")
-    cancelled = said.parent / "cancelled.txt"
-    (said.parent / "bin" / "scancel").write_text(f"#!/bin/sh\necho $* > {cancelled}\n")
-    (said.parent / "bin" / "scancel").chmod(0o755)
+    cancelled = tmp_path / "cancelled.txt"
+    programs(squeue="echo '7|RUNNING|None'", scancel=f"echo $* > {cancelled}")
     said.write_text(JOB.format(state="RUNNING", reason="None", code="0:0", nodes="n1"))
 
     assert status.queued_job(run, status.queued()) == ("7" if own else "")
@@ -285,11 +276,9 @@ def test_a_job_that_was_submitted_by_hand_has_its_starts_name_and_output(said: P
         assert ends.is_own(run / "slurm", "7") == own
 
 
-def test_a_cancellation_with_our_command_is_recorded(said: Path, tmp_path: Path) -> None:
+def test_a_cancellation_with_our_command_is_recorded(said: Path, tmp_path: Path, programs: Programs) -> None:
     run = started(tmp_path / "a")
-    (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|PENDING|JobHeldUser'\n")
-    (said.parent / "bin" / "scancel").write_text("#!/bin/sh\n")
-    (said.parent / "bin" / "scancel").chmod(0o755)
+    programs(squeue="echo '7|PENDING|JobHeldUser'", scancel="")
     queue = status.queued()
     assert queue == {"7": "pending (JobHeldUser: `scontrol release 7` releases it)"}
 

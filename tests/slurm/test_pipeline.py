@@ -20,6 +20,7 @@ from nemo_ext.slurm.jobs import makes
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.submit import planned
+from tests.composing import write_pipeline
 
 REPOSITORY = Path(__file__).parents[2]
 PIPELINES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "pipeline").glob("*.yaml"))
@@ -200,28 +201,20 @@ def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None
         "third": {"a": {"job": "trian", "words": []}},
     }
     for name, given in stages.items():
-        pipeline_file(tmp_path, name, given)
+        write_pipeline(tmp_path, name, given)
 
     with pytest.raises(ValueError, match=r"\w") as raised:
         read([f"--config-dir={tmp_path}", *words])
     assert said in str(raised.value)
 
 
-def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
-    path = folder / "pipeline" / f"{name}.yaml"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("# @package _global_\n" + yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False))
-
-
 def test_findings_are_printed_once_with_their_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, programs: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "squeue").write_text("#!/bin/sh\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(squeue="")
     words = [f"from={tmp_path}/nowhere"]
     stages = {name: {"job": "convert", "words": [*words, f"to={tmp_path}/{name}"]} for name in ("a", "b-2")}
-    pipeline_file(tmp_path, "two", stages)
+    write_pipeline(tmp_path, "two", stages)
 
     given = ["pipeline=two", f"--config-dir={tmp_path}", f"run_dir={tmp_path}/r", "cluster=leonardo"]
     assert submit(given, dry_run=True) == 2
@@ -234,7 +227,7 @@ def test_findings_are_printed_once_with_their_stages(
     assert first.startswith("a=$(mkdir -p ") and second.startswith("b_2=$(mkdir -p ")
     assert '"--dependency=afterok:$a"' in second
 
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'squeue: fatal: no controller' >&2\nexit 1\n")
+    programs(squeue="echo 'squeue: fatal: no controller' >&2; exit 1")
     assert submit(given, dry_run=True) == 2
     error = "Slurm's queue cannot be read (squeue: fatal: no controller); try again once `squeue` works"
     assert f"error: {error} (the queue)" in capsys.readouterr().out
@@ -261,7 +254,7 @@ def test_a_chain_stops_at_a_failure_and_resumes_there(
         "pretrain": {"job": "train", "words": tiny},
         "last": {"job": "rl_tasks", "words": ["generator=arithmetic", "count=5", f"output={last}"]},
     }
-    pipeline_file(tmp_path, "three", stages)
+    write_pipeline(tmp_path, "three", stages)
     root = tmp_path / "chain"
 
     def submit(*words: str, code: int = 0) -> str:

@@ -20,6 +20,7 @@ from nemo_ext.rehearsal.settings import one_phase
 from nemo_ext.slurm import rehearse
 from nemo_ext.slurm.rehearse import is_wanted, key_of, with_rehearsals
 from nemo_ext.slurm.settings import settings_of
+from tests.composing import write_pipeline
 
 GUESS = Finding("note", "memory: about 38 GiB of the 64 of a A100-64GB")
 OTHER = Finding("note", "another")
@@ -195,10 +196,7 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_submits_nothing(
         "two": {"job": "train", "words": [*words, "megatron.lr=2e-3"]},
         "three": {"job": "train", "words": [*words, "megatron.micro_batch_size=2"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    (tmp_path / "pipeline" / "mine.yaml").write_text(
-        "# @package _global_\npipeline: mine\nstages: " + json.dumps(stages) + "\n"
-    )
+    write_pipeline(tmp_path, "mine", stages)
     given = ("submit", f"--config-dir={tmp_path}", "pipeline=mine", f"run_dir={run_dir}", *TINY[3:])
     given += ("cluster.node.gpu_memory_gib=1",)
     command = [sys.executable, "-m", "nemo_ext.cli", *given]

@@ -134,7 +134,7 @@ def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path
     assert not [one for one in findings(sweep.config, sweep.settings, coming=made) if one.kind == "error"]
 
 
-def test_a_model_is_served_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_served_on_one_node() -> None:
     settings = settings_of(["job=online", "cluster=leonardo"])
     for words, gpus in ((), 1), (("serving.gpus=4",), 4), (("serving.device=cpu",), 0):
         config = compose("online", ["preset=rpo_online", "model=m", *words])

@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from nemo_ext import generate
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.endpoint.address import read_address
 from nemo_ext.serving.vllm import answers
 from nemo_ext.slurm import attempts
+from tests.composing import write_pipeline
 
 ROWS = 400
 CPU = ("cluster=testbed", "serving.device=cpu", 'slurm.options=["--cpus-per-task=1"]')
@@ -214,9 +214,7 @@ def test_a_stage_uses_the_server_next_to_it_and_ends_it(
         "judge": {"job": "serve", "words": [f"model={tmp_path}/model", vllm[1]]},
         "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "asked.yaml").write_text(text)
+    write_pipeline(tmp_path, "asked", stages)
     words = (f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r", vllm[0], vllm[2])
 
     assert '"--dependency=after:$judge"' in here("submit", *words, "--dry-run")

@@ -3,7 +3,7 @@
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -47,12 +47,9 @@ class Work(Batch):
     ],
 )
 def test_a_job_that_ends_well_before_its_limit_was_cancelled(
-    said: str, cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, cancelled: bool, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\necho '{said}'\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(squeue=f"echo '{said}'")
     monkeypatch.setenv("SLURM_JOB_ID", "65")
 
     assert Work(cast(Settings, None), [])._is_cancelled() == cancelled
@@ -89,11 +86,9 @@ def test_jobs_on_one_node_get_different_ports() -> None:
     ],
 )
 def test_a_start_reports_the_driver_of_its_node(
-    said: str, container: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, container: bool, expected: str, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(**{"nvidia-smi": f"printf '{said}'"})
     monkeypatch.setattr(start, "_cuda_of_torch", lambda: "13.0")
     assert start.gpu_line(container=container) == ""
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
@@ -136,12 +131,11 @@ def own_signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None) -> Path:
+def slurm_says_no(
+    tmp_path: Path, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, own_signals: None
+) -> Path:
     """A running job that Slurm does not requeue; returns a folder for it."""
-    for name, does in {"squeue": "echo 'RUNNING|0:20'", "scontrol": "echo 'not today' >&2; exit 1"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(squeue="echo 'RUNNING|0:20'", scontrol="echo 'not today' >&2; exit 1")
     monkeypatch.setenv("SLURM_JOB_ID", "65")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     return tmp_path

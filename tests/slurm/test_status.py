@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,16 +30,11 @@ def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finis
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def queue(tmp_path: Path, programs: Callable[..., Path]) -> Path:
     """A file with the output of squeue."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
     said = tmp_path / "queue.txt"
     said.write_text("")
-    for name, does in (("squeue", f"cat {said}"), ("scancel", f'echo "$@" >> {tmp_path}/cancelled.txt')):
-        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    programs(squeue=f"cat {said}", scancel=f'echo "$@" >> {tmp_path}/cancelled.txt')
     return said
 
 
@@ -173,16 +169,15 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         queued()
 
 
-def test_a_failing_squeue_does_not_end_a_wait(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_squeue_does_not_end_a_wait(
+    programs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, calls = run(tmp_path / "a"), tmp_path / "calls"
     monkeypatch.setattr(submit, "planned", lambda words: SimpleNamespace(records=[folder]))
     monkeypatch.setattr(submit, "POLL", 0.0)
     monkeypatch.setattr(status, "_RETRY", 0.0)
-    squeue = queue.parent / "bin" / "squeue"
-    squeue.write_text(
-        f"#!/bin/sh\necho >> {calls}\n"
-        f"case $(wc -l < {calls}) in 1) echo '7|RUNNING|None';; 2) echo 'controller is down' >&2; exit 1;; esac\n"
-    )
+    says = "1) echo '7|RUNNING|None';; 2) echo 'controller is down' >&2; exit 1;;"
+    programs(squeue=f"echo >> {calls}\ncase $(wc -l < {calls}) in {says} esac")
 
     submit.complete([])
 

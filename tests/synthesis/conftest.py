@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,23 @@ import pytest
 QUICK = ("synthesize.patience=1", "synthesize.attempt_seconds=20", "synthesize.attempts=2")
 Rule = Callable[[str, Mapping[str, Any]], Any]
 """A model's answer to the last message of a request: text, or a message with `reasoning_content` or `tool_calls`."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output folder of a finished run."""
+
+    folder: Path
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Counts of each step, from report.json."""
+        steps: dict[str, Any] = json.loads((self.folder / "report.json").read_text())["steps"]
+        return steps
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """Records of an output file."""
+        return [json.loads(line) for line in (self.folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -39,18 +57,6 @@ def model(endpoints: Callable[[], Any], reply: type[Any], monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as JSON lines; returns the file."""
-
-    def write(rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
-        file = tmp_path / name
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return file
-
-    return write
-
-
-@pytest.fixture
 def synthesize(tmp_path: Path, command: Callable[..., Any], kept_workers: None) -> Callable[..., tuple[int, str]]:
     """`nemo-ext synthesize` in this process; returns its exit code and output."""
 
@@ -66,13 +72,28 @@ def synthesize(tmp_path: Path, command: Callable[..., Any], kept_workers: None) 
 def records(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Records of an output file."""
 
-    def read(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]
-
-    return read
+    return Output(tmp_path / "out").records
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> Callable[[], dict[str, Any]]:
     """report.json of the output."""
     return lambda: json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+@pytest.fixture
+def run_recipe(
+    tmp_path: Path, model: Callable[..., Any], written: Callable[..., Path], synthesize: Callable[..., Any]
+) -> Callable[..., Output]:
+    """Runs a recipe on rows with a rule (or an endpoint of `model`) for all roles, or a mapping with one per role."""
+
+    def run(recipe: str, rows: Sequence[Mapping[str, Any]], models: Any, *words: str) -> Output:
+        endpoints = []
+        for role, rule in (models if isinstance(models, dict) else {"": models}).items():
+            served = rule if hasattr(rule, "url") else model(rule)
+            endpoints.append(f"{role and f'roles.{role}.'}endpoint={served.url}")
+        code, output = synthesize(f"recipe={recipe}", f"input={written(rows)}", *endpoints, *words)
+        assert code == 0, output
+        return Output(tmp_path / "out")
+
+    return run

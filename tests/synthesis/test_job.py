@@ -43,6 +43,7 @@ steps:
 outputs:
   documents: {kind: documents, record: {id: id, text: second}}
 """
+EARLY = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
 
 
 @pytest.fixture
@@ -116,9 +117,7 @@ def test_the_card_says_what_was_done(model: Model, synthesize: Run, own: Own, tm
     assert (config["input"], config["output"]) == (str(tmp_path / "out" / "documents.jsonl"), "data/documents")
 
 
-def test_later_steps_are_made_again_and_answers_are_not(
-    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
-) -> None:
+def test_later_steps_are_made_again_and_answers_are_not(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     served = model(echo)
     words = [*own(), f"endpoint={served.url}"]
     synthesize(*words)
@@ -135,7 +134,7 @@ def test_later_steps_are_made_again_and_answers_are_not(
     assert len(served.requests) == before
 
 
-def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path) -> None:
+def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, report: Any) -> None:
     def garbage(asked: str, payload: Mapping[str, Any]) -> Any:
         number = int((re.findall(r"\d+", asked) or ["0"])[0])
         kinds = [
@@ -169,26 +168,22 @@ def test_dropping_all_rows_is_an_error_with_reasons(model: Model, synthesize: Ru
     assert code == 1 and "steps.keep: no rows remain (" in output and " odd one, such as r" in output
 
 
-def test_an_expression_that_never_fits_is_an_error(model: Model, synthesize: Run, own: Own) -> None:
-    recipe = RECIPE.replace("columns: {first: answer}", "columns: {first: anser}")
-
-    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
-
-    assert code == 2 and "steps.first.columns.first" in output and "anser" in output
-
-
-def test_rows_that_fail_are_named(
-    model: Model, synthesize: Run, own: Own, report: Any, reply: type[Any], records: Any
+@pytest.mark.parametrize(
+    ("before", "now", "messages"),
+    [
+        ("{first: answer}", "{first: anser}", ("steps.first.columns.first", "anser")),
+        ("Say {{ n }}.", "{{ ''.__class__.__mro__ }}", ("steps.first.prompt", "unsafe")),  # templates are sandboxed
+        ('"n % 2 == 0"', "n.bit_length", ("bit_length is a function",)),
+        ("  documents:", "  ../evil:", ("outputs.../evil: a name may contain only letters",)),
+    ],
+)
+def test_invalid_recipes_are_refused(
+    before: str, now: str, messages: tuple[str, ...], model: Model, synthesize: Run, own: Own, tmp_path: Path
 ) -> None:
-    broken = True
+    code, output = synthesize(*own(RECIPE.replace(before, now)), f"endpoint={model(echo).url}")
 
-    def rule(asked: str, payload: Mapping[str, Any]) -> Any:
-        return reply(status=400, body=b"no") if broken and asked == "Say 4." else f"said {asked}"
-
-    words = [*own(), f"endpoint={model(rule).url}"]
-    assert synthesize(*words)[0] == 0
-    assert report()["steps"]["first"]["dropped"] == {"no answer": 1}
-    assert "r4" in report()["steps"]["first"]["examples"]["no answer"][0]
+    assert code == 2 and all(message in output for message in messages) and "Traceback" not in output
+    assert not (tmp_path / "evil.jsonl").exists()
 
 
 WRONG = {
@@ -255,14 +250,6 @@ def test_equal_rows_and_equal_ids(model: Model, synthesize: Run, own: Own, writt
     assert report()["rows"] == 2 and report()["repeated"] == 1
 
 
-def test_templates_are_sandboxed(model: Model, synthesize: Run, own: Own) -> None:
-    recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
-
-    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
-
-    assert code == 2 and "steps.first.prompt" in output and "unsafe" in output
-
-
 @pytest.mark.slow
 def test_only_requests_in_flight_are_repeated(
     model: Model, own: Own, tmp_path: Path, reply: type[Any], synthesize: Run, records: Any
@@ -310,12 +297,9 @@ def test_another_file_of_the_same_glob_is_noticed(
         assert [each["id"] for each in records("documents")] == [name]
 
 
-def test_answers_to_unchanged_rows_are_reused(
-    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
-) -> None:
+def test_answers_to_unchanged_rows_are_reused(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     served = model(echo)
-    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
-    words = [*own(recipe), f"endpoint={served.url}"]
+    words = [*own(EARLY), f"endpoint={served.url}"]
     assert synthesize(*words)[0] == 0
     assert len(served.requests) == 20
 
@@ -330,8 +314,8 @@ def test_answers_to_unchanged_rows_are_reused(
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 10, 2)]
 
 
-def test_failed_rows_of_a_finished_step_can_be_retried(
-    model: Model, synthesize: Run, own: Own, records: Any, reply: type[Any]
+def test_failed_rows_are_named_and_can_be_retried(
+    model: Model, synthesize: Run, own: Own, records: Any, report: Any, reply: type[Any]
 ) -> None:
     broken = True
 
@@ -341,6 +325,8 @@ def test_failed_rows_of_a_finished_step_can_be_retried(
     served = model(rule)
     words = [*own(), f"endpoint={served.url}"]
     assert synthesize(*words)[0] == 0
+    first = report()["steps"]["first"]
+    assert first["dropped"] == {"no answer": 1} and "r4" in first["examples"]["no answer"][0]
     assert len(records("documents")) == 19
     broken, before = False, len(served.requests)
 
@@ -406,9 +392,7 @@ def test_ids_may_look_like_those_of_canaries(
     assert len(records("documents")) == 7
 
 
-def test_an_answer_may_be_anything(
-    model: Model, synthesize: Run, own: Own, report: Any, records: Any, tmp_path: Path
-) -> None:
+def test_an_answer_may_be_anything(model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path) -> None:
     def rule(asked: str, payload: Mapping[str, Any]) -> str:
         number = int(re.findall(r"\d+", asked)[0])
         return [
@@ -525,12 +509,6 @@ def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own
     assert len(records("documents")) == 3
 
 
-def test_a_function_without_a_call_is_refused(model: Model, synthesize: Run, own: Own) -> None:
-    code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd: n.bit_length}")
-
-    assert code == 2 and "bit_length is a function" in output and "Traceback" not in output
-
-
 def test_another_test_set_of_the_same_name_is_noticed(
     model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path
 ) -> None:
@@ -551,18 +529,6 @@ def test_another_test_set_of_the_same_name_is_noticed(
     assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 2}
 
 
-def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
-    recipe = RECIPE.replace("  documents:", "  ../evil:")
-
-    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
-
-    assert (
-        code == 2
-        and "outputs.../evil: a name may contain only letters" in output
-        and not (tmp_path / "evil.jsonl").exists()
-    )
-
-
 def test_a_dry_run_passes_what_only_the_run_can_decide(
     model: Model, synthesize: Run, own: Own, written: Written
 ) -> None:
@@ -581,8 +547,7 @@ def test_a_dry_run_passes_what_only_the_run_can_decide(
 def test_answers_of_another_model_are_not_reused(
     model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
-    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
-    words = [*own(recipe), "steps.second=null", "outputs.documents.record.text=first"]
+    words = [*own(EARLY), "steps.second=null", "outputs.documents.record.text=first"]
     first, second = model(lambda *_: "first", "a"), model(lambda *_: "second", "b")
     assert synthesize(*words, f"endpoint={first.url}")[0] == 0
     assert synthesize(*words, f"endpoint={first.url}", "steps.early.require.many=n < 20")[0] == 0
@@ -595,12 +560,9 @@ def test_answers_of_another_model_are_not_reused(
     assert {each["text"] for each in records("documents")} == {"second"} and len(second.requests) == 12
 
 
-def test_rows_and_a_setting_changed_at_once_can_be_reverted(
-    model: Model, synthesize: Run, own: Own, tmp_path: Path
-) -> None:
+def test_rows_and_a_setting_changed_at_once_can_be_reverted(model: Model, synthesize: Run, own: Own) -> None:
     served = model(echo)
-    recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
-    words = [*own(recipe), f"endpoint={served.url}"]
+    words = [*own(EARLY), f"endpoint={served.url}"]
     assert synthesize(*words)[0] == 0
     assert synthesize(*words, "steps.early.require.many=n < 20", "steps.first.temperature=1")[0] == 2
     before = len(served.requests)

@@ -27,9 +27,7 @@ def sum_of(prompt: str) -> int:
     return sum(map(int, re.findall(r"\d+", prompt)))
 
 
-def test_worked_solutions_become_traces_of_a_model_without_modes(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_worked_solutions_become_traces_of_a_model_without_modes(run_recipe: Run) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         assert "End with" not in prompt and len(payload["messages"]) == 7  # three solved examples
         total = sum_of(prompt)
@@ -47,15 +45,14 @@ def test_worked_solutions_become_traces_of_a_model_without_modes(
     ]
     rows.append({**rows[0], "id": "other", "environment": "multiple_choice", "reference": {"answer": "A"}})
 
-    code, output = synthesize("recipe=worked_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    output = run_recipe("worked_traces", rows, solve)
 
-    assert code == 0, output
-    found = {record["id"].partition("/")[0]: record for record in records("conversations")}
+    found = {record["id"].partition("/")[0]: record for record in output.records("conversations")}
     assert set(found) == {f"q{number}" for number in range(12) if (number + 5) % 4 > 1}
     sample = to_sample(found["q1"], id="q1")
     assert sample.messages[0].content.endswith("and the answer.")
     assert (sample.messages[1].reasoning, sample.messages[1].content) == ("It is 6.", "The answer is 6")
-    assert report()["steps"]["known"]["dropped"]["no examples of its environment"] == 1
+    assert output.steps["known"]["dropped"]["no examples of its environment"] == 1
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
@@ -65,9 +62,7 @@ def test_recipes_name_their_source(name: str) -> None:
     assert recipe.name == name and recipe.about and recipe.roles
 
 
-def test_traces_are_verified_and_the_shortest_stay(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_traces_are_verified_and_the_shortest_stay(run_recipe: Run, model: Model) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         right = payload["seed"] % 4 != 0
         return {
@@ -78,10 +73,9 @@ def test_traces_are_verified_and_the_shortest_stay(
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(12)]
     teacher = model(solve)
 
-    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+    output = run_recipe("verified_traces", rows, teacher)
 
-    assert code == 0, output
-    found = records("conversations")
+    found = output.records("conversations")
     assert found
     for record in found:
         sample = to_sample(record, id=record["id"])
@@ -89,16 +83,14 @@ def test_traces_are_verified_and_the_shortest_stay(
         assert sample.messages[-1].reasoning and record["thinking"] is True
     per_question = [sum(record["id"].startswith(f"{row['id']}/") for record in found) for row in rows]
     assert max(per_question) <= 2
-    right = report()["steps"]["right"]
+    right = output.steps["right"]
     assert right["dropped"]["wrong"] == sum(payload["seed"] % 4 == 0 for payload in teacher.requests)
-    tasks = records("tasks")
+    tasks = output.records("tasks")
     assert {task["id"] for task in tasks} <= {row["id"] for row in rows}
     assert all(task["reference"] == {"answer": str(sum_of(task["prompt"]))} for task in tasks)
 
 
-def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
-) -> None:
+def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(run_recipe: Run, model: Model) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         assert prompt.count("\\boxed{") == 1
         if payload["seed"] % 4 == 0:
@@ -112,19 +104,16 @@ def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
     rows += [{"question": "What is 9 + 9? Write \\boxed{sum}.", "environment": "math", "reference": {"answer": "18"}}]
     teacher = model(solve)
 
-    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+    output = run_recipe("verified_traces", rows, teacher)
 
-    assert code == 0, output
     seeds = [payload["seed"] % 4 for payload in teacher.requests]
-    assert report()["steps"]["right"]["dropped"] == {"no answer in the form that is verified": seeds.count(0)}
+    assert output.steps["right"]["dropped"] == {"no answer in the form that is verified": seeds.count(0)}
     cut = seeds.count(1)
-    assert f"solve, truncated: {cut} ({cut / len(seeds):.1%})" in (tmp_path / "out" / "README.md").read_text()
-    assert all("\\boxed" in task["prompt"] for task in records("tasks"))
+    assert f"solve, truncated: {cut} ({cut / len(seeds):.1%})" in (output.folder / "README.md").read_text()
+    assert all("\\boxed" in task["prompt"] for task in output.records("tasks"))
 
 
-def test_without_a_reference_answers_vote(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_without_a_reference_answers_vote(run_recipe: Run) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> str:
         if "hopeless" in prompt:
             return f"\\boxed{{{payload['seed']}}}"
@@ -132,15 +121,14 @@ def test_without_a_reference_answers_vote(
 
     rows = [{"id": "a", "question": "What is 2 + 2?"}, {"id": "b", "question": "A hopeless one"}]
 
-    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    output = run_recipe("verified_traces", rows, solve)
 
-    assert code == 0, output
-    assert {record["id"].partition("/")[0] for record in records("conversations")} == {"a"}
-    assert all("{4}" in record["messages"][-1]["content"] for record in records("conversations"))
-    assert report()["steps"]["vote"]["dropped"]["no majority"] == 1
+    assert {record["id"].partition("/")[0] for record in output.records("conversations")} == {"a"}
+    assert all("{4}" in record["messages"][-1]["content"] for record in output.records("conversations"))
+    assert output.steps["vote"]["dropped"]["no majority"] == 1
 
 
-def test_other_environments_verify_too(model: Model, synthesize: Run, written: Written, records: Read) -> None:
+def test_other_environments_verify_too(run_recipe: Run) -> None:
     import importlib
 
     tasks, solutions = [], {}
@@ -153,19 +141,12 @@ def test_other_environments_verify_too(model: Model, synthesize: Run, written: W
     def solve(prompt: str, payload: Mapping[str, Any]) -> str:
         return str(solutions[prompt]) if payload["seed"] % 2 else "I do not know."
 
-    code, output = synthesize(
-        "recipe=verified_traces",
-        f"input={written(tasks)}",
-        f"endpoint={model(solve).url}",
-        "steps.difficulty=null",
-        "outputs.tasks.of=right",
-    )
+    output = run_recipe("verified_traces", tasks, solve, "steps.difficulty=null", "outputs.tasks.of=right")
 
-    assert code == 0, output
-    assert {record["task"] for record in records("conversations")} == {task["environment"] for task in tasks}
+    assert {record["task"] for record in output.records("conversations")} == {task["environment"] for task in tasks}
 
 
-def test_modes_come_in_pairs(model: Model, synthesize: Run, written: Written, records: Read) -> None:
+def test_modes_come_in_pairs(run_recipe: Run) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         on = payload["chat_template_kwargs"]["enable_thinking"]
         wrong = "7" in prompt and not on
@@ -174,18 +155,15 @@ def test_modes_come_in_pairs(model: Model, synthesize: Run, written: Written, re
 
     rows = [{"question": f"What is {number} + 1?", "answer": number + 1} for number in (1, 2, 7)]
 
-    code, output = synthesize("recipe=paired_modes", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    output = run_recipe("paired_modes", rows, solve)
 
-    assert code == 0, output
-    found = records("conversations")
+    found = output.records("conversations")
     assert [record["thinking"] for record in found] == [True, False] * 2
     assert ["reasoning_content" in record["messages"][-1] for record in found] == [True, False] * 2
     assert not any("7" in record["messages"][0]["content"] for record in found)
 
 
-def test_the_strong_answer_is_preferred_to_the_weak_one(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
-) -> None:
+def test_the_strong_answer_is_preferred_to_the_weak_one(run_recipe: Run, model: Model, tmp_path: Path) -> None:
     def strong(prompt: str, payload: Mapping[str, Any]) -> str:
         if "what the same user says next" in prompt:
             return "<message>And why is that?</message>"
@@ -200,23 +178,21 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
 
     rows = [{"question": f"Tell me something new about matter number {number * 1111}"} for number in range(10)]
 
-    code, output = synthesize(
-        "recipe=delta_pairs",
-        f"input={written(rows)}",
-        f"roles.strong.endpoint={model(strong, 'big').url}",
-        f"roles.weak.endpoint={model(weak, 'small').url}",
+    output = run_recipe(
+        "delta_pairs",
+        rows,
+        {"strong": model(strong, "big"), "weak": model(weak, "small")},
         "steps.task.columns.talk=id | chance(seed, 'talk') < 0.5",
         "steps.unique.near=null",
     )
 
-    assert code == 0, output
-    found = records("pairs")
+    found = output.records("pairs")
     assert {(record["chosen_model"], record["rejected_model"]) for record in found} == {("big", "small")}
     assert all("careful" in record["chosen"]["content"] for record in found)
     assert {len(record["messages"]) for record in found} == {1, 3}
     turns = {(talk[0]["content"][:4], talk[-1]["content"][:4]) for talk in (record["messages"] for record in found)}
     assert turns == {("Tell", "Tell"), ("Tell", "And "), ("What", "Tell")}
-    assert report()["steps"]["differ"]["dropped"] == {"lengths differ": 1}
+    assert output.steps["differ"]["dropped"] == {"lengths differ": 1}
     from nemo_ext.data.preference.job import run as preference_data
 
     preference_data(
@@ -259,7 +235,7 @@ def test_pools_are_judged_and_judges_too(
     assert code == 1 and "planted faults, more than canaries.most" in output and "steps.score" in output
 
 
-def test_questions_on_documents(model: Model, synthesize: Run, written: Written, records: Read) -> None:
+def test_questions_on_documents(run_recipe: Run) -> None:
     def teacher(prompt: str, payload: Mapping[str, Any]) -> str:
         name = re.search(r"town of (\w+)", prompt.rpartition("[Passage]")[2])
         if "[Passage]" in prompt:
@@ -279,17 +255,16 @@ def test_questions_on_documents(model: Model, synthesize: Run, written: Written,
         for number in range(1, 9)
     ]
 
-    code, output = synthesize(
-        "recipe=document_qa",
-        f"input={written([{'text': text} for text in texts])}",
-        f"endpoint={model(teacher).url}",
+    output = run_recipe(
+        "document_qa",
+        [{"text": text} for text in texts],
+        teacher,
         "steps.unique.text=[style, question] | tojson",
         "steps.unique.near=null",
         "steps.document.columns.words_wanted=400",
     )
 
-    assert code == 0, output
-    documents = records("documents")
+    documents = output.records("documents")
     by_style = {
         style: [each for each in documents if each["style"] == style] for style in ("reasoning", "short", "long")
     }
@@ -297,13 +272,11 @@ def test_questions_on_documents(model: Model, synthesize: Run, written: Written,
     assert all(each["text"].startswith("Question:") for each in by_style["reasoning"])
     assert all(each["text"].count("lies by a river") == 1 for each in by_style["short"])
     assert all(each["text"].count("lies by a river") > 2 for each in by_style["long"])
-    tasks = records("tasks")
+    tasks = output.records("tasks")
     assert len(tasks) == 8 and all(task["reference"]["answers"][0].isdigit() for task in tasks)
 
 
-def test_questions_over_two_passages_need_both(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_questions_over_two_passages_need_both(run_recipe: Run) -> None:
     def teacher(prompt: str, payload: Mapping[str, Any]) -> str:
         if "[Expected answer]" in prompt:
             return "<verdict>yes</verdict>"
@@ -319,23 +292,22 @@ def test_questions_over_two_passages_need_both(
         for who in ("Everybody", "Hilda")
     ]
 
-    code, output = synthesize(
-        "recipe=document_qa",
-        f"input={written([{'text': text} for text in texts])}",
-        f"endpoint={model(teacher).url}",
+    output = run_recipe(
+        "document_qa",
+        [{"text": text} for text in texts],
+        teacher,
         "steps.style.rows=['long']",
         'steps.apart.columns.second="text[(text | length) // 2:] | piece(4096, seed, id)"',
         "steps.unique=null",
         "steps.judge.canaries=null",
     )
 
-    assert code == 0, output
-    assert [report()["steps"][step]["dropped"] for step in ("first", "second")] == [{}, {"one passage is enough": 1}]
-    (found,) = (each["text"] for each in records("documents"))
+    assert [output.steps[step]["dropped"] for step in ("first", "second")] == [{}, {"one passage is enough": 1}]
+    (found,) = (each["text"] for each in output.records("documents"))
     assert found.count("lies by the river") > 9 and found.count("Hilda rules") > 9
 
 
-def test_texts_in_five_styles(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
+def test_texts_in_five_styles(run_recipe: Run) -> None:
     text = "The quick brown fox jumps over the lazy dog while the old farmer watches from his house by the road. " * 3
 
     def write(prompt: str, payload: Mapping[str, Any]) -> str:
@@ -353,17 +325,18 @@ def test_texts_in_five_styles(model: Model, synthesize: Run, written: Written, r
             "jumps, and the dog lies under him.</result>"
         )
 
-    code, output = synthesize("recipe=rephrase", f"input={written([{'text': text}])}", f"endpoint={model(write).url}")
+    output = run_recipe("rephrase", [{"text": text}], write)
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["write"]["dropped"] == {"nothing to learn": 1, "a copy": 1}
     assert steps["screen"]["dropped"] == {"language/language-prompt": 1}
     assert steps["unique"]["dropped"] == {"duplicate": 1}
-    assert [(each["style"], each["text"].startswith(text)) for each in records("documents")] == [("questions", True)]
+    assert [(each["style"], each["text"].startswith(text)) for each in output.records("documents")] == [
+        ("questions", True)
+    ]
 
 
-def test_code_is_run(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
+def test_code_is_run(run_recipe: Run) -> None:
     row = {
         "id": "double",
         "code": "def double(x):\n    y = x\n    return y + x\n",
@@ -390,23 +363,19 @@ def test_code_is_run(model: Model, synthesize: Run, written: Written, records: R
             return "```python\ndef double(number):\n    return number * 3\n```"
         return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
 
-    words = ["recipe=rewrite_code", f"input={written([row, broken])}", "steps.syntax=null", "steps.lint=null"]
-    code, output = synthesize(*words, f"endpoint={model(write).url}")
+    output = run_recipe("rewrite_code", [row, broken], write, "steps.syntax=null", "steps.lint=null")
 
-    assert code == 0, output
-    assert report()["steps"]["right"]["dropped"] == {"fails its tests": 3}
-    found = {each["style"]: each["text"] for each in records("documents")}
+    assert output.steps["right"]["dropped"] == {"fails its tests": 3}
+    found = {each["style"]: each["text"] for each in output.records("documents")}
     assert (
         sorted(found) == ["explain", "rewrite", "transpile"]
         and found["transpile"] == "long twice(long x) { return 2 * x; }\n"
     )
-    prompt = [record["messages"][0]["content"] for record in records("conversations")]
+    prompt = [record["messages"][0]["content"] for record in output.records("conversations")]
     assert [text.partition("program")[0] for text in prompt] == ["Rewrite this ", "Write this "]
 
 
-def test_rewritten_code_is_parsed_and_has_a_better_score(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_rewritten_code_is_parsed_and_has_a_better_score(run_recipe: Run) -> None:
     pytest.importorskip("pylint")
     pytest.importorskip("tree_sitter_cpp")
     clean = '"""Twice."""\n\n\ndef twice(number):\n    """Twice the number."""\n    return 2 * number\n'
@@ -425,19 +394,21 @@ def test_rewritten_code_is_parsed_and_has_a_better_score(
 
     sources = [clean, "import os\ndef twice(x):\n  return x + x\n", "import sys\ndef twice(x):\n  return x + x\n"]
     sources += [poor, better]  # scores far below 0
-    words = ["recipe=rewrite_code", f"input={written([{'code': source} for source in sources])}", "steps.unique=null"]
-    code, output = synthesize(*words, "steps.style.rows=['rewrite', 'transpile']", f"endpoint={model(write).url}")
+    output = run_recipe(
+        "rewrite_code",
+        [{"code": source} for source in sources],
+        write,
+        "steps.unique=null",
+        "steps.style.rows=['rewrite', 'transpile']",
+    )
 
-    assert code == 0, output
-    assert report()["steps"]["syntax"]["dropped"] == {"no C++": 2}
-    assert report()["steps"]["lint"]["dropped"] == {"no better by Pylint": 1, "Pylint is silenced": 1}
+    assert output.steps["syntax"]["dropped"] == {"no C++": 2}
+    assert output.steps["lint"]["dropped"] == {"no better by Pylint": 1, "Pylint is silenced": 1}
     styles = ["rewrite", "transpile", "rewrite", "rewrite", "transpile", "transpile"]
-    assert [record["style"] for record in records("documents")] == styles
+    assert [record["style"] for record in output.records("documents")] == styles
 
 
-def test_lines_are_translated_and_the_rest_is_unchanged(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_lines_are_translated_and_the_rest_is_unchanged(run_recipe: Run) -> None:
     german = {
         "Please look at ⟦0⟧ and tell me what you think about the weather.": (
             "Bitte schau dir ⟦0⟧ an und sag mir, was du über das Wetter denkst."
@@ -462,15 +433,9 @@ def test_lines_are_translated_and_the_rest_is_unchanged(
     )
     rows = [chat(whole), chat("The mark of `this` is lost.")]
 
-    code, output = synthesize(
-        "recipe=translate",
-        f"input={written(rows)}",
-        f"endpoint={model(translate).url}",
-        "steps.target.rows=[{'to': 'de', 'to_name': 'German'}]",
-    )
+    output = run_recipe("translate", rows, translate, "steps.target.rows=[{'to': 'de', 'to_name': 'German'}]")
 
-    assert code == 0, output
-    (record,) = records("conversations")
+    (record,) = output.records("conversations")
     assert record["language"] == "de"
     assert (
         record["messages"][0]["content"]
@@ -480,14 +445,12 @@ def test_lines_are_translated_and_the_rest_is_unchanged(
         "The answer is $x^2$, as everybody knows who has been there.",
         "Die Antwort ist $x^2$, wie jeder weiß, der dort gewesen ist.",
     )
-    assert report()["steps"]["translate"]["dropped"] == {"marks are lost": 1}
-    assert report()["steps"]["whole"]["dropped"] == {}
-    assert report()["steps"]["together"]["dropped"] == {"a message was not translated": 1}
+    assert output.steps["translate"]["dropped"] == {"marks are lost": 1}
+    assert output.steps["whole"]["dropped"] == {}
+    assert output.steps["together"]["dropped"] == {"a message was not translated": 1}
 
 
-def test_conversations_with_tools_end_in_the_right_database(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any, tmp_path: Path
-) -> None:
+def test_conversations_with_tools_end_in_the_right_database(run_recipe: Run, reply: Any) -> None:
     too_long = b'{"object": "error", "message": "This model\'s maximum context length is 4096 tokens.", "code": 400}'
     tasks = [task for task in generate("workplace", 12, seed=1) if not task.reference.get("answer")][:5]
     calls = {task.prompt[-1].content: solution_calls(task.reference) for task in tasks}
@@ -516,28 +479,24 @@ def test_conversations_with_tools_end_in_the_right_database(
         }
         return {"content": "", "tool_calls": [call]}
 
-    code, output = synthesize(
-        "recipe=tool_trajectories",
-        f"input={written([task.record() | {'thinking': False} for task in tasks])}",
-        f"roles.teacher.endpoint={model(agent).url}",
-        f"roles.user.endpoint={model(user).url}",
+    output = run_recipe(
+        "tool_trajectories",
+        [task.record() | {"thinking": False} for task in tasks],
+        {"teacher": agent, "user": user},
         "steps.talk.samples=8",
     )
 
-    assert code == 0, output
-    talked = report()["steps"]["talk"]
+    talked = output.steps["talk"]
     assert talked["made"] == 40 and not talked["dropped"]
-    made = [json.loads(line) for line in (tmp_path / "out" / "steps" / "talk" / "rows.jsonl").read_text().splitlines()]
+    made = [json.loads(line) for line in (output.folder / "steps" / "talk" / "rows.jsonl").read_text().splitlines()]
     assert any(row["why"] == "an answer was truncated" and not row["correct"] for row in made)
-    found = records("conversations")
+    found = output.records("conversations")
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
-    assert all(task["environment"] == "workplace" and task["thinking"] is False for task in records("tasks"))
+    assert all(task["environment"] == "workplace" and task["thinking"] is False for task in output.records("tasks"))
 
 
-def test_solutions_compute_with_python(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_solutions_compute_with_python(run_recipe: Run) -> None:
     def teacher(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         messages, wrong = payload["messages"], payload["seed"] % 3 == 0
         assert payload["tools"] == [TOOL.schema]
@@ -556,24 +515,21 @@ def test_solutions_compute_with_python(
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(1, 6)]
 
-    code, output = synthesize("recipe=python_traces", f"input={written(rows)}", f"endpoint={model(teacher).url}")
+    output = run_recipe("python_traces", rows, teacher)
 
-    assert code == 0, output
-    found = records("conversations")
+    found = output.records("conversations")
     assert {record["id"].partition("/")[0] for record in found} == {"q3", "q4", "q5"}
-    dropped = report()["steps"]["right"]["dropped"]
+    dropped = output.steps["right"]["dropped"]
     assert dropped["without a call"] == 8 and dropped["wrong"] > 0
-    assert report()["steps"]["fate"]["dropped"] == {"never solved": 8}, "the outputs of q2 are errors"
+    assert output.steps["fate"]["dropped"] == {"never solved": 8}, "the outputs of q2 are errors"
     sample = to_sample(found[0], id="q3")
     assert [message.role for message in sample.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
     assert sample.messages[-1].content == f"\\boxed{{{sample.messages[-2].content}}}"
     assert sample.messages[1].reasoning == "so" and sample.tools == (TOOL.schema,)
-    assert {(task["environment"], len(task["tools"])) for task in records("tasks")} == {("python_tool", 1)}
+    assert {(task["environment"], len(task["tools"])) for task in output.records("tasks")} == {("python_tool", 1)}
 
 
-def test_calls_of_tools_that_are_not_there_are_rejected(
-    model: Model, synthesize: Run, written: Written, records: Read
-) -> None:
+def test_calls_of_tools_that_are_not_there_are_rejected(run_recipe: Run) -> None:
     def solve(prompt: str, payload: Mapping[str, Any]) -> str:
         wrong = payload["seed"] % 3
         if wrong == 2:
@@ -582,10 +538,9 @@ def test_calls_of_tools_that_are_not_there_are_rejected(
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(6)]
 
-    code, output = synthesize("recipe=tool_absent", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    output = run_recipe("tool_absent", rows, solve)
 
-    assert code == 0, output
-    generations = [record["generations"][0] for record in records("pairs")]
+    generations = [record["generations"][0] for record in output.records("pairs")]
     texts = {each["message"]["content"]: each["correct"] for each in generations}
     assert any("tool_call" in text for text in texts) and not any(
         ok for text, ok in texts.items() if "tool_call" in text
@@ -593,9 +548,7 @@ def test_calls_of_tools_that_are_not_there_are_rejected(
     assert {True, False} == set(texts.values())
 
 
-def test_the_right_solution_is_selected(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_the_right_solution_is_selected(run_recipe: Run) -> None:
     def teacher(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         if "[Solution 1]" in prompt:
             solutions = re.findall(r"\[Solution (\d)\]\n(.*)", prompt)
@@ -612,10 +565,9 @@ def test_the_right_solution_is_selected(
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(10)]
 
-    code, output = synthesize("recipe=genselect", f"input={written(rows)}", f"endpoint={model(teacher).url}")
+    output = run_recipe("genselect", rows, teacher)
 
-    assert code == 0, output
-    found = records("conversations")
+    found = output.records("conversations")
     assert found
     for record in found:
         best = re.search(r"<best>(\d)</best>", record["messages"][-1]["content"])
@@ -623,13 +575,11 @@ def test_the_right_solution_is_selected(
         problem = record["messages"][0]["content"]
         chosen = re.findall(r"\[Solution \d\]\n(.*)", problem)[int(best[1]) - 1]
         assert f"{{{sum_of(problem.partition('[Problem]')[2].splitlines()[1])}}}" in chosen
-    pairs = records("comparisons")
+    pairs = output.records("comparisons")
     assert len({pair["id"] for pair in pairs}) == len(pairs)
 
 
-def test_harm_is_refused_and_harmlessness_is_not(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_harm_is_refused_and_harmlessness_is_not(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         system = payload["messages"][0]["content"] if payload["messages"][0]["role"] == "system" else ""
         if "in other clothes" in prompt:
@@ -650,24 +600,21 @@ def test_harm_is_refused_and_harmlessness_is_not(
     ]
     rows += [{"id": "s", "prompt": "bake a cake for my friends tomorrow", "harmful": False}]
 
-    code, output = synthesize(
-        "recipe=safety", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("safety", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    chats = records("conversations")
+    chats = output.records("conversations")
     assert len(chats) == 3 * 2 + 2  # three wrappings give the same message
     assert all(
         ("cannot" in chat["messages"][-1]["content"]) == ("bad" in chat["messages"][0]["content"]) for chat in chats
     )
-    pairs = records("pairs")
+    pairs = output.records("pairs")
     assert {(pair["prompt_label"], *(each["label"] for each in pair["generations"])) for pair in pairs} == {
         ("harmful", "safe", "unsafe"),
         ("safe", "safe", "refusal"),
     }
 
 
-def test_prompts_evolve(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
+def test_prompts_evolve(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         if "Judge the task" in prompt:
             task = prompt.rpartition("[Task]")[2].strip()
@@ -686,19 +633,16 @@ def test_prompts_evolve(model: Model, synthesize: Run, written: Written, records
         for number in range(8)
     ]
 
-    code, output = synthesize(
-        "recipe=evolve", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("evolve", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    assert report()["steps"]["write"]["dropped"] == {"hardly new": 16}
-    found = records("prompts")
+    assert output.steps["write"]["dropped"] == {"hardly new": 16}
+    found = output.records("prompts")
     assert len(found) == 8 * 4
     assert {each["way"] for each in found} == {"deepen", "constrain", "obfuscate", "complicate"}
-    assert report()["steps"]["critic"]["numbers"]["canaries_fooled"] == 0
+    assert output.steps["critic"]["numbers"]["canaries_fooled"] == 0
 
 
-def test_two_tasks_are_of_different_domains(model: Model, synthesize: Run, written: Written, report: Any) -> None:
+def test_two_tasks_are_of_different_domains(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         if "Judge the task" in prompt:
             return f"<clear>{5 if prompt.strip().endswith('?') else 1}</clear><hard>4</hard><new>4</new>"
@@ -707,12 +651,10 @@ def test_two_tasks_are_of_different_domains(model: Model, synthesize: Run, writt
 
     rows = [{"question": f"A task of code, number {number}?", "domain": "code"} for number in range(6)]
     rows.append({"question": "The one task of physics?", "domain": "physics"})
-    words = ["recipe=evolve", f"input={written(rows)}", "steps.way.rows=['complicate']", "steps.unique.near=null"]
 
-    code, output = synthesize(*words, f"endpoint={model(anyone).url}")
+    output = run_recipe("evolve", rows, anyone, "steps.way.rows=['complicate']", "steps.unique.near=null")
 
-    assert code == 0, output
-    assert report()["steps"]["best"]["made"] == 7
+    assert output.steps["best"]["made"] == 7
 
 
 def test_every_recipe_is_on_the_page_and_in_the_help() -> None:
@@ -723,9 +665,7 @@ def test_every_recipe_is_on_the_page_and_in_the_help() -> None:
         assert f"| `{path.stem}` |" in page and re.search(rf"\b{path.stem}[,;]", told), path.stem
 
 
-def test_problems_of_a_forum_are_extracted_and_classified(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_problems_of_a_forum_are_extracted_and_classified(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         if "[Discussion]" in prompt:
             return (
@@ -755,16 +695,13 @@ def test_problems_of_a_forum_are_extracted_and_classified(
         {"text": "What is 800 plus 8 exactly?", "replies": "no idea"},
     ]
 
-    code, output = synthesize(
-        "recipe=forum_problems", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("forum_problems", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["extract"]["dropped"] == {"no problem": 1}
     assert steps["classify"]["dropped"] == {"a proof": 1, "multiple choice": 1, "yes or no": 1, "invalid": 1}
     assert steps["classify"]["numbers"]["canaries"] > 5 and not steps["classify"]["numbers"]["canaries_fooled"]
-    found = {record["question"]: record.get("answer") for record in records("prompts")}
+    found = {record["question"]: record.get("answer") for record in output.records("prompts")}
     assert found == {f"What is {n} and {n * 7} together?": str(n * 8) for n in range(1, 6)} | {
         "What is 90 plus 9 in all?": None,
         "What is 800 plus 8 exactly?": None,
@@ -813,9 +750,7 @@ def test_questions_on_topics_have_one_right_choice(
     assert lines and all("{B}" in line for line in lines)
 
 
-def test_answers_are_criticised_edited_and_selected(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
-) -> None:
+def test_answers_are_criticised_edited_and_selected(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         asked = re.search(r"matter \d+\b", prompt)
         assert asked
@@ -833,24 +768,19 @@ def test_answers_are_criticised_edited_and_selected(
 
     rows = [{"prompt": f"Explain matter {number} of ours."} for number in range(12)]
 
-    code, output = synthesize(
-        "recipe=feedback_edit", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("feedback_edit", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    numbers = report()["steps"]["select"]["numbers"]
+    numbers = output.steps["select"]["numbers"]
     assert numbers["canaries"] > 5 and not numbers["canaries_fooled"]
-    found = records("conversations")
+    found = output.records("conversations")
     assert len(found) == 12
     for record in found:
-        pools = [json.loads(line) for line in (tmp_path / "out" / "steps" / "together" / "rows.jsonl").open()]
+        pools = [json.loads(line) for line in (output.folder / "steps" / "together" / "rows.jsonl").open()]
         (pool,) = (row["pool"] for row in pools if row["id"] == record["id"])
         assert record["messages"][1]["content"] == max(pool, key=len)
 
 
-def test_a_reward_model_selects(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
-) -> None:
+def test_a_reward_model_selects(run_recipe: Run) -> None:
     def score(prompt: str, payload: Mapping[str, Any]) -> str:
         question, answer = (message["content"] for message in payload["messages"])
         return f"reward:-{len(answer) % 9}.5" if question in answer else "reward:-55.25"
@@ -860,28 +790,19 @@ def test_a_reward_model_selects(
 
     rows = [{"prompt": f"Explain matter {number * 111}"} for number in range(8)]
 
-    code, output = synthesize(
-        "recipe=rejection_sampling",
-        f"input={written(rows)}",
-        f"roles.teacher.endpoint={model(solve).url}",
-        f"roles.reward.endpoint={model(score).url}",
-        "steps.unique.near=null",
-    )
+    output = run_recipe("rejection_sampling", rows, {"teacher": solve, "reward": score}, "steps.unique.near=null")
 
-    assert code == 0, output
-    step = report()["steps"]["score"]
+    step = output.steps["score"]
     assert step["dropped"]["reward below the lowest"] > 5 and not step["numbers"]["canaries_fooled"]
-    found = records("conversations")
+    found = output.records("conversations")
     assert len(found) == 8 and all(each["messages"][0]["content"] in each["messages"][1]["content"] for each in found)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "steps" / "score" / "rows.jsonl").open()]
+    rows = [json.loads(line) for line in (output.folder / "steps" / "score" / "rows.jsonl").open()]
     for record in found:
         scores = [row["score"] for row in rows if row["id"].partition("/")[0] == record["id"].partition("/")[0]]
         assert record["reward"] == max(scores) and len(scores) > 1
 
 
-def test_code_traces_are_post_processed(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_code_traces_are_post_processed(run_recipe: Run) -> None:
     tests = [{"args": [2], "expected": 4}]
     row = {
         "environment": "code",
@@ -896,18 +817,13 @@ def test_code_traces_are_post_processed(
             "reasoning_content": trace,
         }
 
-    code, output = synthesize(
-        "recipe=code_traces", f"input={written([row])}", f"endpoint={model(solve).url}", "steps.solve.samples=24"
-    )
+    output = run_recipe("code_traces", [row], solve, "steps.solve.samples=24")
 
-    assert code == 0, output
-    assert set(report()["steps"]["lengths"]["dropped"]) <= {"no trace", "code in the trace"}
-    assert {record["messages"][1]["reasoning_content"] for record in records("conversations")} == {"I add it."}
+    assert set(output.steps["lengths"]["dropped"]) <= {"no trace", "code in the trace"}
+    assert {record["messages"][1]["reasoning_content"] for record in output.records("conversations")} == {"I add it."}
 
 
-def test_pages_articles_and_mathematics_are_revised(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_pages_articles_and_mathematics_are_revised(run_recipe: Run) -> None:
     body = (
         "It is a long text on it, with many words that a reader would like to keep for later use, and so on it goes. "
     )
@@ -931,26 +847,21 @@ def test_pages_articles_and_mathematics_are_revised(
         {"text": f"subject6 {body * 2}"},
     ]
 
-    code, output = synthesize(
-        "recipe=revise", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("revise", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["page"]["dropped"] == {"no known style": 1, "a disambiguation page": 1}
     assert steps["level"]["dropped"] == {"below undergraduate level": 1}
     assert steps["write"]["dropped"] == {"code that is not on the page": 1}
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
-    assert [re.findall(r"subject\d+", record["text"]) for record in records("documents")] == [
+    assert [re.findall(r"subject\d+", record["text"]) for record in output.records("documents")] == [
         ["subject0"],
         ["subject2"],
         ["subject5"],
     ]
 
 
-def test_scientific_code_has_all_its_parts(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_scientific_code_has_all_its_parts(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         subjects = re.findall(r"subject\d+", prompt)
         if "Judge by three" in prompt:
@@ -976,26 +887,18 @@ def test_scientific_code_has_all_its_parts(
 
     texts = [f"This is about subject{number}. " + "It is known well and used widely. " * 8 for number in range(6)]
 
-    code, output = synthesize(
-        "recipe=science_code",
-        f"input={written([{'text': text} for text in texts])}",
-        f"endpoint={model(anyone).url}",
-        "steps.unique.near=null",
-    )
+    output = run_recipe("science_code", [{"text": text} for text in texts], anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     reasons = {"not 5 to 15 substeps": 1, "a component is missing": 2, "no list of dependencies": 1}
     assert steps["write"]["dropped"] == reasons
     assert steps["parses"]["dropped"] == {"no Python": 1}
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
-    documents = [record["text"] for record in records("documents") if record["style"] == "problem"]
+    documents = [record["text"] for record in output.records("documents") if record["style"] == "problem"]
     assert len(documents) == 2 and all("        y += 1\n    return y" in text for text in documents)
 
 
-def test_dialogues_are_about_their_code(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_dialogues_are_about_their_code(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         names = re.findall(r"function\d+", prompt)
         if "[Conversation]" in prompt:
@@ -1006,23 +909,18 @@ def test_dialogues_are_about_their_code(
     rows = [{"code": f"def function{number}(x):\n" + "    x += 1  # one more\n" * 9} for number in range(4)]
     rows.append({"code": f"int function9(int x) {{ {'x += 1; ' * 30} return x; }}", "language": "cpp"})
 
-    code, output = synthesize(
-        "recipe=code_dialogues", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("code_dialogues", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["write"]["dropped"] == {"no dialogue": 3}
     assert steps["judge"]["numbers"]["canaries"] > 3 and not steps["judge"]["numbers"]["canaries_fooled"]
-    found = records("documents")
+    found = output.records("documents")
     assert len(found) == 3 * 3 + 2
     lesson = next(each["text"] for each in found if each["style"] == "lesson")
     assert re.findall(r"^\w+(?=: )", lesson, re.MULTILINE) == ["Student", "Teacher"] * 2
 
 
-def test_scientific_texts_are_selected_and_their_topics_take_turns(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_scientific_texts_are_selected_and_their_topics_take_turns(run_recipe: Run) -> None:
     def label(prompt: str, payload: Mapping[str, Any]) -> str:
         text = prompt.rpartition("[Text]")[2]
         code = re.search(r"class (\d+)", text)
@@ -1041,23 +939,16 @@ def test_scientific_texts_are_selected_and_their_topics_take_turns(
     topics = ["class 530", "class 530", "class 536", "class 510", "class 5", "class 536 fractions", "class 900 dates"]
     rows = [{"text": f"Number {number}: {topic}.{more}"} for number, topic in enumerate(topics)] + [{"text": "short"}]
 
-    code, output = synthesize(
-        "recipe=stem_documents",
-        f"input={written(rows)}",
-        f"endpoint={model(label).url}",
-        "steps.unique.near=null",
-        "steps.spread.most=3",
-    )
+    output = run_recipe("stem_documents", rows, label, "steps.unique.near=null", "steps.spread.most=3")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["select"]["dropped"] == {
         "no class": 1,
         "below undergraduate level": 1,
         "no higher cognitive process": 1,
     }
     assert steps["label"]["numbers"]["canaries"] and not steps["label"]["numbers"]["canaries_fooled"]
-    assert [record["code"] for record in records("documents")] == ["530", "510", "536"]
+    assert [record["code"] for record in output.records("documents")] == ["530", "510", "536"]
     assert steps["spread"]["dropped"] == {"more than most": 1}
 
 
@@ -1097,9 +988,7 @@ def test_questions_of_benchmarks_are_found_by_embeddings_and_a_model(
     assert all(record["domain"] == "sums" and "prompt" not in record for record in records("prompts"))
 
 
-def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_a_chat_continues_over_several_turns_and_other_answers_are_found(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         asked = re.findall(r"matter (\d+)", prompt)
         if "[Last answer]" in prompt:
@@ -1118,19 +1007,18 @@ def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
     ]
     wrong = [{"prompt": turns}, {"prompt": ""}, {"prompt": ["Hello."]}, {"prompt": 5}]
 
-    code, output = synthesize(
-        "recipe=multi_turn_chat",
-        f"input={written(rows + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
-        f"endpoint={model(anyone).url}",
+    output = run_recipe(
+        "multi_turn_chat",
+        rows + [{"id": f"w{n}", **row} for n, row in enumerate(wrong)],
+        anyone,
         "steps.unique.near=null",
     )
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["texts"]["dropped"] == {"a message without text": 2, "no prompt": 1, "unreadable row": 1}
     assert steps["judge"]["dropped"] == {"does not answer": 1}, "of matter 5"
     assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
-    found = {record["id"]: record for record in records("conversations")}
+    found = {record["id"]: record for record in output.records("conversations")}
     assert {len(record["messages"]) // 2 for record in found.values()} == {1, 2, 3, 4}
     for name, record in found.items():
         roles = [message["role"] for message in record["messages"]]
@@ -1138,9 +1026,7 @@ def test_a_chat_continues_over_several_turns_and_other_answers_are_found(
         assert all(f"matter {name[1:]}" in message["content"].lower() for message in record["messages"][:1])
 
 
-def test_personas_write_instructions_that_are_verified_in_every_turn(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_personas_write_instructions_that_are_verified_in_every_turn(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         if "[Answer]" in prompt:
             person, answer = re.findall(r"person (\d+)", prompt)[-1], prompt.rpartition("[Answer]")[2]
@@ -1171,29 +1057,28 @@ def test_personas_write_instructions_that_are_verified_in_every_turn(
         {"prompt": [{"role": "user", "content": None}]},
     ]
 
-    code, output = synthesize(
-        "recipe=persona_instructions",
-        f"input={written(people + rules + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
-        f"endpoint={model(anyone).url}",
+    output = run_recipe(
+        "persona_instructions",
+        people + rules + [{"id": f"w{n}", **row} for n, row in enumerate(wrong)],
+        anyone,
         "steps.unique.near=null",
         "steps.task.columns.turns=2 if id == 'p3' else 1 | within(3, seed, id, 'turns')",
     )
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["task"]["dropped"] == {"unreadable row": 1}
     assert steps["usable"]["dropped"] == {"neither a persona nor instructions": 2}
     assert steps["personas"]["dropped"] == {"a row of instructions": 4}
     assert (steps["right1"]["dropped"], steps["right2"]["dropped"]) == ({}, {"not followed": 1})
     assert steps["judge"]["dropped"] == {"trivial": 1}
     assert steps["judge"]["numbers"]["canaries"] > 10 and not steps["judge"]["numbers"]["canaries_fooled"]
-    found = records("conversations")
+    found = output.records("conversations")
     assert {record["id"] for record in found} == {f"p{number}" for number in range(24)} - {"p3", "p4"}
     assert {len(record["messages"]) // 2 for record in found} == {1, 2, 3}
     for record in found:
         asked = [re.findall(r'"(\w+)"', message["content"])[0] for message in record["messages"][::2]]
         assert len({*asked}) == len(asked), "every turn has instructions of its own"
-    assert len(records("tasks")) == 22
+    assert len(output.records("tasks")) == 22
 
 
 LEAN = (
@@ -1203,9 +1088,7 @@ LEAN = (
 """Stand-in for Lean: accepts statements without a mistake, and proofs by rfl."""
 
 
-def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         number = int(re.findall(r"t(\d+)", prompt)[0])
         header = "import Mathlib\n\n"
@@ -1232,27 +1115,26 @@ def test_theorems_are_formalised_and_proved_until_the_checker_accepts_them(
     statement = "import Mathlib\n\ndef m (h : #s = 1) : IO Unit := pure ()\ntheorem t8 : 8 = 8 := by sorry"
     rows += [{"id": "q8", "statement": statement}, {"id": "formal", "statement": statement, "question": "t8"}]
 
-    code, output = synthesize(
-        "recipe=lean_proofs",
-        f"input={written(rows)}",
-        f"endpoint={model(anyone).url}",
+    output = run_recipe(
+        "lean_proofs",
+        rows,
+        anyone,
         f"steps.check.settings.command={json.dumps(['bash', '-c', LEAN])}",
         "steps.prove.samples=2",
         *(f"steps.{kind}{number}=null" for kind in ("fix", "proof") for number in range(3, 9)),
     )
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["compiles"]["dropped"] == {"does not compile": 1, "an excluded word": 1}, "t2, t9"
     assert steps["judge"]["dropped"] == {"states something else": 1}, "t3"
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
     assert steps["unique"]["dropped"] == {"duplicate": 1}, "t8"
-    found = records("conversations")
+    found = output.records("conversations")
     rounds = {(record["id"].partition("/")[0], record["rounds"]) for record in found}
     assert {("q0", 0), ("q1", 0), ("q6", 1), ("q8", 0)} <= rounds
     assert {name for name, _ in rounds}.isdisjoint({"q4", "q5"})
     assert all(record["messages"][1]["content"].endswith("by rfl\n```") for record in found)
-    for task in records("tasks"):
+    for task in output.records("tasks"):
         start, excludes = task["reference"]["start"], task["reference"]["excludes"]
         assert start.endswith(":= by ") and "sorry" in excludes and not any(word in start for word in excludes)
 
@@ -1274,9 +1156,7 @@ def test_excluded_words_of_lean_are_whole_words_outside_comments(source: str, wo
     assert lean_excluded(source, ["sorry", "extern", "#eval", "notation"], "theorem notation : True := by") == words
 
 
-def test_tasks_in_a_shell_are_verified_by_their_tests(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_tasks_in_a_shell_are_verified_by_their_tests(run_recipe: Run) -> None:
     def agent(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         messages = payload["messages"]
         outputs = [message["content"] for message in messages if message["role"] == "tool"]
@@ -1315,22 +1195,19 @@ def test_tasks_in_a_shell_are_verified_by_their_tests(
     rows.append({"id": "image", "question": "Do nothing.", "test": "true", "image": "debian"})
     rows.append({"id": "empty", "question": "What is nothing?", "answer": " "})
 
-    code, output = synthesize("recipe=terminal_traces", f"input={written(rows)}", f"endpoint={model(agent).url}")
+    output = run_recipe("terminal_traces", rows, agent)
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["testable"]["dropped"] == {"without a test or an answer": 2, "with an image": 1}
     assert steps["fate"]["dropped"] == {"never solved": 4}
     assert steps["right"]["dropped"]["without a call"] == 4
-    found = records("conversations")
+    found = output.records("conversations")
     assert {record["id"].partition("/")[0] for record in found} == {"q1", "q2", "math", "sum"}
     assert all(record["tools"][0]["function"]["name"] == "bash" for record in found)
-    assert {task["environment"] for task in records("tasks")} <= {"terminal"}
+    assert {task["environment"] for task in output.records("tasks")} <= {"terminal"}
 
 
-def test_questions_that_require_five_documents_fail_without_any_of_them(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_questions_that_require_five_documents_fail_without_any_of_them(run_recipe: Run) -> None:
     """The answer is the sum of what five documents say; q2's question can be answered without its last document."""
 
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
@@ -1363,20 +1240,19 @@ def test_questions_that_require_five_documents_fail_without_any_of_them(
         {"documents": 5},
     ]
 
-    code, output = synthesize(
-        "recipe=multi_document_qa",
-        f"input={written(rows + [{'id': f'w{n}', **row} for n, row in enumerate(wrong)])}",
-        f"endpoint={model(anyone).url}",
+    output = run_recipe(
+        "multi_document_qa",
+        rows + [{"id": f"w{n}", **row} for n, row in enumerate(wrong)],
+        anyone,
         "steps.unique.near=null",
     )
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["texts"]["dropped"] == {"documents are not texts": 4, "no text": 1, "unreadable row": 1}
     assert steps["ask"]["dropped"] == {"fewer than five documents": 1}, "q3"
     assert steps["needed"]["dropped"]["answered without one of them"] == 1, "q2"
     assert steps["check"]["numbers"]["canaries"] > 10 and not steps["check"]["numbers"]["canaries_fooled"]
-    tasks = records("tasks")
+    tasks = output.records("tasks")
     assert {task["id"].partition("/")[0] for task in tasks} == {row["id"] for row in rows} - {"q2", "q3"}
     for task in tasks:
         mills = re.findall(r"\d+", task["reference"]["question"])
@@ -1384,9 +1260,7 @@ def test_questions_that_require_five_documents_fail_without_any_of_them(
         assert all(f"mill {mill} ground" in task["prompt"] for mill in mills)
 
 
-def test_schemas_with_documents_are_limited_and_satisfied(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any
-) -> None:
+def test_schemas_with_documents_are_limited_and_satisfied(run_recipe: Run) -> None:
     def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         topic = re.findall(r"topic(\d)", prompt)
         if "<verdict>yes</verdict>" in prompt:
@@ -1412,25 +1286,24 @@ def test_schemas_with_documents_are_limited_and_satisfied(
 
     rows = [{"id": f"q{number}", "topic": f"topic{number}"} for number in range(7)]
 
-    code, output = synthesize(
-        "recipe=json_schemas", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
-    )
+    output = run_recipe("json_schemas", rows, anyone, "steps.unique.near=null")
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["write"]["dropped"] == {"too simple": 4, "invalid schema": 18}
     assert steps["rate"]["dropped"]["never valid"] > 0
     assert steps["judge"]["numbers"]["canaries"] > 5 and not steps["judge"]["numbers"]["canaries_fooled"]
-    found = records("conversations")
+    found = output.records("conversations")
     assert {record["id"].partition("/")[0] for record in found} == {"q0", "q1", "q3"}
     for record in found:
         asked, answer = (message["content"] for message in record["messages"])
         assert "1900" in asked and '"properties"' in asked and '"1900"' not in answer
-    assert all("one" in task["reference"]["schema"]["properties"] for task in records("tasks")), "q1 is always valid"
+    assert all("one" in task["reference"]["schema"]["properties"] for task in output.records("tasks")), (
+        "q1 is always valid"
+    )
 
 
 def test_retrieved_passages_become_questions_with_choices_and_open_ones(
-    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any
+    run_recipe: Run, model: Model, reply: Any
 ) -> None:
     def embed(payload: Mapping[str, Any]) -> Any:
         matter = ["heat", "light", "cells"]
@@ -1461,15 +1334,9 @@ def test_retrieved_passages_become_questions_with_choices_and_open_ones(
     ]
     rows += [{"id": "a", "query": "laws of heat"}, {"id": "b", "query": "laws of light and heat"}]
 
-    code, output = synthesize(
-        "recipe=science_retrieval",
-        f"input={written(rows)}",
-        f"endpoint={model(anyone).url}",
-        f"roles.embedder.endpoint={embedder.url}",
-    )
+    output = run_recipe("science_retrieval", rows, {"": anyone, "embedder": embedder})
 
-    assert code == 0, output
-    steps = report()["steps"]
+    steps = output.steps
     assert steps["queries"]["dropped"] == {"a passage": 6}
     assert steps["similar"]["dropped"] == {"not similar": 4}, "heat and light: 3, 3, 2 and 2 of 6, cells: none"
     assert steps["once"]["dropped"] == {"duplicate": 3}
@@ -1477,11 +1344,11 @@ def test_retrieved_passages_become_questions_with_choices_and_open_ones(
     assert steps["paraphrase"]["dropped"] == {"a copy": 2}
     assert steps["judge"]["dropped"]["not answered by the passage"] >= 2, "law 3"
     assert steps["judge"]["numbers"]["canaries"] and not steps["judge"]["numbers"]["canaries_fooled"]
-    laws = [{re.findall(r"law (\d)", record["question"])[0] for record in records(name)} for name in ("prompts",)]
-    assert laws == [{"0", "1", "2", "4"}]
-    for record, task in zip(records("prompts"), records("tasks"), strict=True):
+    prompts = output.records("prompts")
+    assert {re.findall(r"law (\d)", record["question"])[0] for record in prompts} == {"0", "1", "2", "4"}
+    for record, task in zip(prompts, output.records("tasks"), strict=True):
         number = re.findall(r"law (\d)", record["question"])[0]
         assert (
             f"\n{record['answer']}) v{number}" in record["question"] and task["reference"]["answer"] == record["answer"]
         )
-    assert {record["reference"]["answer"] for record in records("open")} == {"v0", "v1", "v3", "v4"}
+    assert {record["reference"]["answer"] for record in output.records("open")} == {"v0", "v1", "v3", "v4"}

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nemo_ext.data.text.indexed_dataset import HEADER, MAGIC
 from nemo_ext.data.text.manifest import read_manifest
 
-_MAGIC = b"MMIDIDX\0\0"
-_HEADER = struct.Struct("<QBQQ")
 # megatron/core/datasets/indexed_dataset.py, DType: code -> bytes of an id.
 _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
@@ -56,13 +55,13 @@ def indexed_tokens(index: Path) -> int:
         ValueError: The file is not an .idx or is truncated, or its .bin is missing or of a different size.
     """
     with open(index, "rb") as file:
-        head = file.read(len(_MAGIC) + _HEADER.size)
-        if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
+        head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise ValueError(
                 f"{index} is not an index of Megatron's .bin/.idx files: correct the stream's prefix, or tokenise the "
                 "text again"
             )
-        version, code, sequences, documents = _HEADER.unpack(head[len(_MAGIC) :])
+        _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1 or code not in _WIDTHS:
             raise ValueError(
                 f"{index} has version {version} and id type {code}, which Megatron does not read: tokenise the text "

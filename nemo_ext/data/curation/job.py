@@ -12,6 +12,7 @@ from nemo_ext.data.text.documents import Unit
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import REPORT
+from nemo_ext.job.settings import prefixed_errors
 from nemo_ext.job.workers import usable_cores
 
 SLURM = "slurm"
@@ -31,15 +32,11 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
     if not files:
         return plan
     for name, stage in plan.stages.items():
-        try:
+        with prefixed_errors(f"curate.blocks.{name}"):
             stage.check()
-        except ValueError as error:
-            raise ValueError(f"curate.blocks.{name}: {error}") from error
     for name, source in plan.streams.items():
-        try:
+        with prefixed_errors(f"stream {name!r}"):
             source.check()
-        except ValueError as error:
-            raise ValueError(f"stream {name!r}: {error}") from error
     tokenizer_of(plan.curate)
     if plan.settings.engine == "datatrove":
         from nemo_ext.data.curation import pipelines

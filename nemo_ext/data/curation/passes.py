@@ -28,7 +28,7 @@ from nemo_ext.job.files import complete_file, publish, unfinished, write_text
 from nemo_ext.job.made_of import noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import checked
+from nemo_ext.job.settings import checked, prefixed_errors
 from nemo_ext.job.units import Units
 
 READ = "read"
@@ -178,10 +178,8 @@ def check_read(work: Work, units: Sequence[Unit]) -> None:
         for unit in units:
             if unit.stream == stream:
                 report.add(work.counts(unit.number).read)
-        try:
+        with prefixed_errors(f"stream {stream!r}"):
             source.finish(report)
-        except ValueError as error:
-            raise ValueError(f"stream {stream!r}: {error}") from error
 
 
 def decide(work: Work, units: Sequence[Unit]) -> None:

@@ -19,6 +19,7 @@ from nemo_ext.data.preference.records import RecordKeys, group_key
 from nemo_ext.data.preference.settings import SourceSettings
 from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
 from nemo_ext.data.text.user_files import PACKED, RecordSource, record_source
+from nemo_ext.job.settings import prefixed_errors
 
 PART_BYTES = 64 << 20
 MOST_PARTS = 128  # all are open at the same time
@@ -40,12 +41,11 @@ def readers(source: SourceSettings) -> dict[str, RecordSource]:
         ValueError: a file is missing, or .parquet files are mixed with others.
     """
     by_side: dict[str, RecordSource] = {}
+    where = f"sources.{source.name}"
     for side, paths in source.files.items():
-        by_side[side] = record_source(paths, source.file_kind, f"sources.{source.name}")
-        try:
+        by_side[side] = record_source(paths, source.file_kind, where)
+        with prefixed_errors(where):
             by_side[side].check_files()
-        except ValueError as error:
-            raise ValueError(f"sources.{source.name}: {error}") from None
     return by_side
 
 

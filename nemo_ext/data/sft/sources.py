@@ -29,7 +29,7 @@ from nemo_ext.chat.formats import (
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import RecordSource, record_source, value_at
-from nemo_ext.job.settings import STRICT, Strings, checked
+from nemo_ext.job.settings import STRICT, Strings, checked, prefixed_errors
 
 _CHECKED_RECORDS = 1000
 _CHECKED_BYTES = 1 << 20
@@ -100,23 +100,19 @@ class ConversationSource:
             ValueError: a file is missing or cannot be read, or none of its first records is a conversation.
         """
         files = self.files
-        try:
-            return self._checked(files)
-        except ValueError as error:
-            raise ValueError(f"source {self.name}: {error}") from error
-
-    def _checked(self, files: RecordSource) -> list[tuple[str, Path]]:
-        inputs = files.inputs()
-        for _, path in inputs:
-            alone = replace(files, path=(str(path),))
-            alone.check_files()
-            report = ConversationReport()
-            for part in islice(alone.parts(max_documents=_CHECKED_RECORDS, max_size=_CHECKED_BYTES), 1):
-                if next(self.read(part, report), None) is None and report.records:
-                    raise ValueError(
-                        f"none of the first {report.records} records of {path} is a conversation "
-                        f"({report.summary(examples=1)}); set path to files of conversations, or correct format or keys"
-                    )
+        with prefixed_errors(f"source {self.name}"):
+            inputs = files.inputs()
+            for _, path in inputs:
+                alone = replace(files, path=(str(path),))
+                alone.check_files()
+                report = ConversationReport()
+                for part in islice(alone.parts(max_documents=_CHECKED_RECORDS, max_size=_CHECKED_BYTES), 1):
+                    if next(self.read(part, report), None) is None and report.records:
+                        raise ValueError(
+                            f"none of the first {report.records} records of {path} is a conversation "
+                            f"({report.summary(examples=1)}); set path to files of conversations, or correct format "
+                            "or keys"
+                        )
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:

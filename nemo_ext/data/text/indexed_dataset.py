@@ -16,8 +16,9 @@ Ids = npt.NDArray[np.uint16 | np.int32]
 # Below this vocabulary size Megatron uses two bytes per id (DType.optimal_dtype).
 _SMALL_VOCABULARY = 65500
 _TYPE_CODES = {np.uint8: 1, np.int32: 4, np.uint16: 8}
-_MAGIC = b"MMIDIDX\0\0"
-_HEADER = "<9sQBQQ"  # magic, version, code of the type, sequences, documents
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+"""Start of an .idx: `MAGIC`, version, code of the ids' type, and numbers of sequences and of documents plus one."""
 _BLOCKS, _BLOCK = 64, 64
 
 
@@ -53,7 +54,7 @@ def write_index(
     if documents is None:
         documents = np.arange(len(lengths) + 1)
     with open(path, "wb") as file:
-        file.write(struct.pack(_HEADER, _MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(documents)))
+        file.write(HEADER.pack(MAGIC, 1, _TYPE_CODES[dtype], len(lengths), len(documents)))
         file.write(lengths.astype("<i4").tobytes())
         file.write((starts * np.dtype(dtype).itemsize).tobytes())
         file.write(documents.astype("<i8").tobytes())
@@ -71,9 +72,9 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
     }
     try:
         content = path.read_bytes()
-        magic, _, code, sequences, _ = struct.unpack_from(_HEADER, content)
-        lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=struct.calcsize(_HEADER))
-        starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=struct.calcsize(_HEADER) + lengths.nbytes)
+        magic, _, code, sequences, _ = HEADER.unpack_from(content)
+        lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=HEADER.size)
+        starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=HEADER.size + lengths.nbytes)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): give the prefix of existing .bin and .idx files"
@@ -81,7 +82,7 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
     except (struct.error, ValueError) as error:
         raise ValueError(f"{path} is truncated, or not a Megatron index ({error}): create the files again") from None
     dtype = types.get(code)
-    if magic != _MAGIC or dtype is None:
+    if magic != MAGIC or dtype is None:
         raise ValueError(
             f"{path} is not an index of token ids: give the prefix of files that `nemo-ext sft_data` wrote"
         )
@@ -94,14 +95,13 @@ def index_digest(path: Path) -> str:
     A sequence's start is the sum of the lengths before it, so different data collide only if all of these runs have the
     same lengths and starts.
     """
-    head = struct.calcsize(_HEADER)
     with open(path, "rb") as file:
-        header = file.read(head)
+        header = file.read(HEADER.size)
     hashed = hashlib.sha256(header)
-    sequences = struct.unpack(_HEADER, header)[3]
+    sequences = HEADER.unpack(header)[3]
     if sequences:
         first = np.linspace(0, max(0, sequences - _BLOCK), _BLOCKS, dtype=np.int64)
         rows = np.unique(np.minimum(first[:, None] + np.arange(_BLOCK), sequences - 1))
-        for dtype, offset in (("<i4", head), ("<i8", head + 4 * sequences)):
+        for dtype, offset in (("<i4", HEADER.size), ("<i8", HEADER.size + 4 * sequences)):
             hashed.update(np.memmap(path, dtype, "r", offset, (sequences,))[rows].tobytes())
     return hashed.hexdigest()[:16]

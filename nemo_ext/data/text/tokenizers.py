@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.text.indexed_dataset import Ids, ids_type
 from nemo_ext.job.job import JobFailed
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import nearest, prefixed_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -129,10 +129,8 @@ def load_tokenizer(config: object, where: str = "data.tokenizer") -> Tokenizer:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{where} must be a mapping such as {{kind: byte}}, not {config!r}")
-    try:
+    with prefixed_errors(where):
         return _tokenizer(config)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _tokenizer(config: Mapping[Any, Any]) -> Tokenizer:

@@ -23,6 +23,7 @@ import zstandard
 from pydantic import Field
 
 from nemo_ext.data.text.documents import UNLIMITED, Document, Part, ReadReport, Source, encoding_hint, file_text
+from nemo_ext.job.job import at
 from nemo_ext.job.records import read_json
 from nemo_ext.job.settings import Share, Strings, nearest
 
@@ -284,10 +285,7 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
     """Return the value under a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
     if key in record or "." not in key:
         return record.get(key)
-    value: Any = record
-    for step in key.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return value
+    return at(record, key)
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.job.settings import FLAT, STRICT, Count, Place, checked
+from nemo_ext.job.settings import FLAT, STRICT, Count, Place, checked, prefixed_errors
 
 FOLDER = "evaluate"
 """Folder in a run directory that holds the evaluations, one per step."""
@@ -58,10 +58,8 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
             "evaluate.tokenizer to a Hugging Face folder, or to byte"
         )
     tokenizer = load_tokenizer(named, "data.tokenizer" if name is None else "evaluate.tokenizer")
-    try:
+    with prefixed_errors("evaluate.tokenizer"):
         check_vocabulary(tokenizer.vocab_size, config)
-    except ValueError as error:
-        raise ValueError(f"evaluate.tokenizer: {error}") from error
     return tokenizer
 
 

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
-import hydra_conf
 import nemo_ext
 from nemo_ext.data.blends.job import audit
 from nemo_ext.job.config import compose
+from tests.composing import RECIPES
 
 ROOT = Path(nemo_ext.__file__).parents[1]
-RECIPES = sorted(
-    str(path.relative_to(Path(hydra_conf.__file__).parent / "recipe").with_suffix(""))
-    for path in (Path(hydra_conf.__file__).parent / "recipe").glob("*/*.yaml")
-)
 SCRIPT = """
 import sys
 sys.modules["torch"] = None

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,9 @@ from nemo_ext.job.config import compose
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path, jsonl_of: Callable[..., Path]) -> Callable[..., Path]:
     """Function that writes records to a JSONL file and returns its path."""
-
-    def write_file(records: Iterable[dict[str, Any]], name: str = "raw.jsonl") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path
-
-    return write_file
+    return lambda records, name="raw.jsonl": jsonl_of(tmp_path / name, records)
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_odd_records_are_counted_and_do_not_stop_the_job(tmp_path: Path, write: 
     assert counts["stages"]["length"]["kept"]["documents"] == 4
 
 
-def test_many_units_do_not_need_many_open_files(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+def test_many_units_do_not_need_many_open_files(write: Write, curate: Curate, lines: Lines) -> None:
     source = write([{"text": f"text {number % 80}"} for number in range(160)])
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, before[1]))

@@ -1,6 +1,5 @@
 """Small files of prompts and rollouts."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,8 @@ import pytest
 Write = Callable[[Path, Iterable[Mapping[str, Any]]], Path]
 
 
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture(scope="session")
-def jsonl_of() -> Write:
-    """Write records as JSONL; returns the path."""
-    return write_lines
-
-
 @pytest.fixture
-def problems(tmp_path: Path) -> Path:
+def problems(tmp_path: Path, jsonl_of: Write) -> Path:
     """A directory with prompts.jsonl, 300 prompts of two domains, and rollouts.jsonl, eight of each."""
     draw = np.random.default_rng(5)
     records = [
@@ -38,6 +25,6 @@ def problems(tmp_path: Path) -> Path:
         for rollout in range(8)
     ]
     draw.shuffle(rollouts)  # type: ignore[arg-type]
-    write_lines(tmp_path / "prompts.jsonl", records)
-    write_lines(tmp_path / "rollouts.jsonl", rollouts)
+    jsonl_of(tmp_path / "prompts.jsonl", records)
+    jsonl_of(tmp_path / "rollouts.jsonl", rollouts)
     return tmp_path

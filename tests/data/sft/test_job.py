@@ -299,7 +299,7 @@ def test_invalid_settings_are_refused(
         run(prepared(**changes))
 
 
-def test_a_full_disk_is_reported_with_the_remedy(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_remedy(prepared: Callable[..., dict[str, Any]]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
     try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import models, processors
 
 from nemo_ext.data.text.tokenizers import (
     ByteTokenizer,
@@ -20,23 +20,14 @@ from nemo_ext.data.text.tokenizers import (
     load_tokenizer,
     megatron_arguments,
 )
+from tests.small_tokenizers import byte_level_bpe
 
 TEXT = 'def main():\n    print("Grüße, 世界", 1 + 1)\n'
 
 
 def trained_bpe(*special: str) -> RustTokenizer:
     """A byte-level BPE tokenizer with these special tokens as its first ids."""
-    tokenizer = RustTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(special),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT * 20, Path(__file__).read_text()], trainer)
-    return tokenizer
+    return byte_level_bpe([TEXT * 20, Path(__file__).read_text()], 400, *special)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_held_out_text_is_never_trained_on(deduplicate: bool, tmp_path: Path) ->
     assert len(sample.train) + len(sample.held_out) == (200 if deduplicate else 800)
 
 
-def test_sampling_respects_max_bytes(tmp_path: Path, text: Path) -> None:
+def test_sampling_respects_max_bytes(text: Path) -> None:
     stream = Weighted(name="a", source=JsonlSource(path=(str(text),), max_bytes=20_000), share=1.0)
 
     sample = draw(stream, train=10**8, held_out=10**6, seed=1)

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def test_undeclared_tools_and_invalid_schemas() -> None:
     assert reason(user(), call, tools=({"type": "function", "function": {"name": "add"}},)) is None
 
 
-def test_checks_can_be_disabled_and_the_detail_has_the_place(chat: Callable[..., Sample]) -> None:
+def test_checks_can_be_disabled_and_the_detail_has_the_place() -> None:
     assert reason(user(), says(), user(), end_with_assistant=False) is None
     dropped = Structural().drop(
         Texts(Sample(id="1", messages=(user(), calls(ToolCall(name="add", arguments={"x": "1"}))), tools=(ADD,)))
