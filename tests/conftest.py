@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ from nemo_ext.job.ranks import reserve_port, training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
 from tests import composing, real_tokenizers
+from tests.json_lines import write_jsonl
 
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
@@ -338,22 +339,10 @@ def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     return run
 
 
-@pytest.fixture(scope="session")
-def jsonl_of() -> Callable[[Path, Iterable[Mapping[str, Any]]], Path]:
-    """Writes records as JSON lines; returns the file."""
-
-    def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        return path
-
-    return write
-
-
 @pytest.fixture
-def written(tmp_path: Path, jsonl_of: Callable[..., Path]) -> Callable[..., Path]:
+def written(tmp_path: Path) -> Callable[..., Path]:
     """Writes rows as JSON lines to a file in the test's folder; returns the file."""
-    return lambda rows, name="rows.jsonl": jsonl_of(tmp_path / name, rows)
+    return lambda rows, name="rows.jsonl": write_jsonl(tmp_path / name, rows)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 
 @pytest.fixture(autouse=True)

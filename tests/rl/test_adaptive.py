@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_ext.rl.adaptive import AdaptiveShares, signals_of
 from nemo_ext.rl.plan import plan_tasks
 from nemo_ext.rl.settings import Adapt
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 SIGNALS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=12)
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3)

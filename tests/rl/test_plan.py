@@ -12,7 +12,7 @@ import zstandard
 from nemo_ext.data.curriculum.job import run as run_curriculum
 from nemo_ext.job.config import compose
 from nemo_ext.rl.plan import TaskFile, plan_tasks
-from tests.rl.files import read_jsonl, write_jsonl
+from tests.json_lines import read_jsonl, write_jsonl
 
 
 def write(folder: Path, count: int = 10) -> Path:

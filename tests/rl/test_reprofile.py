@@ -9,7 +9,7 @@ import pytest
 
 from nemo_ext.rl.plan import PlannedTasks, plan_tasks
 from nemo_ext.rl.reprofile import BEGUN, ROLLOUTS, Change, Curricula
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 
 def tasks(folder: Path, count: int = 12) -> Path:

@@ -11,12 +11,13 @@ import zstandard
 
 from nemo_ext.data.curation.job import run
 from nemo_ext.job.config import compose
+from tests.json_lines import write_jsonl
 
 
 @pytest.fixture
-def write(tmp_path: Path, jsonl_of: Callable[..., Path]) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Callable[..., Path]:
     """Function that writes records to a JSONL file and returns its path."""
-    return lambda records, name="raw.jsonl": jsonl_of(tmp_path / name, records)
+    return lambda records, name="raw.jsonl": write_jsonl(tmp_path / name, records)
 
 
 @pytest.fixture

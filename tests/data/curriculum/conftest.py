@@ -1,17 +1,15 @@
 """Small files of prompts and rollouts."""
 
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-Write = Callable[[Path, Iterable[Mapping[str, Any]]], Path]
+from tests.json_lines import write_jsonl
 
 
 @pytest.fixture
-def problems(tmp_path: Path, jsonl_of: Write) -> Path:
+def problems(tmp_path: Path) -> Path:
     """A directory with prompts.jsonl, 300 prompts of two domains, and rollouts.jsonl, eight of each."""
     draw = np.random.default_rng(5)
     records = [
@@ -25,6 +23,6 @@ def problems(tmp_path: Path, jsonl_of: Write) -> Path:
         for rollout in range(8)
     ]
     draw.shuffle(rollouts)  # type: ignore[arg-type]
-    jsonl_of(tmp_path / "prompts.jsonl", records)
-    jsonl_of(tmp_path / "rollouts.jsonl", rollouts)
+    write_jsonl(tmp_path / "prompts.jsonl", records)
+    write_jsonl(tmp_path / "rollouts.jsonl", rollouts)
     return tmp_path

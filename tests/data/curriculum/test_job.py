@@ -5,9 +5,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ import nemo_ext
 from nemo_ext.data.curriculum.job import run
 from nemo_ext.data.curriculum.layout import read_order
 from nemo_ext.job.config import compose
+from tests.json_lines import write_jsonl
 
 ROOT = Path(nemo_ext.__file__).parents[1]
-Write = Callable[[Path, Any], Path]
 
 
 def curriculum(folder: Path, *words: str, output: str = "made") -> Path:
@@ -108,10 +106,10 @@ def test_shares_of_domains_and_filters(problems: Path) -> None:
     assert sum(int(one[1:]) % 2 for one in ids) == 60
 
 
-def test_the_next_curriculum_has_the_unused_prompts_with_new_pass_rates(problems: Path, jsonl_of: Write) -> None:
+def test_the_next_curriculum_has_the_unused_prompts_with_new_pass_rates(problems: Path) -> None:
     first = curriculum(problems, "filters.drop_from=null")
     trained = ids_of(first)[: 12 * 10]
-    better = jsonl_of(
+    better = write_jsonl(
         problems / "better.jsonl", [{"id": f"p{n}", "reward": int(r < n % 8)} for n in range(300) for r in range(8)]
     )
 
@@ -149,9 +147,9 @@ def test_copies_with_thinking_off(problems: Path) -> None:
     assert modes.count(False) / len(modes) == pytest.approx(0.2, abs=0.02)
 
 
-def test_existing_system_messages_and_modes(problems: Path, jsonl_of: Write) -> None:
+def test_existing_system_messages_and_modes(problems: Path) -> None:
     user = {"role": "user", "content": "q"}
-    jsonl_of(
+    write_jsonl(
         problems / "prompts.jsonl",
         [
             {
@@ -176,9 +174,9 @@ def test_existing_system_messages_and_modes(problems: Path, jsonl_of: Write) -> 
         assert len(record["prompt"]) == 2
 
 
-def test_a_profile_without_rollouts_has_a_level_for_each_pass_rate(problems: Path, jsonl_of: Write) -> None:
+def test_a_profile_without_rollouts_has_a_level_for_each_pass_rate(problems: Path) -> None:
     rates = rates_of(problems)
-    own = jsonl_of(problems / "own.jsonl", [{"id": one, "pass_rate": rate} for one, rate in rates.items()])
+    own = write_jsonl(problems / "own.jsonl", [{"id": one, "pass_rate": rate} for one, rate in rates.items()])
 
     whole = curriculum(problems)
     made = curriculum(problems, f"profile={own}", "rollouts=null", output="from_rates")

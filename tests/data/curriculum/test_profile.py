@@ -1,6 +1,5 @@
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from nemo_ext.data.curriculum import records
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
 from nemo_ext.data.curriculum.prompts import key_of
 from nemo_ext.data.curriculum.settings import RolloutKeys
-
-Write = Callable[[Path, Any], Path]
+from tests.json_lines import write_jsonl
 
 
 def profile_of(files: list[Path], folder: Path, *, keys: RolloutKeys | None = None, **options: Any) -> Profile:
@@ -29,10 +27,10 @@ def rate_of(profile: Profile, identity: str) -> tuple[int, float]:
     return int(profile.rollouts[row]), float(profile.pass_rate[row])
 
 
-def test_rollouts_become_pass_rates(tmp_path: Path, jsonl_of: Write) -> None:
+def test_rollouts_become_pass_rates(tmp_path: Path) -> None:
     rewards = {"a": [1, 0, 1, 0.5], "b": [0], 7: [True, False]}
     lines = [{"id": name, "reward": reward, "tokens": 10} for name, some in rewards.items() for reward in some]
-    path = jsonl_of(tmp_path / "r.jsonl", lines)
+    path = write_jsonl(tmp_path / "r.jsonl", lines)
 
     strict = profile_of([path], tmp_path, keys=RolloutKeys(tokens="tokens"))
     table = pyarrow.parquet.read_table(tmp_path / "profile.parquet").to_pylist()
@@ -81,9 +79,9 @@ def test_the_profile_does_not_depend_on_parts_processes_and_merges(
     assert (tmp_path / "profile.parquet").read_bytes() == expected
 
 
-def test_nested_keys_and_lists_of_one_reward(tmp_path: Path, jsonl_of: Write) -> None:
+def test_nested_keys_and_lists_of_one_reward(tmp_path: Path) -> None:
     record = {"info": {"uid": "x"}, "reward": [1.0]}
-    path = jsonl_of(tmp_path / "r.jsonl", [record, record | {"reward": [0.0]}])
+    path = write_jsonl(tmp_path / "r.jsonl", [record, record | {"reward": [0.0]}])
 
     profile = profile_of([path], tmp_path, keys=RolloutKeys(id="info.uid"))
 
@@ -142,14 +140,12 @@ def test_a_damaged_parquet_page_is_reported(tmp_path: Path) -> None:
     ("rates", "levels"),
     [([0, 0.125, 0.5, 1], 8), ([0.25, 0.75], 4), ([0.333, 2 / 3, 1], 3), ([n / 99 for n in range(99)], 64), ([0.5], 2)],
 )
-def test_levels_of_pass_rates_without_rollout_counts(
-    tmp_path: Path, jsonl_of: Write, rates: list[float], levels: int
-) -> None:
+def test_levels_of_pass_rates_without_rollout_counts(tmp_path: Path, rates: list[float], levels: int) -> None:
     rows = [{"id": n, "pass_rate": rate} for n, rate in enumerate(rates)]
 
-    assert read_profile(jsonl_of(tmp_path / "profile.jsonl", rows)).levels(64) == levels
+    assert read_profile(write_jsonl(tmp_path / "profile.jsonl", rows)).levels(64) == levels
     counted = [row | {"rollouts": 5} for row in rows]
-    assert read_profile(jsonl_of(tmp_path / "profile.jsonl", counted)).levels(64) == 5
+    assert read_profile(write_jsonl(tmp_path / "profile.jsonl", counted)).levels(64) == 5
 
 
 @pytest.mark.parametrize(
@@ -162,13 +158,13 @@ def test_levels_of_pass_rates_without_rollout_counts(
         ([], "no records"),
     ],
 )
-def test_an_invalid_profile_is_refused(tmp_path: Path, jsonl_of: Write, rows: list[Any], message: str) -> None:
+def test_an_invalid_profile_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_profile(jsonl_of(tmp_path / "profile.jsonl", rows))
+        read_profile(write_jsonl(tmp_path / "profile.jsonl", rows))
 
 
-def test_a_profile_from_the_user(tmp_path: Path, jsonl_of: Write) -> None:
-    path = jsonl_of(tmp_path / "profile.jsonl", [{"id": "b", "pass_rate": 0.25, "rollouts": 4}])
+def test_a_profile_from_the_user(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "profile.jsonl", [{"id": "b", "pass_rate": 0.25, "rollouts": 4}])
 
     profile = read_profile(path)
 

@@ -1,6 +1,4 @@
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +9,7 @@ from nemo_ext.data.curriculum import records
 from nemo_ext.data.curriculum.prompts import Prompts, key_of, read_prompts
 from nemo_ext.data.curriculum.records import lines_of, parts_of
 from nemo_ext.data.curriculum.settings import PromptKeys
-
-Write = Callable[[Path, Any], Path]
+from tests.json_lines import write_jsonl
 
 
 def records_of(prompts: Prompts) -> list[bytes]:
@@ -61,8 +58,10 @@ def test_identical_prompts_have_the_same_text_key(tmp_path: Path) -> None:
     assert text[0] == text[1] != text[2]
 
 
-def test_ids_by_line_and_by_prompt(tmp_path: Path, jsonl_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [jsonl_of(tmp_path / f"{name}.jsonl", [{"input": {"q": f"{name}{n}"}} for n in range(3)]) for name in "ab"]
+def test_ids_by_line_and_by_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"input": {"q": f"{name}{n}"}} for n in range(3)]) for name in "ab"
+    ]
     monkeypatch.setattr(records.parts_of, "__kwdefaults__", {"part_bytes": 25})
 
     by_line = read_prompts(files, PromptKeys(id="line", prompt="input.q", domain=None))
@@ -89,10 +88,8 @@ def test_malformed_and_repeated_records_are_counted(tmp_path: Path) -> None:
         read_prompts([path], PromptKeys())
 
 
-def test_a_key_with_too_many_domains_is_refused(
-    tmp_path: Path, jsonl_of: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = jsonl_of(tmp_path / "a.jsonl", [{"id": n, "prompt": "p", "domain": f"d{n}"} for n in range(9)])
+def test_a_key_with_too_many_domains_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": n, "prompt": "p", "domain": f"d{n}"} for n in range(9)])
     monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 9)
     assert len(read_prompts([path], PromptKeys()).domains) == 9
 

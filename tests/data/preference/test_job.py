@@ -15,6 +15,7 @@ import nemo_ext
 from nemo_ext.data.preference import build, job, spread
 from nemo_ext.data.preference.settings import settings
 from nemo_ext.job.config import compose
+from tests.json_lines import write_jsonl
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "hydra_conf/preference_data").glob("*.yaml"))
@@ -25,7 +26,6 @@ from nemo_ext.cli import main
 main(["preference_data", *sys.argv[1:]])
 """
 Lines = Callable[[Path], list[dict[str, Any]]]
-Write = Callable[..., Path]
 Command = Callable[..., Any]
 
 
@@ -37,7 +37,7 @@ def preference_data(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def data(tmp_path: Path, jsonl_of: Write) -> Path:
+def data(tmp_path: Path) -> Path:
     """strong.jsonl with 60 prompts, weak.jsonl with 59 of them in another order, and tools.jsonl with 4 tasks."""
     draw = random.Random(3)
     strong = [
@@ -47,13 +47,13 @@ def data(tmp_path: Path, jsonl_of: Write) -> Path:
     ]
     weak = [{"id": f"p{n}", "text": "w" * draw.randint(1, 300)} for n in range(1, 60)]
     draw.shuffle(weak)
-    jsonl_of(tmp_path / "strong.jsonl", strong)
-    jsonl_of(tmp_path / "weak.jsonl", weak)
+    write_jsonl(tmp_path / "strong.jsonl", strong)
+    write_jsonl(tmp_path / "weak.jsonl", weak)
     generations = [{"text": f"{n}", "correct": n % 2 == 0} for n in range(8)]
     calls = [{"text": f"<tool_call>{n}", "correct": False} for n in range(2)]
     python = {"type": "function", "function": {"name": "python", "parameters": {}}}
     tasks = [{"id": n, "prompt": f"Solve {n}", "generations": generations + calls} for n in range(4)]
-    jsonl_of(tmp_path / "tools.jsonl", tasks + [task | {"tools": [python]} for task in tasks])
+    write_jsonl(tmp_path / "tools.jsonl", tasks + [task | {"tools": [python]} for task in tasks])
     return tmp_path
 
 
@@ -115,12 +115,12 @@ def test_pairs_of_two_files_and_three_groups(data: Path, lines_of: Lines) -> Non
     assert not (data / "out/.work").exists()
 
 
-def test_the_order_and_number_of_files_do_not_matter(data: Path, jsonl_of: Write, monkeypatch: Any) -> None:
+def test_the_order_and_number_of_files_do_not_matter(data: Path, monkeypatch: Any) -> None:
     job.run(config(data))
     for name in ("strong", "weak", "tools"):
         records = [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
         random.Random(9).shuffle(records)
-        jsonl_of(data / f"other/{name}.jsonl", records[:7])
+        write_jsonl(data / f"other/{name}.jsonl", records[:7])
         with gzip.open(data / f"other/{name}_2.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(record) + "\n" for record in records[7:])
     other = config(data, output=str(data / "again"))
@@ -192,11 +192,11 @@ def test_limits_keep_a_subset_and_count_the_rest(data: Path, lines_of: Lines) ->
     assert sum(one["pairs"]["beyond the overall limit"] for one in left.values()) == 10 + 104 - 30
 
 
-def test_a_prompt_with_tools_is_separate_for_the_limit(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+def test_a_prompt_with_tools_is_separate_for_the_limit(tmp_path: Path, lines_of: Lines) -> None:
     tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
     generations = [{"text": "4", "model": "big"}, {"text": "5", "model": "small"}]
     records = [{"id": n, "prompt": f"Solve {n}", "generations": generations} for n in range(20)]
-    path = jsonl_of(tmp_path / "a.jsonl", records + [record | {"tools": [tool]} for record in records])
+    path = write_jsonl(tmp_path / "a.jsonl", records + [record | {"tools": [tool]} for record in records])
     source = {"kind": "delta", "path": str(path), "strong_models": "big", "weak_models": "small", "limit": 10}
 
     job.run({"output": str(tmp_path / "out"), "sources": {"a": source}, "workers": 1})
@@ -205,13 +205,11 @@ def test_a_prompt_with_tools_is_separate_for_the_limit(tmp_path: Path, jsonl_of:
     assert len(pairs) == len({pair["id"] for pair in pairs}) == 10
 
 
-def test_an_answer_without_a_prompt_is_skipped_if_its_id_has_several(
-    tmp_path: Path, jsonl_of: Write, lines_of: Lines
-) -> None:
+def test_an_answer_without_a_prompt_is_skipped_if_its_id_has_several(tmp_path: Path, lines_of: Lines) -> None:
     tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
     big = {"id": 1, "prompt": "Solve", "response": "4", "model": "big"}
     small = {"id": 1, "response": "5", "model": "small"}
-    path = jsonl_of(
+    path = write_jsonl(
         tmp_path / "a.jsonl", [big, big | {"tools": [tool]}, small, *({**big, "id": 2}, {**small, "id": 2})]
     )
     source = {"kind": "delta", "path": str(path), "strong_models": "big", "weak_models": "small"}
@@ -255,12 +253,12 @@ def test_files_of_an_earlier_run_are_removed_and_inputs_kept(data: Path) -> None
 
 
 def test_invalid_records_are_reported_and_too_many_are_an_error(
-    tmp_path: Path, jsonl_of: Write, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(100)]
     records += [{"prompt": f"q{n}", "chosen": "a"} for n in range(100, 102)]
     given = {"output": str(tmp_path / "out"), "workers": 1}
-    given["sources"] = {"a": {"kind": "pairs", "path": str(jsonl_of(tmp_path / "a.jsonl", records))}}
+    given["sources"] = {"a": {"kind": "pairs", "path": str(write_jsonl(tmp_path / "a.jsonl", records))}}
 
     with pytest.raises(
         ValueError, match=r"sources\.a: 2 of 102 records are malformed, more than max_bad_share=0\.01 \(.*rej"
@@ -296,14 +294,14 @@ def test_a_template_renders_and_measures_the_pairs(data: Path, lines_of: Lines) 
     assert all(pair["chosen"].endswith("<|im_end|>") for pair in pairs)
 
 
-def test_safety_pairs_are_also_samples_of_a_reward_model(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+def test_safety_pairs_are_also_samples_of_a_reward_model(tmp_path: Path, lines_of: Lines) -> None:
     generations = [{"text": label, "label": label} for label in ("safe", "unsafe", "refusal")]
     records = [
         {"prompt": f"{label} {n}", "prompt_label": label, "generations": generations}
         for label in ("safe", "harmful")
         for n in range(5)
     ]
-    path = jsonl_of(tmp_path / "safety.jsonl", records)
+    path = write_jsonl(tmp_path / "safety.jsonl", records)
 
     source = {"kind": "safety", "path": str(path), "as_genrm": {"ranking": 2}}
     job.run({"output": str(tmp_path / "out"), "sources": {"safety": source}, "workers": 1})

@@ -1,7 +1,7 @@
 """Files as trainers read them; requires the trainers' libraries, which are not dependencies of this package."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +10,13 @@ import pytest
 
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference import job
+from tests.json_lines import write_jsonl
 
-Write = Callable[..., Path]
 CALL = {"name": "python", "arguments": {"code": "1"}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, jsonl_of: Write) -> Iterator[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Pairs, of which only a few have a trace, tools, a call, and arguments of another name."""
     folder = tmp_path_factory.mktemp("pairs")
     records: list[dict[str, Any]] = [
@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, jsonl_of: Write) -> Iterator[
     for number, arguments in enumerate(({"code": "1"}, {"path": "x", "lines": [1, 2]})):
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL | {"arguments": arguments}}]}
         records.append({"prompt": f"C{number}", "chosen": [call], "rejected": "b", "tools": [python]})
-    path = jsonl_of(folder / "pairs.jsonl", records)
+    path = write_jsonl(folder / "pairs.jsonl", records)
     job.run({"output": str(folder / "out"), "sources": {"own": {"kind": "pairs", "path": str(path)}}, "workers": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 
 pytestmark = pytest.mark.gym
 

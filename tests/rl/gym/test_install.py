@@ -14,7 +14,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.install import SERVERS, examples, run, server_config
 from nemo_ext.rl.gym.rows import of_gym
 from nemo_ext.rl.tasks import generate
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 
 def config(folder: Path, **given: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 from nemo_ext.rl.gym.install import environment_config, run, server_config
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.tasks import generate
-from tests.rl.files import read_jsonl, write_jsonl
+from tests.json_lines import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.gym
 

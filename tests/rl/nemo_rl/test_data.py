@@ -16,7 +16,7 @@ from nemo_ext.data.curriculum.layout import CURRICULUM
 from nemo_ext.job.config import compose
 from nemo_ext.rl.nemo_rl.data import AdaptiveTasks, Records
 from nemo_ext.rl.plan import TaskFile, check_references, plan_tasks
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 
 def records(name: str, count: int) -> list[dict[str, Any]]:

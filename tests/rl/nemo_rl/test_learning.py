@@ -22,7 +22,7 @@ from nemo_ext.rl.job import run as run_job
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import arithmetic, schemas
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 pytestmark = pytest.mark.nemo_rl
 

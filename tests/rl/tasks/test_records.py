@@ -10,7 +10,7 @@ from nemo_ext.rl.rewards.genrm import genrm_reward
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run
 from nemo_ext.rl.worlds.python_tool import TOOL
-from tests.rl.files import write_jsonl
+from tests.json_lines import write_jsonl
 
 CHATS = [
     {

@@ -20,7 +20,7 @@ from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
 from nemo_ext.rl.trl.run import _last_checkpoint, _run_settings
-from tests.rl.files import read_jsonl, write_jsonl
+from tests.json_lines import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 

@@ -13,7 +13,7 @@ import torch
 from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Distillation
 from nemo_ext.rl.job import run
-from tests.rl.files import read_jsonl, write_jsonl
+from tests.json_lines import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 

@@ -23,7 +23,8 @@ from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.tasks import programs
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers import code
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 
 SQUARE = {
     "language": "python",

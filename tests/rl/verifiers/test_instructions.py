@@ -10,7 +10,8 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.instruction_rules import RULES, language_of, sentences, words
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS, MOST, check, verify
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 from tests.rl.verdicts import verdict_on
 
 # For each rule: parameters, an answer that follows it, and answers that do not.

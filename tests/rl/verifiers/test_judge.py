@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from nemo_ext.rl import environments
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.judge import check, parse_verdict, question
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 from tests.rl.verdicts import verdict_on
 
 REFERENCE = {"question": "What is the capital of France?", "answer": "Paris"}

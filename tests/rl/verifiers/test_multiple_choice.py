@@ -2,7 +2,8 @@ import pytest
 
 from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.verifiers.multiple_choice import check, verify
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 
 CITIES = ["Paris", "New York", "Rome", "Oslo"]
 

@@ -10,7 +10,8 @@ from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.tool_calls import Order, check, verify
-from tests.rl.files import gym_data, read_jsonl
+from tests.json_lines import read_jsonl
+from tests.rl.gym_data import gym_data
 from tests.rl.verdicts import verdict_on
 
 TOOLS = [
