@@ -1,7 +1,6 @@
 """Prompts as arrays: the location of each record, and eight-byte keys of its id and its text."""
 
 import functools
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +21,14 @@ from nemo_ext.data.curriculum.records import (
     note_malformed,
     parse,
     parts_of,
+    plain_lines_of,
     prompt_bytes,
     read_parts,
     required,
 )
 from nemo_ext.data.curriculum.settings import LINE, PROMPT, PromptKeys
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import open_lines, value_at, whole_lines
+from nemo_ext.data.text.user_files import value_at
 
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -136,17 +136,15 @@ class _Piece:
 
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     """Read the prompts in one part of a file."""
-    with open_lines(part.path) as file:
-        file.seek(part.start)
-        lines = list(itertools.islice(whole_lines(file, part.path), part.documents))
-    ids, texts, domains = list[bytes](), list[bytes](), array("h")
-    blank, malformed = list[int](), list[int]()
-    names, report = dict[str, int](), ReadReport()
+    sizes, lengths, domains, blank, malformed = array("q"), array("q"), array("h"), array("q"), array("q")
+    ids, texts, names, report = bytearray(), bytearray(), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
     plain = flat and keys.domain is not None and keys.id not in (PROMPT, LINE)
     id_key, prompt_key, domain_key = keys.id, keys.prompt, keys.domain
     loads, new = orjson.loads, new_hash
-    for index, line in enumerate(lines):
+    for index, line in enumerate(plain_lines_of(part)):
+        sizes.append(len(line))
+        lengths.append(len(line.rstrip(b"\r\n")))
         try:
             # Speed matters for ten million records: the common case makes no function calls of ours.
             record: Any = loads(line) if plain else None
@@ -170,20 +168,18 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
                 note_malformed(report, part, part.first + index, str(problem))
                 continue
             code = _number(domain, names, keys)
-        ids.append(identity)
-        texts.append(text)
+        ids += identity
+        texts += text
         domains.append(code)
-    report.records = len(lines) - len(blank)
-    rows = np.delete(np.arange(len(lines)), blank + malformed)
-    ends = part.start + np.cumsum([len(line) for line in lines], dtype=np.int64)
-    begins = np.append(part.start, ends[:-1])
-    lengths = np.array([len(line.rstrip(b"\r\n")) for line in lines], dtype=np.int64)
+    report.records = len(sizes) - len(blank)
+    rows = np.delete(np.arange(len(sizes)), np.array(blank + malformed))
+    begins = part.start + np.cumsum(sizes) - np.array(sizes)
     return _Piece(
-        span=np.stack([begins, begins + lengths], axis=1)[rows],
-        key=_joined(ids),
-        text=_joined(texts),
+        span=np.stack([begins, begins + np.array(lengths)], axis=1)[rows],
+        key=np.frombuffer(ids, dtype=np.uint64),
+        text=np.frombuffer(texts, dtype=np.uint64),
         domain=np.array(domains, dtype=np.int16),
-        line=rows - np.searchsorted(np.array(blank, dtype=np.int64), rows),
+        line=rows - np.searchsorted(np.array(blank), rows),
         names=tuple(names),
         report=report,
     )

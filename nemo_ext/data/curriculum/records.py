@@ -5,6 +5,7 @@ part. Results are in file order and do not depend on the number of processes.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,13 @@ def lines_of(part: Part) -> Iterator[tuple[int, int, bytes]]:
             if not line.isspace():
                 yield number, offset, line
             offset += len(line)
+
+
+def plain_lines_of(part: Part) -> Iterator[bytes]:
+    """Yield all lines of a part of a plain file, also blank ones; faster than `lines_of`."""
+    with open_lines(part.path) as file:
+        file.seek(part.start)
+        yield from itertools.islice(whole_lines(file, part.path), part.documents)
 
 
 def parse(line: bytes) -> dict[str, Any]:
