@@ -172,7 +172,7 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
         (folder / str(bucket)).unlink()
         for begin in range(0, len(order), ROWS):
             yield records.take(order[begin : begin + ROWS])
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def _arrays(prompts: Prompts, advice: int) -> Arrays:
