@@ -34,7 +34,7 @@ AS_IT_IS, ON, OFF = 0, 1, 2
 Rows = npt.NDArray[np.int64]
 Modes = npt.NDArray[np.int8]
 Change = Callable[[bytes, int], bytes]
-Arrays = Callable[[int], Any]
+Arrays = Callable[[int], tuple[int, Any]]
 
 
 def write_ordered(
@@ -176,21 +176,22 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
 
 
 def _arrays(prompts: Prompts, advice: int) -> Arrays:
-    """Return a function from a file's number to its prompts' records as an Arrow array over the memory-mapped file.
+    """Return a function from a file's number to its first prompt and its records, an Arrow array over the mapped file.
 
     Every second value is a record; the others are the bytes between two records. The `MOST_OPEN` most recently used
     maps stay open. `advice` is an `madvise` constant that describes the order of the reads.
     """
 
     @functools.lru_cache(maxsize=MOST_OPEN)
-    def array(number: int) -> Any:
-        path, edges = prompts.files[number], prompts.span[slice(*np.searchsorted(prompts.file, [number, number + 1]))]
+    def array(number: int) -> tuple[int, Any]:
+        begin, end = np.searchsorted(prompts.file, [number, number + 1]).tolist()
+        path, edges = prompts.files[number], prompts.span[begin:end]
         with open(path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if edges[-1, 1] > len(memory):
             raise ValueError(f"{path} changed while it was read: rerun the same command")
         memory.madvise(advice)
-        return _array(memory, edges.ravel())
+        return begin, _array(memory, edges.ravel())
 
     return array
 
@@ -201,8 +202,8 @@ def _records(prompts: Prompts, rows: Rows, arrays: Arrays) -> Any:
     pieces, places = [], []
     for number in np.unique(files).tolist():
         members = np.flatnonzero(files == number)
-        first = np.searchsorted(prompts.file, number)
-        pieces.append(arrays(number).take(2 * (rows[members] - first)))
+        first, array = arrays(number)
+        pieces.append(array.take(2 * (rows[members] - first)))
         places.append(members)
     return pyarrow_module().concat_arrays(pieces).take(np.argsort(np.concatenate(places)))
 
