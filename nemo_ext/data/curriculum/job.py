@@ -80,20 +80,35 @@ def _run(settings: Settings, output: Path) -> None:
     files = find_files(settings.prompts, "prompts")
     outside(scratch, files)
     try:
-        _make(settings, output, profile, files, scratch, workers)
+        prompts, selection, used = _selected(settings, profile, files, scratch, workers)
+        levels = settings.levels or profile.levels(MOST_LEVELS)
+        del profile  # 24 bytes per prompt
+        _make(settings, output, prompts, selection, used, levels)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _make(
-    settings: Settings, output: Path, profile: Profile, files: Sequence[Path], scratch: Path, workers: int
-) -> None:
+def _selected(
+    settings: Settings, profile: Profile, files: Sequence[Path], scratch: Path, workers: int
+) -> tuple[Prompts, Selection, tuple[Keys, Numbers]]:
+    """Read the prompts; return them, a selection of them, and `_used`."""
     scratch.mkdir(exist_ok=True)
     files = unpacked(files, scratch)
     prompts = read_prompts(files, settings.keys, max_bad_share=settings.max_bad_share, workers=workers)
     _report_malformed("prompts", prompts.report)
     used = _used(settings)
-    selection = select(prompts, profile, rows_of(profile.key, prompts.key), settings, used)
+    return prompts, select(prompts, profile, rows_of(profile.key, prompts.key), settings, used), used
+
+
+def _make(
+    settings: Settings,
+    output: Path,
+    prompts: Prompts,
+    selection: Selection,
+    used: tuple[Keys, Numbers],
+    levels: int,
+) -> None:
+    """Write the curriculum; see `_used` and `make_plan`."""
     candidates = selection.candidates
     shares = settings.domains
     if shares is None:
@@ -103,7 +118,7 @@ def _make(
         candidates,
         fixed(adapted(shares, candidates, settings.adapt), candidates.domains),
         settings,
-        levels=settings.levels or profile.levels(MOST_LEVELS),
+        levels=levels,
     )
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
-from nemo_ext.data.curriculum.prompts import Keys, Numbers
+from nemo_ext.data.curriculum.profile import rows_of
+from nemo_ext.data.curriculum.prompts import Keys, Numbers, repeated_values
 from nemo_ext.data.curriculum.schedule import Floats, means, quotas, wanted
 from nemo_ext.data.curriculum.settings import Settings
 from nemo_ext.job.seeds import digest, uniform
@@ -102,8 +103,8 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
         why = _sizes(candidates, domains)
         raise NoOrder(f"too few prompts are left for a step of batch={batch} ({why}): lower batch or add prompts")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
-    _, text, counts = np.unique(candidates.text, return_inverse=True, return_counts=True)
-    repeated = counts[text] > 1 if (counts > 1).any() else None
+    repeated_texts = repeated_values(candidates.text)
+    repeated = rows_of(repeated_texts, candidates.text) >= 0 if len(repeated_texts) else None
     _check_domains(candidates, domains, needed, repeated)
     stopped = ""
     if settings.exhausted == "stop" or requested is None:

@@ -5,7 +5,6 @@ the number of prompts rather than rollouts, plus the records of one part per pro
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from nemo_ext.data.curriculum.records import (
     checked_id,
     digest,
     lines_of,
+    new_hash,
     note_malformed,
     parse,
     parts_of,
@@ -240,12 +240,13 @@ def _grouped(tables: Sequence[Any]) -> Any:
 
 def _keys_of(ids: Any) -> Keys:
     """Return the keys for a column of ids: the `digest` of each id, inlined for speed."""
-    blake2b = hashlib.blake2b
-    pieces = [
-        b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])
-        for chunk in ids.chunks
-    ]
-    return np.frombuffer(b"".join(pieces), dtype=np.uint64)
+    digests = bytearray()
+    for chunk in ids.chunks:
+        for identity in chunk.cast("binary").to_pylist():
+            hashed = new_hash()
+            hashed.update(identity)
+            digests += hashed.digest()
+    return np.frombuffer(digests, dtype=np.uint64)
 
 
 def _table_of_lines(path: Path) -> Any:

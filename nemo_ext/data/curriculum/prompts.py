@@ -1,7 +1,6 @@
 """Prompts as arrays: the location of each record, and eight-byte keys of its id and its text."""
 
 import functools
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +12,16 @@ import numpy.typing as npt
 import orjson
 
 from nemo_ext.data.curriculum.records import (
-    MALFORMED,
     Malformed,
     check_share,
     checked_id,
     digest,
     lines_of,
+    new_hash,
     note_malformed,
     parse,
     parts_of,
+    plain_lines_of,
     prompt_bytes,
     read_parts,
     required,
@@ -39,13 +39,12 @@ DUPLICATE = "id seen before"
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts; every array has one entry per prompt, in file order. About 36 bytes per prompt.
+    """All prompts; every array has one entry per prompt, in file order. About 40 bytes per prompt.
 
     Attributes:
         files: plain JSONL files.
         file: index into `files`.
-        offset: byte offset of the record.
-        length: number of bytes in the record, without the line break.
+        span: [prompts, 2] byte offsets of the record's first byte and of its end, before the line break.
         key: key of the id.
         text: key of the prompt's text; equal for identical prompts.
         domain: index into `domains`.
@@ -55,8 +54,7 @@ class Prompts:
 
     files: tuple[Path, ...]
     file: npt.NDArray[np.int32]
-    offset: Numbers
-    length: npt.NDArray[np.int32]
+    span: Numbers
     key: Keys
     text: Keys
     domain: npt.NDArray[np.int16]
@@ -92,13 +90,13 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         if keys.id == LINE:
             key = _joined([digest(str(number).encode()) for number in (piece.line + first).tolist()])
         domains = codes[piece.domain] if len(codes) else piece.domain
-        pieces.append((piece.offset, piece.length, key, piece.text, domains))
+        pieces.append((piece.span, key, piece.text, domains))
     check_share(report, "prompts", max_bad_share)
     numbers = {str(path.absolute()): number for number, path in enumerate(files)}  # as in parts
     number_of_file = np.repeat(
         np.array([numbers[part.path] for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )
-    offsets, lengths, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    spans, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
     # Domains are numbered in the order of their names, so that the order of the files does not matter.
     ordered = sorted(names)
     rank = np.array([ordered.index(name) for name in names], dtype=np.int16)
@@ -106,8 +104,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
     return Prompts(
         files=tuple(files),
         file=number_of_file[keep],
-        offset=offsets[keep],
-        length=lengths[keep],
+        span=spans[keep],
         key=ids[keep],
         text=texts[keep],
         domain=rank[domains[keep]],
@@ -121,15 +118,14 @@ class _Piece:
     """Prompts in one part of a file.
 
     Attributes:
-        offset, length, key, text: see `Prompts`.
+        span, key, text: see `Prompts`.
         domain: index into `names`.
         line: number of the record's line within its part.
         names: names of the part's domains, in order of appearance.
         report: counts of the records read and skipped.
     """
 
-    offset: Numbers
-    length: npt.NDArray[np.int32]
+    span: Numbers
     key: Keys
     text: Keys
     domain: npt.NDArray[np.int16]
@@ -140,42 +136,50 @@ class _Piece:
 
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     """Read the prompts in one part of a file."""
-    offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
-    ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
+    sizes, lengths, domains, blank, malformed = array("q"), array("q"), array("h"), array("q"), array("q")
+    ids, texts, names, report = bytearray(), bytearray(), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
     plain = flat and keys.domain is not None and keys.id not in (PROMPT, LINE)
-    loads, blake2b = orjson.loads, hashlib.blake2b
-    for index, (number, offset, line) in enumerate(lines_of(part)):
+    id_key, prompt_key, domain_key = keys.id, keys.prompt, keys.domain
+    loads, new = orjson.loads, new_hash
+    for index, line in enumerate(plain_lines_of(part)):
+        sizes.append(len(line))
+        lengths.append(len(line.rstrip(b"\r\n")))
         try:
             # Speed matters for ten million records: the common case makes no function calls of ours.
             record: Any = loads(line) if plain else None
-            identity, prompt, domain = record[keys.id], record[keys.prompt], record[keys.domain]
+            identity, prompt, domain = record[id_key], record[prompt_key], record[domain_key]
             code = names[domain]
-            text = blake2b(prompt.encode(), digest_size=8).digest()
-            identity = blake2b(identity.encode(), digest_size=8).digest() if identity else None
+            id_hash, text_hash = new(), new()
+            id_hash.update(identity.encode())
+            text_hash.update(prompt.encode())
+            text = text_hash.digest()
+            identity = id_hash.digest() if identity else None
         except (TypeError, ValueError, LookupError, AttributeError):
             identity = None
         if identity is None:
+            if line.isspace():
+                blank.append(index)
+                continue
             try:
                 identity, text, domain = _entry(parse(line), keys)
             except Malformed as problem:
-                note_malformed(report, part, number, str(problem))
+                malformed.append(index)
+                note_malformed(report, part, part.first + index, str(problem))
                 continue
             code = _number(domain, names, keys)
-        offsets.append(offset)
-        lengths.append(len(line.rstrip(b"\r\n")))
+        ids += identity
+        texts += text
         domains.append(code)
-        numbers.append(index)
-        ids.append(identity)
-        texts.append(text)
-    report.records = len(ids) + report.skipped.get(MALFORMED, 0)
+    report.records = len(sizes) - len(blank)
+    rows = np.delete(np.arange(len(sizes)), np.array(blank + malformed))
+    begins = part.start + np.cumsum(sizes) - np.array(sizes)
     return _Piece(
-        offset=np.array(offsets, dtype=np.int64),
-        length=np.array(lengths, dtype=np.int32),
-        key=_joined(ids),
-        text=_joined(texts),
+        span=np.stack([begins, begins + np.array(lengths)], axis=1)[rows],
+        key=np.frombuffer(ids, dtype=np.uint64),
+        text=np.frombuffer(texts, dtype=np.uint64),
         domain=np.array(domains, dtype=np.int16),
-        line=np.array(numbers, dtype=np.int64),
+        line=rows - np.searchsorted(np.array(blank), rows),
         names=tuple(names),
         report=report,
     )
@@ -228,8 +232,15 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
     """Return the mask of the first entry with each key; further entries are counted in `report`."""
-    keep = np.zeros(len(keys), dtype=np.bool_)
-    keep[np.unique(keys, return_index=True)[1]] = True
-    if again := int((~keep).sum()):
-        report.skip(DUPLICATE, count=again)
+    keep = np.ones(len(keys), dtype=np.bool_)
+    if len(repeated_values(keys)):
+        keep[:] = False
+        keep[np.unique(keys, return_index=True)[1]] = True
+        report.skip(DUPLICATE, count=int((~keep).sum()))
     return keep
+
+
+def repeated_values(keys: Keys) -> Keys:
+    """Return the values that occur more than once, sorted."""
+    ordered = np.sort(keys)
+    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

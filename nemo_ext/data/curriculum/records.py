@@ -5,6 +5,7 @@ part. Results are in file order and do not depend on the number of processes.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from nemo_ext.job.workers import in_workers
 
 PART_BYTES = 32 << 20
 MALFORMED = "malformed"
+new_hash = hashlib.blake2b(digest_size=8).copy  # the hash of `digest`; a copy takes less time than a new one
 
 
 class Malformed(ValueError):
@@ -68,6 +70,13 @@ def lines_of(part: Part) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
+def plain_lines_of(part: Part) -> Iterator[bytes]:
+    """Yield all lines of a part of a plain file, also blank ones; faster than `lines_of`."""
+    with open_lines(part.path) as file:
+        file.seek(part.start)
+        yield from itertools.islice(whole_lines(file, part.path), part.documents)
+
+
 def parse(line: bytes) -> dict[str, Any]:
     """Parse the JSON object on one line; raises Malformed."""
     record = json_object(line, strict=True)
@@ -104,7 +113,9 @@ def prompt_bytes(prompt: Any) -> bytes:
 
 def digest(data: bytes) -> bytes:
     """Return an eight-byte hash of an id or a text (ten million of them contain a collision once in 400,000 runs)."""
-    return hashlib.blake2b(data, digest_size=8).digest()
+    hashed = new_hash()
+    hashed.update(data)
+    return hashed.digest()
 
 
 def note_malformed(report: ReadReport, part: Part, number: int, problem: str) -> None:

@@ -93,13 +93,11 @@ def from_the_largest(left: Counts, short: int) -> Counts:
 
     The pool sizes `left` must sum to at least `short`.
     """
-    order = np.argsort(-left, kind="stable")
+    order = (-left).argsort(kind="stable")
     sizes = left[order]
-    sums = np.cumsum(sizes)
-    number = np.arange(1, len(sizes) + 1)
-    lower = np.append(sizes[1:], 0)
+    sums = sizes.cumsum()
     # The largest `count` pools are reduced to the same size, which is at least that of the next pool.
-    count = int(np.argmax(sums - number * lower >= short)) + 1
+    count = int((sums[:-1] - np.arange(1, len(sizes)) * sizes[1:]).searchsorted(short)) + 1
     level, extra = divmod(int(sums[count - 1]) - short, count)
     taken = np.zeros_like(left)
     taken[order[:count]] = sizes[:count] - level

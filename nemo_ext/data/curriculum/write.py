@@ -7,6 +7,7 @@ done for very many files, since each map keeps its file open.
 
 import contextlib
 import functools
+import importlib
 import mmap
 import re
 import shutil
@@ -20,11 +21,12 @@ import psutil
 
 from nemo_ext.data.curriculum.prompts import Prompts
 from nemo_ext.data.curriculum.settings import Thinking
+from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.records import json_line, read_json
 
-ROWS = 1 << 16
+ROWS = 1 << 14
 MOST_OPEN = 128
 BUCKET_BYTES = 1 << 30
 AS_IT_IS, ON, OFF = 0, 1, 2
@@ -32,7 +34,7 @@ AS_IT_IS, ON, OFF = 0, 1, 2
 Rows = npt.NDArray[np.int64]
 Modes = npt.NDArray[np.int8]
 Change = Callable[[bytes, int], bytes]
-Maps = Callable[[int], mmap.mmap]
+Arrays = Callable[[int], tuple[int, Any]]
 
 
 def write_ordered(
@@ -59,6 +61,9 @@ def write_ordered(
     """
     if memory is None:
         memory = psutil.virtual_memory().available // 2
+    arrow, compute = pyarrow_module(), importlib.import_module("pyarrow.compute")
+    kind = arrow.large_binary()
+    ending = [arrow.scalar(text, kind) for text in (b"", b"\n")]
     size = sum(file.stat().st_size for file in prompts.files)
     at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
@@ -67,15 +72,16 @@ def write_ordered(
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
         gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
         begin = 0
-        for lines in gathered:
-            end = begin + len(lines)
+        for records in gathered:
+            end = begin + len(records)
             if change is not None and modes is not None:
-                lines = [change(line, mode) for line, mode in zip(lines, modes[begin:end].tolist(), strict=True)]
-            if separate:
-                for line, domain in zip(lines, prompts.domain[rows[begin:end]].tolist(), strict=True):
-                    separate[domain].write(line + b"\n")
-            lines.append(b"")
-            output.write(b"\n".join(lines))
+                pairs = zip(records.to_pylist(), modes[begin:end].tolist(), strict=True)
+                records = arrow.array([change(line, mode) for line, mode in pairs], type=kind)
+            lines = compute.binary_join_element_wise(records, *ending)
+            domains = prompts.domain[rows[begin:end]]
+            for domain, file in separate.items():
+                file.write(_bytes_of(lines.filter(arrow.array(domains == domain))))
+            output.write(_bytes_of(lines))
             advance(end - begin)
             begin = end
 
@@ -124,74 +130,94 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
         owner[steps[-1]] = [{"role": "system", "content": system}, *messages]
 
 
-def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
-    """Yield the records of the prompts `rows`, in this order, as lists of up to `ROWS` lines."""
-    maps = _maps(prompts.files, mmap.MADV_RANDOM)
+def _gathered(prompts: Prompts, rows: Rows) -> Iterator[Any]:
+    """Yield the records of the prompts `rows`, in this order, as Arrow arrays of up to `ROWS` records."""
+    arrays = _arrays(prompts, mmap.MADV_RANDOM)
     for begin in range(0, len(rows), ROWS):
-        yield _slices(prompts, rows[begin : begin + ROWS], maps)
+        yield _records(prompts, rows[begin : begin + ROWS], arrays)
 
 
-def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
+def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[Any]:
     """Yield records like `_gathered`, but read each source file once from front to back.
 
     The records are first copied into buckets in a folder next to `path`; each takes at most half of `memory`, in bytes.
     """
-    bytes_of_rows = int(prompts.length[rows].sum(dtype=np.int64))
+    bytes_of_rows = int(np.diff(prompts.span[rows]).sum())
     bucket_bytes = max(1, min(BUCKET_BYTES, memory // 2))
     count = max(1, -(-bytes_of_rows // bucket_bytes))
     per_bucket = -(-len(rows) // count)
     folder = path.with_name(f".{path.name}.buckets")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    by_source = np.lexsort((prompts.offset[rows], prompts.file[rows]))
+    by_source = np.argsort(rows, kind="stable")
     places: list[list[Rows]] = [[] for _ in range(count)]
-    maps = _maps(prompts.files, mmap.MADV_SEQUENTIAL)
+    arrays = _arrays(prompts, mmap.MADV_SEQUENTIAL)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(folder / str(bucket), "wb")) for bucket in range(count)]
         for begin in range(0, len(rows), ROWS):
             at = by_source[begin : begin + ROWS]
-            lines = _slices(prompts, rows[at], maps)
+            records = _records(prompts, rows[at], arrays)
             bucket_of = at // per_bucket
             for bucket in np.unique(bucket_of).tolist():
                 members = np.flatnonzero(bucket_of == bucket)
                 places[bucket].append(at[members])
-                files[bucket].write(b"".join([lines[member] for member in members.tolist()]))
+                files[bucket].write(_bytes_of(records.take(members)))
     for bucket, pieces in enumerate(places):
         if not pieces:
             continue
         at = np.concatenate(pieces)
-        ends = np.cumsum(prompts.length[rows[at]], dtype=np.int64)
-        starts = np.append(0, ends[:-1])
+        edges = np.append(0, np.cumsum(np.diff(prompts.span[rows[at]])))
         order = np.argsort(at)
-        data = (folder / str(bucket)).read_bytes()
+        records = _array((folder / str(bucket)).read_bytes(), edges)
         (folder / str(bucket)).unlink()
         for begin in range(0, len(order), ROWS):
-            some = order[begin : begin + ROWS]
-            yield [data[a:b] for a, b in zip(starts[some].tolist(), ends[some].tolist(), strict=True)]
-    folder.rmdir()
+            yield records.take(order[begin : begin + ROWS])
+    shutil.rmtree(folder)
 
 
-def _maps(files: Sequence[Path], advice: int) -> Maps:
-    """Return a function that memory-maps a file, given its number; the `MOST_OPEN` most recently used maps stay open.
+def _arrays(prompts: Prompts, advice: int) -> Arrays:
+    """Return a function from a file's number to its first prompt and its records, an Arrow array over the mapped file.
 
-    `advice` is an `madvise` constant that describes the order of the reads.
+    Every second value is a record; the others are the bytes between two records. The `MOST_OPEN` most recently used
+    maps stay open. `advice` is an `madvise` constant that describes the order of the reads.
     """
 
     @functools.lru_cache(maxsize=MOST_OPEN)
-    def mapped(number: int) -> mmap.mmap:
-        with open(files[number], "rb") as file:
+    def array(number: int) -> tuple[int, Any]:
+        begin, end = np.searchsorted(prompts.file, [number, number + 1]).tolist()
+        path, edges = prompts.files[number], prompts.span[begin:end]
+        with open(path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if edges[-1, 1] > len(memory):
+            raise ValueError(f"{path} changed while it was read: rerun the same command")
         memory.madvise(advice)
-        return memory
+        return begin, _array(memory, edges.ravel())
 
-    return mapped
+    return array
 
 
-def _slices(prompts: Prompts, rows: Rows, maps: Maps) -> list[bytes]:
-    starts = prompts.offset[rows]
-    places = zip(prompts.file[rows].tolist(), starts.tolist(), (starts + prompts.length[rows]).tolist(), strict=True)
-    lines = [maps(file)[start:end] for file, start, end in places]
-    for line, row in zip(lines, rows, strict=True) if b"" in lines else ():
-        if not line:
-            raise ValueError(f"{prompts.files[prompts.file[row]]} changed while it was read: rerun the same command")
-    return lines
+def _records(prompts: Prompts, rows: Rows, arrays: Arrays) -> Any:
+    """Return the records of the prompts `rows`, in this order, as an Arrow array."""
+    files = prompts.file[rows]
+    pieces, places = [], []
+    for number in np.unique(files).tolist():
+        members = np.flatnonzero(files == number)
+        first, array = arrays(number)
+        pieces.append(array.take(2 * (rows[members] - first)))
+        places.append(members)
+    return pyarrow_module().concat_arrays(pieces).take(np.argsort(np.concatenate(places)))
+
+
+def _array(data: bytes | mmap.mmap, edges: Rows) -> Any:
+    """Return the pieces of `data` between `edges`, which ascend, as an Arrow array; does not copy."""
+    arrow = pyarrow_module()
+    buffers = [None, arrow.py_buffer(edges), arrow.py_buffer(data)]
+    return arrow.Array.from_buffers(arrow.large_binary(), len(edges) - 1, buffers)
+
+
+def _bytes_of(array: Any) -> memoryview | bytes:
+    """Return the values of an Arrow array that begins at the start of its buffers, joined; does not copy."""
+    if not len(array):
+        return b""
+    _, edges, data = array.buffers()
+    return memoryview(data)[: memoryview(edges).cast("q")[len(array)]]

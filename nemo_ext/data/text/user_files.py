@@ -137,6 +137,9 @@ class JsonlSource(RecordSource):
             if path.suffix in PACKED or (size and min(max_documents, max_size) >= UNLIMITED):
                 yield Part(name=name, path=str(path), size=size, documents=0)
                 continue
+            if max_documents >= UNLIMITED:
+                yield from _parts_by_size(name, path, max_size)
+                continue
             start = stop = lines = 0
             first = 1
             with open(path, "rb") as file:
@@ -424,6 +427,22 @@ def open_lines(path: str) -> IO[bytes]:
             f"{path} is not UTF-8{encoding}: convert it, for example with iconv -f {encoding[-7:-1]} -t UTF-8"
         )
     return cast(IO[bytes], file)
+
+
+def _parts_by_size(name: str, path: Path, max_size: int) -> Iterator[Part]:
+    """Yield the parts of a plain file as `JsonlSource.parts` does without `max_documents`, in less time."""
+    start, first = 0, 1
+    data = bytearray(min(max_size, path.stat().st_size))
+    with open(path, "rb") as file:
+        while size := file.readinto(data):
+            if file.peek(1):
+                # More follows: end after the last complete line, or after one line that is longer than max_size.
+                size = data.rfind(b"\n") + 1 or size + len(file.readline())
+                file.seek(start + size)
+            lines = data.count(b"\n", 0, size) + (data[size - 1 : size] != b"\n")
+            place = {"size": size, "start": start, "stop": start + size, "first": first}
+            yield Part(name=name, path=str(path), documents=lines, **place)
+            start, first = start + size, first + lines
 
 
 def utf8_text(path: Path) -> str:

@@ -14,8 +14,7 @@ from tests.json_lines import write_jsonl
 
 def records_of(prompts: Prompts) -> list[bytes]:
     data = [path.read_bytes() for path in prompts.files]
-    rows = zip(prompts.file, prompts.offset, prompts.length, strict=True)
-    return [data[file][offset : offset + length] for file, offset, length in rows]
+    return [data[file][begin:end] for file, (begin, end) in zip(prompts.file, prompts.span, strict=True)]
 
 
 def test_the_place_of_every_prompt(tmp_path: Path) -> None:

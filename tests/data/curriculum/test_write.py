@@ -70,3 +70,22 @@ def test_one_file_per_domain(prompts: Prompts, tmp_path: Path) -> None:
     whole = (tmp_path / "all").read_text().splitlines()
     assert (tmp_path / "a").read_text().splitlines() == [line for line in whole if '"a"' in line]
     assert (tmp_path / "b").read_text().splitlines() == [line for line in whole if '"b"' in line]
+
+
+def test_lines_between_prompts_are_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    record = '  {{"id": {}, "prompt": "p"}}'
+    path.write_text(f"\n{record.format(0)}\r\nnonsense\n{record.format(0)}\n \n{record.format(1)}", newline="")
+    prompts = read_prompts([path], PromptKeys(), max_bad_share=0.5)
+
+    for memory in (None, 1):
+        write_ordered(prompts, np.array([1, 0, 1, 1]), tmp_path / "written", memory=memory)
+        assert (tmp_path / "written").read_bytes().decode().splitlines() == [record.format(n) for n in (1, 0, 1, 1)]
+
+
+def test_a_file_that_became_shorter_is_an_error(prompts: Prompts, tmp_path: Path) -> None:
+    path = prompts.files[0]
+    path.write_bytes(path.read_bytes()[:-9])
+
+    with pytest.raises(ValueError, match=r"plain\.jsonl changed while it was read: rerun the same command"):
+        write_ordered(prompts, np.arange(10), tmp_path / "written")
