@@ -1,5 +1,6 @@
 """The job `convert`: runs the conversion that a config describes, or lists every tensor in a dry run."""
 
+import atexit
 import gc
 import shlex
 import sys
@@ -14,6 +15,7 @@ from nemo_ext.checkpoint.hf import Plan, Settings, check_effect, convert, is_mad
 from nemo_ext.checkpoint.output import check_room, check_target, folder_to_make
 from nemo_ext.checkpoint.writing import HUGGING_FACE, cut_into_parts
 from nemo_ext.job.config import hydra_value
+from nemo_ext.job.garbage import without_collection
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 
@@ -42,12 +44,11 @@ def run(config: Mapping[str, Any]) -> None:
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
         keys = {name.removeprefix("megatron."): None for name in typed if name.startswith("megatron.")}
         check_effect(config, "megatron", keys)
-    gc.disable()  # a plan imports torch, whose modules live until the end: collections would be slow and free nothing
-    try:
+    atexit.register(
+        gc.freeze
+    )  # Python would traverse torch's modules at exit, which takes longer than a small conversion
+    with without_collection():  # a plan imports torch, whose modules live until the end
         conversion = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
-        gc.freeze()
-    finally:
-        gc.enable()
     if config["dry_run"]:
         _list(conversion)
         check_target(conversion.to)

@@ -1,6 +1,5 @@
 """Results of an evaluation: computes the content of results.json from the store."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from nemo_ext.evaluation.ask import Question
 from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.store import BITS, Key, Store
 from nemo_ext.job import statistics
+from nemo_ext.job.garbage import without_collection
 from nemo_ext.job.settings import Count
 from nemo_ext.rl.verdict import Metric
 
@@ -42,11 +42,8 @@ class Plan:
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
     """Compute the sections `benchmarks` and `mean` of results.json, with `draws` bootstrap resamples for intervals."""
-    gc.disable()  # a million samples live until the end: collections would be slow and free nothing
-    try:
+    with without_collection():  # a million samples live until the end: collections would be slow and free nothing
         return _results(store, plans, draws, seed)
-    finally:
-        gc.enable()
 
 
 def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict[str, Any]:

@@ -198,8 +198,8 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
         return
     evaluate = _evaluation(config)
     with prepare(evaluate, Path(evaluate.data_root).expanduser(), chosen(evaluate)) as prepared:
-        pass
-    if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
+        missing = [why for name, why in prepared.missing.items() if name in plan.benchmarks]
+    if missing:
         reasons = "; ".join(missing)
         raise ValueError(
             f"evaluate: benchmark data is missing ({reasons}); provide it, or select benchmarks with "

@@ -158,7 +158,7 @@ def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mine", "source"]
 
 
-def test_garbage_is_not_collected_only_while_a_plan_imports_torch(
+def test_no_garbage_is_collected_while_a_plan_imports_torch(
     source: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collecting = []

@@ -80,7 +80,8 @@ def _run(settings: Settings, output: Path) -> None:
     files = find_files(settings.prompts, "prompts")
     outside(scratch, files)
     try:
-        prompts, selection, used = _selected(settings, profile, files, scratch, workers)
+        used = _used(settings)
+        prompts, selection = _selected(settings, profile, files, scratch, workers, used)
         levels = settings.levels or profile.levels(MOST_LEVELS)
         del profile  # 24 bytes per prompt
         _make(settings, output, prompts, selection, used, levels)
@@ -89,15 +90,19 @@ def _run(settings: Settings, output: Path) -> None:
 
 
 def _selected(
-    settings: Settings, profile: Profile, files: Sequence[Path], scratch: Path, workers: int
-) -> tuple[Prompts, Selection, tuple[Keys, Numbers]]:
-    """Read the prompts; return them, a selection of them, and `_used`."""
+    settings: Settings,
+    profile: Profile,
+    files: Sequence[Path],
+    scratch: Path,
+    workers: int,
+    used: tuple[Keys, Numbers],
+) -> tuple[Prompts, Selection]:
+    """Read the prompts and select those to train on; `used` as `_used` returns it."""
     scratch.mkdir(exist_ok=True)
     files = unpacked(files, scratch)
     prompts = read_prompts(files, settings.keys, max_bad_share=settings.max_bad_share, workers=workers)
     _report_malformed("prompts", prompts.report)
-    used = _used(settings)
-    return prompts, select(prompts, profile, rows_of(profile.key, prompts.key), settings, used), used
+    return prompts, select(prompts, profile, rows_of(profile.key, prompts.key), settings, used)
 
 
 def _make(
@@ -108,7 +113,12 @@ def _make(
     used: tuple[Keys, Numbers],
     levels: int,
 ) -> None:
-    """Write the curriculum; see `_used` and `make_plan`."""
+    """Order the selected prompts, and write the curriculum, its arrays and its report.
+
+    Args:
+        used: as `_used` returns it.
+        levels: number of levels of difficulty.
+    """
     candidates = selection.candidates
     shares = settings.domains
     if shares is None:

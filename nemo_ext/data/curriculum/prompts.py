@@ -42,7 +42,7 @@ class Prompts:
     """All prompts; every array has one entry per prompt, in file order. About 40 bytes per prompt.
 
     Attributes:
-        files: plain JSONL files.
+        files: plain JSONL files, which are distinct.
         file: index into `files`.
         span: [prompts, 2] byte offsets of the record's first byte and of its end, before the line break.
         key: key of the id.

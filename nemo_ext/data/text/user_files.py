@@ -437,7 +437,7 @@ def _parts_by_size(name: str, path: Path, max_size: int) -> Iterator[Part]:
         while size := file.readinto(data):
             if file.peek(1):
                 # More follows: end after the last complete line, or after one line that is longer than max_size.
-                size = data.rfind(b"\n") + 1 or size + len(file.readline())
+                size = data.rfind(b"\n", 0, size) + 1 or size + len(file.readline())
                 file.seek(start + size)
             lines = data.count(b"\n", 0, size) + (data[size - 1 : size] != b"\n")
             place = {"size": size, "start": start, "stop": start + size, "first": first}

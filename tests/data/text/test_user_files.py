@@ -2,7 +2,7 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.user_files import record_source
+from tests.json_lines import write_jsonl
 
 Read = Callable[[Source], tuple[list[Document], ReadReport]]
-
-
-def write_jsonl(path: Path, records: Iterable[object]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def read(source: Source, part: Part) -> list[Document]:
