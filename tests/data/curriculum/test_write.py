@@ -80,7 +80,7 @@ def test_lines_between_prompts_are_not_written(tmp_path: Path) -> None:
 
     for memory in (None, 1):
         write_ordered(prompts, np.array([1, 0, 1, 1]), tmp_path / "written", memory=memory)
-        assert (tmp_path / "written").read_text(newline="") == "".join(f"{record.format(n)}\n" for n in (1, 0, 1, 1))
+        assert (tmp_path / "written").read_bytes().decode() == "".join(f"{record.format(n)}\n" for n in (1, 0, 1, 1))
 
 
 def test_a_file_that_became_shorter_is_an_error(prompts: Prompts, tmp_path: Path) -> None:
