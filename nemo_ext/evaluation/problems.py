@@ -170,7 +170,9 @@ def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[
     environments = sorted({task.environment for task in tasks.values()})
     if len(environments) != 1:
         names = ", ".join(environments) or f"no task with the environment {benchmark.environment}"
-        raise ValueError(f"benchmark {benchmark.name}: its files have {names}; set environment to that of the tasks")
+        raise ValueError(
+            f"benchmark {benchmark.name}: its files have {names}; set environment to the environment of its tasks"
+        )
     chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
     return [_of_task(tasks[name]) for name in chosen]
 
