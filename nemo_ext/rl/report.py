@@ -24,8 +24,13 @@ _PANELS = {
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/|^teacher_kl/")
 
 
-def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> None:
-    """Write report.md and its plots, including the curricula made during training; nothing if no step was logged."""
+def write_report(
+    run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None, *, remark: str | None = None
+) -> None:
+    """Write report.md and its plots, including the curricula made during training; nothing if no step was logged.
+
+    `remark` is a sentence about the trained model, which stands below the title.
+    """
     lines = read_metrics(run_dir / METRICS)
     if not lines:
         notice(f"{run_dir / METRICS}: no step is logged, so no {REPORT} is written")
@@ -33,7 +38,7 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
     # NaN and infinities are null in the file.
     logs = [{name: x for name, x in log.items() if x is not None} for log in lines]
     changes = curricula.changes() if curricula else []
-    report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
+    report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.", remark)
     monitor.add_section(report, lines)
     _plot(report, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})

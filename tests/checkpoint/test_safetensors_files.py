@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_ext.checkpoint.parameters import Piece
+from nemo_ext.checkpoint.rounding import undone_by_bfloat16
 from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index, write_shard
 from nemo_ext.checkpoint.storage import CheckpointError, Stored, check_tensors
 
@@ -171,3 +172,17 @@ def test_a_shard_that_does_not_fit_on_the_disk_is_removed(tmp_path: Path, small_
 
     assert caught.value.errno == errno.EFBIG
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_changes_that_bfloat16_cannot_show_are_counted(tmp_path: Path) -> None:
+    start, trained = tmp_path / "start", tmp_path / "trained"
+    ones, half = torch.ones(4), torch.ones(2, dtype=torch.bfloat16)
+    for folder in (start, trained):
+        folder.mkdir()
+    save_file({"a": ones, "b": half, "removed": ones.clone()}, start / "model.safetensors")
+    # The next value of bfloat16 above 1 is 1 + 2 ** -7.
+    moved = ones + torch.tensor([0.0, 2**-10, 2**-9, 2**-7])
+    save_file({"a": moved, "b": half + 1, "new": ones.clone()}, trained / "model.safetensors")
+
+    assert undone_by_bfloat16(start, trained) == 2 / 3
+    assert undone_by_bfloat16(start, start) is None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.foreign_code import may_run_code
+from nemo_ext.checkpoint.rounding import undone_by_bfloat16
+from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
@@ -76,8 +78,24 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
             phases.begin(None)
     if trained:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
-        write_report(run_dir, algorithm, curricula)
+        write_report(run_dir, algorithm, curricula, remark=_rounding(ready.model, run_dir / MODEL))
     return bool(ready.stop.asked)
+
+
+def _rounding(start: Path, trained: Path) -> str | None:
+    """Return how much of the training is lost if the model is rounded to bfloat16; None if nothing is known."""
+    try:
+        share = undone_by_bfloat16(start, trained)
+    except CheckpointError:  # a model in another format, such as pytorch_model.bin
+        return None
+    if share is None:
+        return None
+    remark = f"Rounding the weights to bfloat16 undoes {share:.1%} of their changes"
+    if share < 0.5:
+        return f"{remark}."
+    remark += "; evaluate, convert and serve in float32, or train longer or at a higher rate."
+    notice(f"{trained}: {remark[0].lower()}{remark[1:].removesuffix('.')}")
+    return remark
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,9 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_resumes(
     assert len(trained(whole)) == 48
     assert {line["domain"] for line in read_jsonl(whole / "rollouts.jsonl")} == {"arithmetic", "instructions"}
     assert (whole / "model" / "model.safetensors").is_file()
-    assert "![rewards](reward.png)" in (whole / "report.md").read_text()
+    report = (whole / "report.md").read_text()
+    assert "![rewards](reward.png)" in report
+    assert "Rounding the weights to bfloat16 undoes" in report
     job(*words, *longer, f"run_dir={whole}")
     assert "this run is finished" in capsys.readouterr().err
     # State after a kill while the weights are written.
