@@ -33,11 +33,12 @@ SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
 
-def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
+def run_ranks(command: Sequence[str], ranks: int, logs: Path, seconds_to_stop: float = SECONDS_TO_STOP) -> int:
     """Run a command as `ranks` processes, and wait for them; if one fails, the rest are stopped.
 
     A single rank gets no process group. If the batch process has set NEMO_EXT_ON_NODES, the ranks run on all nodes. The
-    output of all ranks but the first is written to files in the folder `logs`.
+    output of all ranks but the first is written to files in the folder `logs`. Ranks on this machine that are still
+    running `seconds_to_stop` after an interrupt are killed.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -50,7 +51,7 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     with reserve_port() as held:
         environments = _environments(ranks, held.getsockname()[1])
         processes = [_start(command, environment, logs) for environment in environments]
-        return _watch(processes, logs)
+        return _watch(processes, logs, seconds_to_stop)
 
 
 def reserve_port(place: tuple[str, int] = ("127.0.0.1", 0)) -> socket.socket:
@@ -110,7 +111,7 @@ def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
     return int((folder / ENDED).read_text())
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path, seconds_to_stop: float) -> int:
     try:
         while True:
             codes = [process.poll() for process in processes]
@@ -126,7 +127,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
                 return 0
             time.sleep(0.05)
     except KeyboardInterrupt:
-        _stop(processes, signal.SIGINT)
+        _stop(processes, signal.SIGINT, seconds_to_stop)
         raise
 
 
@@ -164,11 +165,13 @@ def _last_line(logs: Sequence[Path], see: str) -> str:
     return next((line for line in lines if line.startswith("error: ")), f"error: a rank failed; see {see}")
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _stop(
+    processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals, seconds: float = SECONDS_TO_STOP
+) -> None:
     for process in processes:
         if process.poll() is None:
             process.send_signal(number)
-    for process in _wait(processes, SECONDS_TO_STOP):
+    for process in _wait(processes, seconds):
         process.kill()
         process.wait()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext import launch
-from nemo_ext.blockwise.rank import check_machine, start
+from nemo_ext.job.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.start import as_checkpoint, description_of
 from nemo_ext.data.training import check_validation, tokenize_streams, with_data

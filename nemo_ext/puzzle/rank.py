@@ -8,7 +8,7 @@ Finished stages are skipped, and interrupted ones are resumed.
 
 import sys
 
-from nemo_ext.blockwise.rank import leave, main
+from nemo_ext.job.rank import leave, main
 
 LOG = "stages.log"
 

@@ -39,7 +39,7 @@ def training_inputs(config: Config, model: str) -> list[Input]:
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
     if config["engine"] == "trl":
-        return 1, 1
+        return 1, int(config["launcher"]["nproc_per_node"])
     node = settings.cluster.node
     if node is None:
         raise ValueError(

@@ -129,10 +129,18 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Launcher:
+    """Settings of the section `launcher`."""
+
+    nproc_per_node: PositiveInt = 1  # with TRL, number of processes on this machine, one per GPU
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(TrainingSettings):
     """Settings of `nemo-ext rl`."""
 
     engine: Literal["trl", "nemo_rl"]
+    launcher: Launcher = Launcher()
     policy: Place | None
     template: Place | None
     pairs: Mapping[Literal["train", "validation"], Place | None]
@@ -141,6 +149,12 @@ class Settings(TrainingSettings):
     nemo_rl: NemoRl
     precision_plan: Any = None
     megatron: Open | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine == "nemo_rl" and (processes := self.launcher.nproc_per_node) > 1:
+            raise ValueError(
+                f"launcher.nproc_per_node={processes} applies only to engine=trl, as NeMo-RL uses whole nodes; remove it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

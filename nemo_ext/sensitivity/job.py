@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.blockwise.rank import check_machine, start
+from nemo_ext.job.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.start import as_checkpoint, description_of, with_main_model
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder

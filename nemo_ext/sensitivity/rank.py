@@ -2,7 +2,7 @@
 
 import sys
 
-from nemo_ext.blockwise.rank import leave, main
+from nemo_ext.job.rank import leave, main
 from nemo_ext.sensitivity.workspace import LOG
 
 

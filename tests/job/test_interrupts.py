@@ -202,7 +202,7 @@ sys.argv = ["x", "output=o"]
 run_job("curriculum", lambda config: lose("after_in_parent"))
 """
 RANK = """
-from nemo_ext.blockwise.rank import main
+from nemo_ext.job.rank import main
 sys.exit(main(sys.argv[1], "log", lambda path: lose("before")))
 """
 

@@ -33,7 +33,7 @@ def in_process(request: pytest.FixtureRequest) -> Callable[..., str]:
     def run(*words: str) -> str:
         said = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
-            patch.setattr("nemo_ext.blockwise.rank.run_ranks", rank)
+            patch.setattr("nemo_ext.job.rank.run_ranks", rank)
             patch.setattr(launch, "_run_ranks", train)
             job.Job(compose("puzzle", words)).run()
         return said.getvalue()

@@ -85,7 +85,7 @@ def sensitivity(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         run(command[-1])
         return 0
 
-    monkeypatch.setattr("nemo_ext.blockwise.rank.run_ranks", rank)
+    monkeypatch.setattr("nemo_ext.job.rank.run_ranks", rank)
     return lambda *words: job.run(compose("sensitivity", words_of(*words)))
 
 

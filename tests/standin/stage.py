@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_ext.blockwise.rank import leave, main
+from nemo_ext.job.rank import leave, main
 
 _OF_TRAINING = importlib.util.find_spec("nemo_ext.megatron.rank")
 assert _OF_TRAINING is not None and _OF_TRAINING.loader is not None

@@ -203,15 +203,6 @@ class Rollouts:
         groups = [members[at : at + self.generations] for at in range(0, len(members), self.generations)]
         return [reward for rewards in self.group(groups) for reward in rewards]
 
-    def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int, dropped: bool = False) -> None:
-        """Append rollouts and their rewards to the record; `dropped` marks rollouts that are not trained on."""
-        with self.record.open("a") as file:
-            for rollout, reward in zip(rollouts, rewards, strict=True):
-                line = {"step": step, **self.line(rollout, reward)}
-                if dropped:
-                    line["dropped"] = True
-                file.write(json.dumps(line) + "\n")
-
     def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
         """Return a rollout's record; its text has no end token, but `finished` shows whether there was one."""
         task, verdict = rollout.episode.task, rollout.turn.verdict

@@ -7,7 +7,8 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from math import gcd
@@ -20,7 +21,8 @@ from nemo_ext.checkpoint.rounding import undone_by_bfloat16
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
-from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, truncate_metrics, write_config, write_versions
+from nemo_ext.job.rank import start
+from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, METRICS, truncate_metrics, write_config, write_versions
 from nemo_ext.job.seeds import digest
 from nemo_ext.job.settings import checked, nearest
 from nemo_ext.memory import sampler
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from nemo_ext.rl.trl.teachers import Teachers
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 BY_ADAPTER = ("lengths.prompt",)
 """Algorithm keys that TRL cannot express but that this module handles."""
 
@@ -51,32 +54,69 @@ BY_ADAPTER = ("lengths.prompt",)
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     """Train to the end of the schedule, starting from the run directory's last checkpoint if there is one.
 
+    Several processes are started as ranks; a single one trains here.
+
     Returns:
         True if a signal arrived during the last step, although the run is finished.
 
     Raises:
         ValueError: TRL is not installed, or a setting, the model, the tasks or the pairs are invalid.
     """
-    single = int(os.environ.get("WORLD_SIZE", 1)) == 1  # set by torchrun and accelerate
-    if not single and (config["tasks"].get("train") or {}).get("reprofile") is not None:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # set by torchrun and accelerate
         raise ValueError(
-            "tasks.train.reprofile is supported by engine=trl only in a single process; remove it, or start one process"
+            "start `nemo-ext rl` without torchrun and accelerate; launcher.nproc_per_node=N trains with N processes"
         )
-    seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
+    processes = int(config["launcher"]["nproc_per_node"])
+    if processes == 1:
+        with _one_gpu():
+            return train(config, algorithm)
+    run_dir = Path(config["run_dir"])
+    write_config(run_dir, config)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        # A step and its checkpoint may take long; a second signal ends the ranks at once.
+        start("nemo_ext.rl.trl.rank", run_dir / CONFIG, ranks=processes, seconds_to_stop=float("inf"))
+    except KeyboardInterrupt:
+        if not (run_dir / MODEL).is_dir():
+            sys.exit(INTERRUPTED)
+        return True
+    return False
+
+
+@contextmanager
+def _one_gpu() -> Iterator[None]:
+    """Make only the first visible GPU visible, because TRL rejects several in one process."""
+    before = os.environ.get(VISIBLE)
+    if before is None or "," in before:
+        os.environ[VISIBLE] = (before or "0").partition(",")[0]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VISIBLE, None)
+        else:
+            os.environ[VISIBLE] = before
+
+
+def train(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
+    """Train in this process, which may be one of several ranks; see `run`."""
+    main = int(os.environ.get("RANK", 0)) == 0
+    seconds, folder = sampler.interval(config) if main else None, Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
         phases.begin("setup")
         try:
             ready = _ready(config, algorithm)
             run_dir = Path(config["run_dir"])
-            write_config(run_dir, config)
-            write_versions(run_dir, sys.argv)
+            if main:
+                write_config(run_dir, config)
+                write_versions(run_dir, sys.argv)
             # To measure pass rates again, training ends with a checkpoint and resumes from it, as after a kill.
             while (trained := _train(config, algorithm, phases, ready)) is None:
                 _free_memory()
         finally:
             phases.begin(None)
-    if trained:
+    if trained and main:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
         write_report(run_dir, algorithm, curricula, remark=_rounding(ready.model, run_dir / MODEL))
     return bool(ready.stop.asked)
@@ -214,7 +254,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
         return False
     if checkpoint is not None:
         notice(f"resuming from step {done // algorithm.updates_per_step}")
-    for name in (METRICS, ROLLOUTS):
+    main = trainer.accelerator.is_main_process
+    for name in (METRICS, ROLLOUTS) if main else ():
         truncate_metrics(run_dir / name, done)
     trainer.remove_callback(import_module("transformers").PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
@@ -226,6 +267,7 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
             trainer.add_callback(callback)
     with stop.on_signals():
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.accelerator.wait_for_everyone()  # until the main process has written the last checkpoint
     if isinstance(algorithm, PolicyGradient):
         rollouts.shutdown()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
@@ -235,14 +277,16 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     if due is not None and due.now:
         return None
     unfinished = run_dir / f".{MODEL}"
-    for folder in (unfinished, run_dir / MODEL):
+    for folder in (unfinished, run_dir / MODEL) if main else ():
         shutil.rmtree(folder, ignore_errors=True)
     with phases.during("checkpoint"):
         if ready.adapters is not None:
             trainer.model = trainer.model.merge_and_unload()
-        trainer.save_model(str(unfinished))
-        tokenizer.save_pretrained(unfinished)
-    unfinished.rename(run_dir / MODEL)
+        trainer.save_model(str(unfinished))  # by the main process
+        if main:
+            tokenizer.save_pretrained(unfinished)
+            unfinished.rename(run_dir / MODEL)
+    trainer.accelerator.wait_for_everyone()
     return True
 
 

@@ -1,17 +1,20 @@
 """TRL's trainers with our prompts, rewards, records and callbacks."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
 from itertools import batched, groupby
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import DynamicCache, LogitsProcessor, TrainerCallback, set_seed
 from transformers.masking_utils import create_causal_mask
@@ -21,7 +24,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.files import write_text
-from nemo_ext.job.interrupts import signals_to
+from nemo_ext.job.interrupts import SECONDS_OF_ONE, signals_to
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.records import json_line
 from nemo_ext.job.seeds import digest
@@ -62,28 +65,36 @@ class Drawn(TrainerCallback, ExportableState):
 
     Args:
         saved: state from the checkpoint that the run resumes from; None at the start.
+        process: number of this process, from 0.
+        processes: number of processes, which draw equally many tasks.
     """
 
-    def __init__(self, tasks: PlannedTasks, saved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tasks: PlannedTasks, saved: Mapping[str, Any] | None = None, process: int = 0, processes: int = 1
+    ) -> None:
         self.number = int(saved["number"]) if saved else 0
         self.shares = tasks.adaptive()
         if saved and self.shares is not None:
             self.shares.restore(saved["shares"])
-        self._tasks = tasks
+        self._tasks, self._process, self._processes = tasks, process, processes
         self._datasets: list[int] = []
 
     def next(self, count: int) -> list[Task]:
-        """Draw the next tasks: in the plan's order, or from datasets drawn by their current shares if these adapt."""
+        """Draw `count` tasks per process and return this process's.
+
+        They follow the plan's order, or come from datasets that are drawn by their current shares if these adapt.
+        """
+        total, mine = count * self._processes, slice(count * self._process, count * (self._process + 1))
         first = self.number
-        self.number += count
+        self.number += total
         if self.shares is None:
-            return [self._tasks[first + number] for number in range(count)]
-        places = self.shares.draw(count)
+            return [self._tasks[number] for number in range(first, first + total)[mine]]
+        places = self.shares.draw(total)
         self._datasets += [dataset for dataset, _ in places]
-        return [self._tasks.nth(*place) for place in places]
+        return [self._tasks.nth(*place) for place in places[mine]]
 
     def learn(self, rewards: Sequence[float], generations: int) -> None:
-        """Update adaptive shares from the drawn groups' rewards, `[groups * generations]`, in the order of drawing."""
+        """Update adaptive shares from all processes' rewards, `[groups * generations]`, in the order of drawing."""
         if self.shares is None:
             return
         groups = np.reshape(rewards, (-1, generations))
@@ -149,8 +160,18 @@ class _OurPrompts(_Phased):
         """Return the rewards of generated groups, and update the adaptive shares from them."""
         rewards = self.rollouts.rewards(rollouts)
         if self.drawn is not None:
-            self.drawn.learn(rewards, self.num_generations)
+            self.drawn.learn(gather_object(rewards), self.num_generations)
         return rewards
+
+    def record(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, dropped: bool = False) -> None:
+        """Append rollouts and their rewards to the record; `dropped` marks rollouts that are not trained on."""
+        step = self.state.global_step + 1  # type: ignore[attr-defined]
+        lines = [
+            {"step": step, **self.rollouts.line(rollout, reward)} | ({"dropped": True} if dropped else {})
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
+        with self.rollouts.record.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _next_prompts(self, count: int) -> list[str]:
         """Draw `count` tasks and return their prompts, each repeated once per response."""
@@ -198,9 +219,10 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         if self.teachers is not None and self.teachers.settings.logits is not None:
             return self._divergence(model, inputs, self.teachers)
         # Rows without advantage may be removed only if the loss is a mean over the batch's tokens, which does not count
-        # rows, and if no other term (KL, entropy, router loss, entropy quantile) needs them.
+        # rows, and if no other term (KL, entropy, router loss, entropy quantile) needs them. TRL's metrics need equally
+        # many rows in all processes.
         others = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled or self.top_entropy_quantile < 1
-        removable = self.loss_type == "dapo" and not others
+        removable = self.loss_type == "dapo" and not others and self.accelerator.num_processes == 1
         batch = _trimmed(inputs, without_advantage=not removable)
         loss: torch.Tensor = super()._compute_loss(model, batch)
         self._log_mismatch(batch)
@@ -265,6 +287,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             generated = _generated(batch)
             total += float(((difference.exp() - difference - 1) * generated).sum())
             tokens += int(generated.sum())
+        total, tokens = (sum(values) for values in zip(*gather_object([(total, tokens)]), strict=True))
         return total / max(1, tokens)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -382,29 +405,36 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         if not self.model.training or self.rounds is None:
             return super()._generate(prompts)
         assert self.drawn is not None
-        required = len(prompts) // self.num_generations
+        # A process's groups may replace those of another, so each process has the groups of all.
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        share = len(prompts) // self.num_generations
+        required = share * processes
         varied: list[dict[str, Any]] = []
         flat: list[dict[str, Any]] = []
         rounds = 0
         while len(varied) < required and rounds < self.rounds:
             if rounds:
                 self.phases.begin("generation")
-                prompts = self._next_prompts(required - len(varied))
-            for group in self._groups(prompts):
+                prompts = self._next_prompts(ceil((required - len(varied)) / processes))
+            for group in gather_object(self._groups(prompts)):
                 (flat if zero_variance(group["earned"]) else varied).append(group)
             rounds += 1
-        dropped = flat[: len(varied) + len(flat) - required]
-        for group in dropped:
-            self.rollouts.note(group["rollout"], group["earned"], step=self.state.global_step + 1, dropped=True)
+        left = max(0, required - len(varied))
+        first_left = len(flat) - left
+        dropped = [*flat[:first_left], *varied[required:]]
+        if self.accelerator.is_main_process:
+            for group in dropped:
+                self.record(group["rollout"], group["earned"], dropped=True)
         values = {
             "dropped": len(dropped) / (len(varied) + len(flat)),
             "refill_rounds": rounds - 1,
-            "left": (required - len(varied)) / required,
+            "left": left / required,
             "tasks_drawn": self.drawn.number,
         }
         for name, value in values.items():
             self._metrics["train"][f"zero_variance/{name}"].append(value)
-        return _merged([*varied, *flat[len(dropped) :]])
+        groups = [*varied[:required], *flat[first_left:]]
+        return _merged(groups[process * share : (process + 1) * share])
 
     def _groups(self, prompts: list[str]) -> list[dict[str, Any]]:
         """Generate and reward groups; return each group's columns by name, None for columns that TRL omits."""
@@ -835,14 +865,29 @@ class Log(TrainerCallback):
         values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if self._rollouts is not None:
             evaluating = any(name.startswith("eval_") for name in values)
-            values |= {
-                ("eval_" if evaluating else "") + name: value for name, value in self._rollouts.metrics().items()
-            }
+            metrics = _of_all_processes(self._rollouts.metrics())
+            values |= {("eval_" if evaluating else "") + name: value for name, value in metrics.items()}
+        if not state.is_world_process_zero:
+            return
         with self._path.open("ab") as file:
             file.write(json_line({"step": state.global_step} | {name: float(x) for name, x in values.items()}))
         shown = [f"{name} {values[key]:.3f}" for key, name in _SHOWN.items() if values.get(key) is not None]
         if shown:
             notice(f"step {state.global_step}/{state.max_steps}: {', '.join(shown)}")
+
+
+def _of_all_processes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the environments' metrics over the episodes of all processes; see `Rollouts.metrics`."""
+    parts = gather_object([metrics])
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            episodes = part[f"{name.partition('/')[0]}/episodes"]
+            totals[name] = totals.get(name, 0.0) + (value if name.endswith("/episodes") else value * episodes)
+    return {
+        name: total if name.endswith("/episodes") else total / totals[f"{name.partition('/')[0]}/episodes"]
+        for name, total in totals.items()
+    }
 
 
 _SHOWN = {
@@ -860,16 +905,11 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Make the trainer draw its tasks through a `Drawn` callback; ValueError if it has several processes."""
-    if trainer.accelerator.num_processes > 1:
-        raise ValueError(
-            "rl.sampling.drop_zero_variance and tasks.train.adapt are supported by engine=trl only in a single "
-            "process; remove them, or start one process"
-        )
+    """Make the trainer draw its tasks through a `Drawn` callback."""
     for file in tasks.files:
         for task in file.tasks:
             trainer.rollouts.prompt(task)
-    trainer.drawn = Drawn(tasks, saved)
+    trainer.drawn = Drawn(tasks, saved, trainer.accelerator.process_index, trainer.accelerator.num_processes)
     trainer.add_callback(trainer.drawn)
 
 
@@ -898,18 +938,19 @@ def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[i
 
 
 class Stop(TrainerCallback):
-    """Callback that ends training with a checkpoint after the step in which a signal arrives.
+    """Callback that ends training with a checkpoint after the step in which a signal arrives in any process.
 
     A second signal ends training immediately.
     """
 
     def __init__(self, updates: int) -> None:
         self.asked = False
-        self._updates = updates
+        self._updates, self._since = updates, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """End training after a whole step if a signal has arrived; called by the trainer after each update."""
-        if self.asked and state.global_step % self._updates == 0:
+        if state.global_step % self._updates == 0 and any(gather_object([self.asked])):
+            self.asked = True
             control.should_save = control.should_training_stop = True
 
     @contextmanager
@@ -917,9 +958,11 @@ class Stop(TrainerCallback):
         """Handle Ctrl-C and SIGTERM inside the context."""
 
         def ask(number: int, frame: object) -> None:
-            if self.asked:
+            if self.asked and time.monotonic() - self._since > SECONDS_OF_ONE:
                 raise KeyboardInterrupt
-            self.asked = True
+            if self.asked:
+                return
+            self.asked, self._since = True, time.monotonic()
             notice("stopping and saving after this step; a second signal ends the run at once")
 
         with signals_to(ask):
@@ -950,7 +993,9 @@ class _Reward:
             return [each.turn.reward.total if each.turn.reward else 0.0 for each in rollouts]
         self.trainer.scored = prompts
         rewards = self.trainer.training_rewards(rollouts) if earned is None else earned
-        self.rollouts.note(rollouts, rewards, step=self.trainer.state.global_step + 1)
+        everything = gather_object(list(zip(rollouts, rewards, strict=True)))
+        if self.trainer.accelerator.is_main_process:
+            self.trainer.record(*zip(*everything, strict=True))
         return rewards
 
 

@@ -1,4 +1,4 @@
-"""Process of one rank in a block-by-block job, started alone or by `torchrun`."""
+"""Process of one rank, and the start of all ranks of a job on this machine or on the nodes of its allocation."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import ON_NODES, rank_log, run_ranks
+from nemo_ext.job.ranks import ON_NODES, SECONDS_TO_STOP, rank_log, run_ranks
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
@@ -31,14 +31,16 @@ def check_machine(config: Mapping[str, Any]) -> None:
         )
 
 
-def start(module: str, config: Path, *words: str, ranks: int) -> None:
+def start(module: str, config: Path, *words: str, ranks: int, seconds_to_stop: float = SECONDS_TO_STOP) -> None:
     """Run a module on `ranks` ranks, with the config's path and `words` as arguments, and wait for it to end.
+
+    Interrupted ranks are killed after `seconds_to_stop`.
 
     Raises:
         KeyboardInterrupt: the user interrupted the run.
         SystemExit: a rank failed.
     """
-    code = run_ranks([sys.executable, "-m", module, str(config), *words], ranks, config.parent)
+    code = run_ranks([sys.executable, "-m", module, str(config), *words], ranks, config.parent, seconds_to_stop)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
