@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext import launch
-from nemo_ext.job.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.start import as_checkpoint, description_of
 from nemo_ext.data.training import check_validation, tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
+from nemo_ext.job.rank import check_machine, start
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import versions

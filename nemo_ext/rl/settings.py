@@ -153,7 +153,7 @@ class Settings(TrainingSettings):
     def __post_init__(self) -> None:
         if self.engine == "nemo_rl" and (processes := self.launcher.nproc_per_node) > 1:
             raise ValueError(
-                f"launcher.nproc_per_node={processes} applies only to engine=trl, as NeMo-RL uses whole nodes; remove it"
+                f"launcher.nproc_per_node={processes} applies only to engine=trl (NeMo-RL uses whole nodes); remove it"
             )
 
 

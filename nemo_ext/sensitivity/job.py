@@ -7,13 +7,13 @@ from typing import Any
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
-from nemo_ext.job.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.start import as_checkpoint, description_of, with_main_model
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.training import tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
+from nemo_ext.job.rank import check_machine, start
 from nemo_ext.job.run_directory import write_config, write_versions
 from nemo_ext.sensitivity.report import write_report
 from nemo_ext.sensitivity.settings import Settings, read_settings

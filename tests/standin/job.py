@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 
 from nemo_ext import launch
-from nemo_ext.job.rank import check_machine, start
 from nemo_ext.job.config import compose
+from nemo_ext.job.rank import check_machine, start
 from nemo_ext.job.run_directory import last_checkpoint, write_config
 
 STEPS = 20

@@ -5,7 +5,6 @@ Here, responses are therefore decoded from their tokens.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

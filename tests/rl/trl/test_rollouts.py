@@ -214,10 +214,10 @@ def test_rollouts_are_recorded_in_the_form_that_curricula_read(model: Path, tmp_
     text = made.prompt(math("7"))
     found = made.verified([text], [ids(made, "\\boxed{8}<|eot_id|>")])
 
-    made.note(found, made.rewards(found), step=3)
+    (reward,) = made.rewards(found)
+    line = made.line(found[0], reward)
 
-    (line,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
-    assert (line["step"], line["id"], line["reward"], line["outcome"]) == (3, "What is it?", 0.0, "wrong")
+    assert (line["id"], line["reward"], line["outcome"]) == ("What is it?", 0.0, "wrong")
     assert line["response"] == "\\boxed{8}", "`finished` shows that it ended"
     assert made.metrics()["math/episodes"] == 1
 

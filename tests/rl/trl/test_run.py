@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nemo_ext.chat.template import Template
 from nemo_ext.job.config import compose
@@ -164,6 +166,42 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
     left = sum(len({line["reward"] for line in group}) == 1 for group in kept)
     assert left / 16 == pytest.approx(sum(log["zero_variance/left"] for log in logs) / 8)
     assert 1 <= max(log["zero_variance/refill_rounds"] for log in logs) <= 2
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run_and_a_stopped_one_resumes_with_the_same_responses(
+    model: Path, tmp_path: Path
+) -> None:
+    path = letter_tasks(tmp_path, *map(str, range(30)))
+    words = (
+        *("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", *SMALL, "launcher.nproc_per_node=2"),
+        *("environments={instructions: {}}", "rl.schedule.steps=6", "rl.generations_per_prompt=4", "rl.batch=8"),
+        *("micro_batch=4", "rl.sampling.max_batches=3"),
+    )
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    subprocess.run(command(*words, f"run_dir={whole}"), check=True)
+
+    process = subprocess.Popen(command(*words, f"run_dir={stopped}"), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    while "step 1/" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.terminate()
+    said += process.communicate()[1]
+    assert process.returncode == 130, said
+    subprocess.run(command(*words, f"run_dir={stopped}"), check=True)
+
+    rollouts = read_jsonl(whole / "rollouts.jsonl")
+    assert read_jsonl(stopped / "rollouts.jsonl") == rollouts
+    assert len(trained(whole)) == 6 * 8
+    logs = [log for log in read_jsonl(whole / "metrics.jsonl") if "reward" in log]
+    assert [log["step"] for log in logs] == list(range(1, 7))
+    assert len(rollouts) == 4 * logs[-1]["zero_variance/tasks_drawn"]
+    assert sum(log["instructions/episodes"] for log in logs) == len(rollouts), "of both processes"
+    varied = [len({line["reward"] for line in trained(whole)[at : at + 4]}) > 1 for at in range(0, 48, 4)]
+    assert sum(varied) / 12 == pytest.approx(1 - sum(log["zero_variance/left"] for log in logs) / 6)
 
 
 @pytest.mark.parametrize(
@@ -397,13 +435,13 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
             prompt = [{"role": "user", "content": f"say {number}"}]
             answers = ([{"role": "assistant", "content": text}] for text in (str(number), "no"))
             file.write(json.dumps(dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))) + "\n")
-
-    job(
-        *("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={pairs}", f"run_dir={tmp_path / 'run'}"),
-        *("rl.batch=4", "micro_batch=4", "rl.schedule={kind: constant, steps: 4, epochs: null, examples: null}"),
+    words = (
+        *("rl", "preset=dpo_delta", f"model={model}", f"pairs.train={pairs}", "rl.batch=4"),
+        *("rl.schedule={kind: constant, steps: 4, epochs: null, examples: null}", "rl.optimizer.learning_rate=1e-3"),
         *("rl.schedule.warmup_share=null", "rl.schedule.final_share=0.0", "on_inexpressible=warn"),
-        "rl.optimizer.learning_rate=1e-3",
     )
+
+    job(*words, "micro_batch=4", f"run_dir={tmp_path / 'run'}")
 
     logs = [log for log in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "rewards/margins" in log]
     assert [log["step"] for log in logs] == [1, 2, 3, 4]
@@ -411,6 +449,11 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
     assert "TRL trains without multi-token prediction" in capsys.readouterr().err
     for folder in (tmp_path / "run/model", tmp_path / "run/checkpoints/checkpoint-4"):
         assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+    two = tmp_path / "two"
+    subprocess.run(command(*words, "micro_batch=2", "launcher.nproc_per_node=2", f"run_dir={two}"), check=True)
+    for name, tensor in load_file(two / "model" / "model.safetensors").items():
+        assert torch.allclose(tensor, load_file(tmp_path / "run/model/model.safetensors")[name], atol=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -440,6 +483,14 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
             "set rl.asynchronous=null",
         ),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
+        (
+            ["preset=rl_zero", "model=m", "tasks.train.path=t", "rl.prompts_per_step=9", "launcher.nproc_per_node=2"],
+            "rl.prompts_per_step=9 must be a multiple of launcher.nproc_per_node=2",
+        ),
+        (
+            ["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=nemo_rl", "launcher.nproc_per_node=2"],
+            "applies only to engine=trl",
+        ),
         (
             ["preset=dpo_delta", "model=m", "pairs.train={path: t}"],
             "pairs.train={'path': 't'}: input should be a valid string",
