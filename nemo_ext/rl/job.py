@@ -49,7 +49,6 @@ def run(config: Mapping[str, Any]) -> bool:
     """
     algorithm = checked_algorithm(config)
     check_steps(config, algorithm)
-    check_processes(config, algorithm)
     if Path(config["policy"]).expanduser().is_dir():
         may_run_code(config["policy"], config)
     algorithm = over_own_pairs(config, algorithm)
@@ -59,21 +58,6 @@ def run(config: Mapping[str, Any]) -> bool:
         if any((run_dir / CHECKPOINTS).glob("*")):
             check_same_run(read_config(run_dir / CONFIG), config)
         return bool(import_module(ENGINES[config["engine"]]).run(config, algorithm))
-
-
-def check_processes(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Raise ValueError if TRL cannot divide the run among its processes."""
-    processes = config["launcher"]["nproc_per_node"]
-    shared = {"rl.batch": algorithm.batch}
-    if isinstance(algorithm, PolicyGradient):
-        shared["rl.prompts_per_step"] = algorithm.prompts_per_step  # each process generates whole groups
-    for key, value in shared.items():
-        if value % processes:
-            raise ValueError(f"{key}={value} must be a multiple of launcher.nproc_per_node={processes}; change one")
-    if processes > 1 and (config["tasks"].get("train") or {}).get("reprofile") is not None:
-        raise ValueError(
-            f"launcher.nproc_per_node={processes} does not support tasks.train.reprofile; remove one of them"
-        )
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -199,12 +183,28 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     if not sources[used]:
         key = "tasks.train.path" if used == "tasks" else "pairs.train"
         raise ValueError(f"{used}.train=null: set {key}=FILE, as algorithm={algorithm.algorithm} trains on {used}")
+    _check_processes(settings, algorithm)
     if isinstance(algorithm, PolicyGradient):
         _check_while_training(config, settings, algorithm)
         _check_curriculum(settings, algorithm)
     if sources[other]:
         raise ValueError(f"algorithm={algorithm.algorithm} trains on {used}, not on {other}; remove {other}.train")
     return algorithm
+
+
+def _check_processes(settings: Settings, algorithm: Algorithm) -> None:
+    """Raise ValueError if TRL cannot divide the run among its processes."""
+    processes = settings.launcher.nproc_per_node
+    shared = {"rl.batch": algorithm.batch}
+    if isinstance(algorithm, PolicyGradient):
+        shared["rl.prompts_per_step"] = algorithm.prompts_per_step  # each process generates whole groups
+    for key, value in shared.items():
+        if value % processes:
+            raise ValueError(f"{key}={value} must be a multiple of launcher.nproc_per_node={processes}; change one")
+    if processes > 1 and settings.tasks.train is not None and settings.tasks.train.reprofile is not None:
+        raise ValueError(
+            f"launcher.nproc_per_node={processes} does not support tasks.train.reprofile; remove one of them"
+        )
 
 
 def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nemo_ext.job.findings import Finding
 from nemo_ext.megatron.preflight import precision
 from nemo_ext.rl.commands import training_inputs
-from nemo_ext.rl.job import check_processes, check_steps, checked_algorithm, over_own_pairs
+from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
 from nemo_ext.rl.trl.render import check_arguments
 
 
@@ -43,7 +43,6 @@ def _reinforcement(
     try:
         algorithm = checked_algorithm(config)
         check_steps(config, algorithm)
-        check_processes(config, algorithm)
         if not on_nemo_rl and config["trl"] and find_spec("trl") is not None:
             check_arguments(algorithm, config["trl"])
     except ValueError as error:

@@ -87,8 +87,12 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
 def _one_gpu() -> Iterator[None]:
     """Make only the first visible GPU visible, because TRL rejects several in one process."""
     before = os.environ.get(VISIBLE)
-    if before is None or "," in before:
-        os.environ[VISIBLE] = (before or "0").partition(",")[0]
+    first, *others = (before or "0").split(",")
+    if before is None or others:
+        os.environ[VISIBLE] = first
+    if others:
+        count = len(others) + 1
+        notice(f"using the first of {count} visible GPUs; launcher.nproc_per_node={count} trains on all of them")
     try:
         yield
     finally:

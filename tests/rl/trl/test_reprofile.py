@@ -47,13 +47,13 @@ def cut_back(run_dir: Path, step: int, curricula: int) -> None:
 def test_several_processes_are_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("preset=rl_zero", "model=m", "rl.schedule.steps=2", f"run_dir={tmp_path / 'run'}")
 
-    with pytest.raises(
-        ValueError, match=r"tasks\.train\.reprofile is supported by engine=trl only in a single process"
-    ):
-        job(*words, "tasks.train={path: t.jsonl, reprofile: {every: 2}}")
+    with pytest.raises(ValueError, match=r"nproc_per_node=2 does not support tasks\.train\.reprofile; remove one"):
+        job(*words, "tasks.train={path: t.jsonl, reprofile: {every: 2}}", "launcher.nproc_per_node=2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"start `nemo-ext rl` without torchrun and accelerate"):
+        job(*words, "tasks.train.path=t.jsonl")
     assert "loading" not in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -21,7 +21,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
-from nemo_ext.rl.trl.run import _last_checkpoint, _run_settings
+from nemo_ext.rl.trl.run import VISIBLE, _last_checkpoint, _one_gpu, _run_settings
 from tests.json_lines import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
@@ -484,8 +484,8 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
         ),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
         (
-            ["preset=rl_zero", "model=m", "tasks.train.path=t", "rl.prompts_per_step=9", "launcher.nproc_per_node=2"],
-            "rl.prompts_per_step=9 must be a multiple of launcher.nproc_per_node=2",
+            ["preset=rl_zero", "model=m", "tasks.train.path=t", "launcher.nproc_per_node=64"],
+            "rl.prompts_per_step=32 must be a multiple of launcher.nproc_per_node=64",
         ),
         (
             ["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=nemo_rl", "launcher.nproc_per_node=2"],
@@ -602,3 +602,16 @@ def test_a_truncated_checkpoint_is_ignored(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
 
     assert _last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_single_process_sees_a_single_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for before, within in ((None, "0"), ("", ""), ("2", "2"), ("2,3", "2")):
+        monkeypatch.delenv(VISIBLE, raising=False)
+        if before is not None:
+            monkeypatch.setenv(VISIBLE, before)
+        with _one_gpu():
+            assert os.environ[VISIBLE] == within
+        assert os.environ.get(VISIBLE) == before
+    assert capsys.readouterr().err.count("using the first of 2 visible GPUs") == 1
