@@ -693,9 +693,11 @@ def _generate(
     """
     recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
     others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
-    if shared:
-        others |= _prefilled(model, input_ids, attention_mask)
-    ids: torch.Tensor = type(model).generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
+    # Autocast keeps its copies of the weights until its outermost block ends, which otherwise is each token's forward.
+    with trainer.accelerator.autocast():
+        if shared:
+            others |= _prefilled(model, input_ids, attention_mask)
+        ids: torch.Tensor = type(model).generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
     if recorder is not None:
         trainer.sampled.append(recorder.recorded(ids))
     return ids
