@@ -4,6 +4,8 @@ from pathlib import Path
 
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 
+_FLOAT = ("float32", "bfloat16", "float16")
+
 
 def undone_by_bfloat16(start: Path, trained: Path) -> float | None:
     """Return the share of changed weights that equal the weights from before training once both are bfloat16.
@@ -24,7 +26,7 @@ def undone_by_bfloat16(start: Path, trained: Path) -> float | None:
     changed = undone = 0
     for name, stored in after.tensors.items():
         other = before.tensors.get(name)
-        if stored.dtype != "float32" or other is None or other.shape != stored.shape:
+        if stored.dtype != "float32" or other is None or other.shape != stored.shape or other.dtype not in _FLOAT:
             continue
         old, new = before.read(name), after.read(name)
         differs = old != new

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
 from nemo_ext.job.interrupts import kept_interrupts
-from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import ON_NODES, SECONDS_TO_STOP, rank_log, run_ranks
 
 
@@ -55,7 +54,7 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
         log_name: name of the log file in the same directory, for messages from Megatron and torch.
         work: function that does the work, called with the config's path.
     """
-    end_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     log = Path(config_path).with_name(log_name)
     # Messages of Megatron and torch as well as our own, from all ranks, as they log little.
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")

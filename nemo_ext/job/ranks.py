@@ -15,10 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
 
@@ -49,9 +51,14 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path, seconds_to_stop: f
     if ON_NODES in os.environ:
         return _run_on_nodes(command[1:], logs)
     with reserve_port() as held:
-        environments = _environments(ranks, held.getsockname()[1])
-        processes = [_start(command, environment, logs) for environment in environments]
-        return _watch(processes, logs, seconds_to_stop)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for environment in _environments(ranks, held.getsockname()[1]):
+                processes.append(_start(command, environment, logs))
+            return _watch(processes, logs)
+        except BaseException:
+            _stop(processes, signal.SIGINT, seconds_to_stop)
+            raise
 
 
 def reserve_port(place: tuple[str, int] = ("127.0.0.1", 0)) -> socket.socket:
@@ -111,24 +118,21 @@ def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
     return int((folder / ENDED).read_text())
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path, seconds_to_stop: float) -> int:
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = next((rank for rank, code in enumerate(codes) if code), None)
-            if failed is not None:
-                _wait(processes, SECONDS_TO_AGREE)  # a user error ends all of them
-                first_failed = processes[0].poll()
-                _stop(processes, signal.SIGTERM)
-                if failed and not first_failed:
-                    print(_last_line([log := rank_log(logs, failed)], str(log)), file=sys.stderr)
-                return codes[failed] or 0
-            if None not in codes:
-                return 0
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        _stop(processes, signal.SIGINT, seconds_to_stop)
-        raise
+def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
+    from nemo_ext.job.config import INTERRUPTED, USER_ERROR  # imports Hydra, which ranks do not need
+
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+        time.sleep(0.05)
+    if not any(codes):
+        return 0
+    _wait(processes, SECONDS_TO_AGREE)  # a user error ends all of them, and the end of one rank ends the others
+    later = [process.poll() for process in processes]
+    _stop(processes, signal.SIGTERM)
+    failed = later.index(USER_ERROR) if USER_ERROR in later else max(rank for rank, code in enumerate(codes) if code)
+    code = later[failed] or 0
+    if failed and code != INTERRUPTED:
+        print(_last_line([log := rank_log(logs, failed)], str(log)), file=sys.stderr)
+    return code
 
 
 def training_rank(config: Mapping[str, Any]) -> str:
@@ -148,11 +152,11 @@ def _environments(ranks: int, port: int) -> list[dict[str, str]]:
 
 
 def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> subprocess.Popen[bytes]:
-    rank = int(environment.get("RANK", 0))
+    rank, ended = int(environment.get("RANK", 0)), partial(end_with_parent, signal.SIGTERM)
     if not rank:
-        return subprocess.Popen(command, env=environment)
+        return subprocess.Popen(command, env=environment, preexec_fn=ended)
     with rank_log(logs, rank).open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, preexec_fn=ended)
 
 
 def rank_log(logs: Path, rank: int) -> Path:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -74,3 +75,28 @@ def test_a_folder_missing_in_the_container_is_named(tmp_path: Path, monkeypatch:
 
     with pytest.raises(ValueError, match="slurm is not visible inside the container"):
         run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)
+
+
+def test_the_error_of_the_rank_that_caused_the_others_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.exit(print('error: a wrong task', file=sys.stderr) or 2)\n"
+        "time.sleep(0.3)\n"
+        "sys.exit(1)"
+    )
+
+    assert run_ranks([sys.executable, "-c", script], 2, tmp_path) == 2
+    assert capfd.readouterr().err == "error: a wrong task\n"
+
+
+def test_no_rank_remains_if_another_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").mkdir()
+    before = psutil.Process().children()
+
+    with pytest.raises(IsADirectoryError):
+        run_ranks([sys.executable, "-c", "import time; time.sleep(60)"], 2, tmp_path)
+
+    assert psutil.Process().children() == before

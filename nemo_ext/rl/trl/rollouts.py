@@ -57,7 +57,7 @@ class Rollouts:
         record: path of the JSONL file to append to.
         tokens: maximum number of tokens in a response, or in all responses and observations of a conversation.
         same: ids of tasks that duplicate another task's prompt and reference and count as that task.
-        validated: sizes of the batches validated since the last log.
+        validated: task ids and rewards of the responses validated since the last log.
         ends: token ids that end a response; a trainer adds those in the model's generation config.
     """
 
@@ -69,7 +69,7 @@ class Rollouts:
     tokens: int
     group: GroupReward | None = None
     same: set[str] = field(default_factory=set)
-    validated: list[int] = field(default_factory=list)
+    validated: list[tuple[str, float]] = field(default_factory=list)
     _begun: dict[str, Episode] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

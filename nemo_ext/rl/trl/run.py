@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from nemo_ext.rl.trl.teachers import Teachers
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
+RANKS = "ranks"
+"""Folder in the run directory with the ranks' config and logs."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 BY_ADAPTER = ("lengths.prompt",)
 """Algorithm keys that TRL cannot express but that this module handles."""
@@ -69,18 +71,26 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
     processes = int(config["launcher"]["nproc_per_node"])
     if processes == 1:
         with _one_gpu():
-            return train(config, algorithm)
+            return train(config, algorithm, sys.argv)
     run_dir = Path(config["run_dir"])
-    write_config(run_dir, config)
+    before, folder = _model_time(run_dir), run_dir / RANKS
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         # A step and its checkpoint may take long; a second signal ends the ranks at once.
-        start("nemo_ext.rl.trl.rank", run_dir / CONFIG, ranks=processes, seconds_to_stop=float("inf"))
+        start("nemo_ext.rl.trl.rank", folder / CONFIG, *sys.argv, ranks=processes, seconds_to_stop=float("inf"))
     except KeyboardInterrupt:
-        if not (run_dir / MODEL).is_dir():
+        if _model_time(run_dir) == before:
             sys.exit(INTERRUPTED)
         return True
     return False
+
+
+def _model_time(run_dir: Path) -> int | None:
+    """Return when the trained model was written, in nanoseconds; None if there is none."""
+    model = run_dir / MODEL
+    return model.stat().st_mtime_ns if model.is_dir() else None
 
 
 @contextmanager
@@ -102,8 +112,8 @@ def _one_gpu() -> Iterator[None]:
             os.environ[VISIBLE] = before
 
 
-def train(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
-    """Train in this process, which may be one of several ranks; see `run`."""
+def train(config: Mapping[str, Any], algorithm: Algorithm, command: Sequence[str]) -> bool:
+    """Train in this process, which may be one of several ranks, and record the user's command; see `run`."""
     main = int(os.environ.get("RANK", 0)) == 0
     seconds, folder = sampler.interval(config) if main else None, Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
@@ -114,7 +124,7 @@ def train(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
             run_dir = Path(config["run_dir"])
             if main:
                 write_config(run_dir, config)
-                write_versions(run_dir, sys.argv)
+                write_versions(run_dir, list(command))
             # To measure pass rates again, training ends with a checkpoint and resumes from it, as after a kill.
             while (trained := _train(config, algorithm, phases, ready)) is None:
                 _free_memory()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -121,11 +122,14 @@ class _OurPrompts(_Phased):
     drawn: Drawn | None = None
 
     def log(self, *arguments: Any, **named: Any) -> None:
-        # TRL averages over batches without weights, but the last one may be smaller.
-        sizes, means = self.rollouts.validated, self._metrics["eval"].get("reward", ())
-        if sizes and len(sizes) == len(means):
-            self._metrics["eval"]["reward"] = [float(np.average(means, weights=sizes))]
-        sizes.clear()
+        # TRL averages over batches without weights, but the last one may be smaller, and with several processes has
+        # tasks of earlier ones too.
+        rewards: defaultdict[str, list[float]] = defaultdict(list)
+        for task, reward in gather_object(self.rollouts.validated):
+            rewards[task].append(reward)
+        if rewards and "reward" in self._metrics["eval"]:
+            self._metrics["eval"]["reward"] = [float(np.mean([np.mean(values) for values in rewards.values()]))]
+        self.rollouts.validated.clear()
         super().log(*arguments, **named)  # type: ignore[misc]
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
@@ -991,8 +995,10 @@ class _Reward:
     ) -> list[float]:
         rollouts = rollout or self.rollouts.verified(prompts, completion_ids)
         if not self.trainer.model.training:
-            self.rollouts.validated.append(len(rollouts))
-            return [each.turn.reward.total if each.turn.reward else 0.0 for each in rollouts]
+            rewards = [each.turn.reward.total if each.turn.reward else 0.0 for each in rollouts]
+            tasks = [each.episode.task.id for each in rollouts]
+            self.rollouts.validated += zip(tasks, rewards, strict=True)
+            return rewards
         self.trainer.scored = prompts
         rewards = self.trainer.training_rewards(rollouts) if earned is None else earned
         everything = gather_object(list(zip(rollouts, rewards, strict=True)))
