@@ -201,10 +201,15 @@ def _check_processes(settings: Settings, algorithm: Algorithm) -> None:
     for key, value in shared.items():
         if value % processes:
             raise ValueError(f"{key}={value} must be a multiple of launcher.nproc_per_node={processes}; change one")
-    if processes > 1 and settings.tasks.train is not None and settings.tasks.train.reprofile is not None:
-        raise ValueError(
-            f"launcher.nproc_per_node={processes} does not support tasks.train.reprofile; remove one of them"
-        )
+    train = settings.tasks.train
+    alone = {
+        "tasks.train.reprofile": train is not None and train.reprofile is not None,
+        # TRL passes the reference's log-probabilities through a file that only one process finds.
+        "algorithm=rpo": algorithm.algorithm == "rpo",
+        "trl.precompute_ref_log_probs": (settings.trl or {}).get("precompute_ref_log_probs"),
+    }
+    if processes > 1 and (key := next((key for key, used in alone.items() if used), None)):
+        raise ValueError(f"launcher.nproc_per_node={processes} does not support {key}; remove one of them")
 
 
 def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:

@@ -488,6 +488,10 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path, capsys: pytest.Capture
             "rl.prompts_per_step=32 must be a multiple of launcher.nproc_per_node=64",
         ),
         (
+            ["preset=rpo_offline", "model=m", "pairs.train=p", "launcher.nproc_per_node=2"],
+            "launcher.nproc_per_node=2 does not support algorithm=rpo",
+        ),
+        (
             ["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=nemo_rl", "launcher.nproc_per_node=2"],
             "applies only to engine=trl",
         ),
