@@ -208,8 +208,8 @@ def _check_processes(settings: Settings, algorithm: Algorithm) -> None:
         "algorithm=rpo": algorithm.algorithm == "rpo",
         "trl.precompute_ref_log_probs": (settings.trl or {}).get("precompute_ref_log_probs"),
     }
-    if processes > 1 and (key := next((key for key, used in alone.items() if used), None)):
-        raise ValueError(f"launcher.nproc_per_node={processes} does not support {key}; remove one of them")
+    if processes > 1 and (unsupported := next((name for name, used in alone.items() if used), None)):
+        raise ValueError(f"launcher.nproc_per_node={processes} does not support {unsupported}; remove one of them")
 
 
 def _check_curriculum(settings: Settings, algorithm: PolicyGradient) -> None:
