@@ -125,7 +125,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
         time.sleep(0.05)
     if not any(codes):
         return 0
-    _wait(processes, SECONDS_TO_AGREE)  # a user error ends all of them, and the end of one rank ends the others
+    _wait(processes, SECONDS_TO_AGREE)  # a user error ends all ranks, and so does the end of one
     later = [process.poll() for process in processes]
     _stop(processes, signal.SIGTERM)
     failed = later.index(USER_ERROR) if USER_ERROR in later else max(rank for rank, code in enumerate(codes) if code)

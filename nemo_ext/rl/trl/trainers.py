@@ -409,7 +409,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         if not self.model.training or self.rounds is None:
             return super()._generate(prompts)
         assert self.drawn is not None
-        # A process's groups may replace those of another, so each process has the groups of all.
+        # A group of any process may replace a dropped one, so every process has all groups.
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         share = len(prompts) // self.num_generations
         required = share * processes
