@@ -22,7 +22,7 @@ def in_process(request: pytest.FixtureRequest) -> Callable[..., str]:
     from nemo_ext.puzzle import job
     from nemo_ext.puzzle.stages import stages
 
-    def rank(command: Sequence[str], ranks: int, logs: Path) -> int:
+    def rank(command: Sequence[str], ranks: int, logs: Path, seconds_to_stop: float) -> int:
         config, *names = command[command.index("nemo_ext.puzzle.rank") + 1 :]
         stages.run(config, names)
         return 0

@@ -81,7 +81,7 @@ def words_of(run_dir: Path, model: Path, *words: str) -> list[str]:
 def sensitivity(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run the job with its rank in this process, which has already imported Megatron."""
 
-    def rank(command: Sequence[str], ranks: int, logs: Path) -> int:
+    def rank(command: Sequence[str], ranks: int, logs: Path, seconds_to_stop: float) -> int:
         run(command[-1])
         return 0
 
