@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
-
-_FLOAT = ("float32", "bfloat16", "float16")
+from nemo_ext.checkpoint.storage import WEIGHT_TYPES
 
 
 def undone_by_bfloat16(start: Path, trained: Path) -> float | None:
@@ -26,7 +25,7 @@ def undone_by_bfloat16(start: Path, trained: Path) -> float | None:
     changed = undone = 0
     for name, stored in after.tensors.items():
         other = before.tensors.get(name)
-        if stored.dtype != "float32" or other is None or other.shape != stored.shape or other.dtype not in _FLOAT:
+        if stored.dtype != "float32" or other is None or other.shape != stored.shape or other.dtype not in WEIGHT_TYPES:
             continue
         old, new = before.read(name), after.read(name)
         differs = old != new

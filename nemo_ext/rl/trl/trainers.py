@@ -117,6 +117,7 @@ class _OurPrompts(_Phased):
 
     rollouts: Rollouts
     model: Any
+    state: Any
     num_generations: int
     _metrics: dict[str, Any]
     drawn: Drawn | None = None
@@ -169,7 +170,7 @@ class _OurPrompts(_Phased):
 
     def record(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, dropped: bool = False) -> None:
         """Append rollouts and their rewards to the record; `dropped` marks rollouts that are not trained on."""
-        step = self.state.global_step + 1  # type: ignore[attr-defined]
+        step = self.state.global_step + 1
         lines = [
             {"step": step, **self.rollouts.line(rollout, reward)} | ({"dropped": True} if dropped else {})
             for rollout, reward in zip(rollouts, rewards, strict=True)

@@ -41,6 +41,21 @@ def job(*words: str) -> None:
     run(compose("rl", words[1:]))
 
 
+def stopped_in_a_step(*words: str) -> str:
+    """Run the command, end it after its first step with SIGTERM, and return its stderr."""
+    process = subprocess.Popen(command(*words), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    while "step 1/" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.terminate()
+    said += process.communicate()[1]
+    assert process.returncode == 130, said
+    return said
+
+
 def refusal(*words: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as told:
         job(*words)
@@ -136,16 +151,7 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     job(*words, f"run_dir={whole}")
 
-    process = subprocess.Popen(command(*words, f"run_dir={stopped}"), stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said = ""
-    while "step 1/" not in said:
-        line = process.stderr.readline()
-        assert line, said
-        said += line
-    process.terminate()
-    said += process.communicate()[1]
-    assert process.returncode == 130, said
+    said = stopped_in_a_step(*words, f"run_dir={stopped}")
     assert "stopping and saving after this step" in said
     (step,) = re.findall(r"interrupted: the last checkpoint is at step (\d+); the same command resumes", said)
     assert (stopped / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file()
@@ -181,16 +187,7 @@ def test_two_processes_share_a_run_and_a_stopped_one_resumes_with_the_same_respo
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     subprocess.run(command(*words, f"run_dir={whole}"), check=True)
 
-    process = subprocess.Popen(command(*words, f"run_dir={stopped}"), stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said = ""
-    while "step 1/" not in said:
-        line = process.stderr.readline()
-        assert line, said
-        said += line
-    process.terminate()
-    said += process.communicate()[1]
-    assert process.returncode == 130, said
+    stopped_in_a_step(*words, f"run_dir={stopped}")
     subprocess.run(command(*words, f"run_dir={stopped}"), check=True)
 
     rollouts = read_jsonl(whole / "rollouts.jsonl")
