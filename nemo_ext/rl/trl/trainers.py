@@ -21,6 +21,7 @@ from transformers import DynamicCache, LogitsProcessor, TrainerCallback, set_see
 from transformers.masking_utils import create_causal_mask
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+from trl.trainer import utils as trl_utils
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from nemo_ext.chat.template import end_tokens
@@ -43,6 +44,10 @@ from nemo_ext.rl.teachers import divergence, divergences
 from nemo_ext.rl.trl.render import make_config, scaled
 from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 from nemo_ext.rl.trl.teachers import Teachers, last_logits
+
+if on_triton := getattr(trl_utils, "_use_triton", None):
+    # On devices without Triton, TRL computes log-probabilities of prompts too, since a compiler needs constant shapes.
+    trl_utils._use_triton = lambda device: device.type == "cpu" or on_triton(device)
 
 
 class _Phased:
