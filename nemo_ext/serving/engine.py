@@ -25,6 +25,8 @@ _GREEDY = 1e-5
 """Temperature below which decoding is greedy, as logits divided by a smaller number may not be finite."""
 _PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens, including padding, in one forward pass."""
+_LIKELY = 1024
+"""Number of most likely tokens among which `top_p` is sought first."""
 _COMMON = 16
 """Minimum length in tokens of a common prefix that is computed in a separate forward pass."""
 
@@ -349,15 +351,15 @@ class Engine:
         """Choose the next token of each row from logits `[rows, vocabulary]`; finished rows leave the batch."""
         import torch
 
-        greedy = logits.argmax(-1).tolist()
         ended: set[int] = set()
-        for row, scores, best in zip(rows, logits, greedy, strict=True):
+        for row, scores in zip(rows, logits, strict=True):
             sampling = row.sampling
             if not sampling.max_tokens:
                 row.give(Token(-1, end="stop"))
                 ended.add(id(row))
                 continue
-            token = best if sampling.temperature < _GREEDY else draw(scores, sampling, row.generator)
+            greedy = sampling.temperature < _GREEDY
+            token = int(scores.argmax()) if greedy else draw(scores, sampling, row.generator)
             row.last = token
             row.made += 1
             end = "stop" if token in sampling.stop else "length" if row.made >= sampling.max_tokens else None
@@ -486,13 +488,26 @@ def draw(logits: "Tensor", sampling: Sampling, generator: "torch.Generator | Non
     scaled = logits / sampling.temperature
     if sampling.top_k:
         scaled = scaled.masked_fill(scaled < scaled.topk(min(sampling.top_k, len(scaled))).values[-1], -torch.inf)
-    probabilities = torch.softmax(scaled, -1)
+    probabilities, places = torch.softmax(scaled, -1), None
     if sampling.top_p < 1:
-        ordered, places = probabilities.sort(descending=True)
+        # Sorting a whole vocabulary takes longer than a small model's forward pass.
+        probabilities, places = _largest(probabilities, sampling.top_p)
         # The token that crosses top_p is the last one kept.
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)
-        return int(places[torch.multinomial(ordered, 1, generator=generator)])
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    # torch.multinomial would draw a random number for each token of the vocabulary.
+    bounds = probabilities.cumsum(-1, dtype=torch.float64)
+    number = torch.rand((), dtype=torch.float64, generator=generator)
+    place = torch.searchsorted(bounds, bounds[-1] * number, right=True)
+    return int(place if places is None else places[place])
+
+
+def _largest(probabilities: "Tensor", share: float) -> "tuple[Tensor, Tensor]":
+    """Return the largest probabilities in descending order and their tokens; they sum up to at least `share`."""
+    largest = probabilities.topk(min(_LIKELY, len(probabilities)))
+    if largest.values.sum() < share:
+        return probabilities.sort(descending=True)
+    return largest.values, largest.indices
 
 
 def _give_prompt(sequence: _Sequence, logits: "Tensor") -> None:

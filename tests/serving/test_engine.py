@@ -196,3 +196,22 @@ def test_draws_keep_to_top_p_and_top_k() -> None:
     assert drawn() == {0, 1, 2, 3}
     assert drawn(top_p=0.5) == {0}
     assert drawn(top_p=0.6) == drawn(top_k=2) == {0, 1}
+
+
+@pytest.mark.parametrize("steep", [0.0, 0.01])
+def test_a_large_vocabulary_is_sampled_by_its_probabilities(steep: float) -> None:
+    import torch
+
+    logits = -steep * torch.arange(4000.0).flip(0)  # with 0, the most likely 1024 tokens have a quarter of the mass
+    probabilities = torch.softmax(logits, -1)
+    generator = torch.Generator().manual_seed(0)
+    kept = probabilities.sort(descending=True).values.cumsum(-1) < 0.9
+    least = probabilities.sort(descending=True).values[kept.sum()]
+
+    every, likely = (
+        [draw(logits, Sampling(max_tokens=1, top_p=share), generator) for _ in range(2000)] for share in (1.0, 0.9)
+    )
+
+    assert abs(sum(token < 3900 for token in every) / 2000 - float(probabilities[:3900].sum())) < 0.04
+    assert min(probabilities[token] for token in likely) >= least
+    assert (len(set(likely)) > 1024) == (not steep)
