@@ -26,6 +26,12 @@ _CODES = {
 """Mapping from a pattern of error names to the status code that such errors stand for."""
 
 
+def is_refusal(problem: str) -> bool:
+    """Return whether a failure's description, such as `HTTP 400: ...`, has a status after which a retry is futile."""
+    status = re.match(r"HTTP (4\d\d)\b", problem)
+    return status is not None and int(status[1]) not in _AGAIN
+
+
 class Failed(Exception):
     """Raised if an attempt at a request fails.
 

@@ -17,6 +17,7 @@ from typing import Any
 from nemo_ext import __version__
 from nemo_ext.endpoint.address import Address
 from nemo_ext.endpoint.client import Client, EndpointGone
+from nemo_ext.endpoint.failures import is_refusal
 from nemo_ext.evaluation import page, problems, report
 from nemo_ext.evaluation.ask import Asking, Question, questions
 from nemo_ext.evaluation.benchmark import Benchmark, read_suite
@@ -373,7 +374,7 @@ def _work(
         if question is None or sample.asked != question.asked or not _mine(sample.key, share):
             continue
         if sample.problem:
-            if sample.problem.startswith("HTTP 4") and not settings.retry:
+            if is_refusal(sample.problem) and not settings.retry:
                 settled.add(sample.key)
             continue
         settled.add(sample.key)

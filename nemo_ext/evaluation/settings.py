@@ -29,7 +29,7 @@ class EvaluateSettings:
             environment `math` verifies, except those that continue plain text.
         seed: seed for answers and generated problems.
         draws: number of bootstrap resamples.
-        retry: True to repeat requests that the endpoint rejected (HTTP 4xx) in earlier runs.
+        retry: True to repeat requests that the endpoint refused (HTTP 4xx, except time-outs and 429) in earlier runs.
         inspect: True to also write logs for `inspect view`.
         client: retries, timeouts and rate limits of requests to the endpoint.
     """

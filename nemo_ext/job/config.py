@@ -275,10 +275,10 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
         key, equals, value = word.partition("=")
         key = grammar.aliases.get(key, key)
         bare = key.lstrip("+~")
-        if equals and not _is_plain(value) and _is_text(grammar, bare, value):
+        marked = functools.partial(is_marked, grammar.settings, bare)
+        if equals and not _is_plain(value) and _is_text(grammar, bare, value) and not marked(WORDS):
             value = hydra_value(value)
         word = f"{key}{equals}{value}"
-        marked = functools.partial(is_marked, grammar.settings, bare)
         literal = invoke(grammar.literal, key, value) if equals and grammar.literal else None
         if literal is not None:
             spelled.append(f"++{key}={value if literal or _QUOTED.fullmatch(value) else hydra_value(value)}")

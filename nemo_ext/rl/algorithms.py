@@ -247,6 +247,12 @@ class EnvironmentUse:
     # name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`)
     reward: str | Mapping[str, Any] = "outcome"
     settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the environment
+    concurrency: PositiveInt | None = None  # number of responses that are verified concurrently; null for 64
+
+    def episodes(self) -> dict[str, Any]:
+        """Return the keys of `nemo_ext.rl.episodes.EpisodeSettings` that are set."""
+        keys = {"reward": self.reward, "settings": dict(self.settings), "concurrency": self.concurrency}
+        return {name: value for name, value in keys.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -48,10 +48,7 @@ class Rendered:
                     "trains in rounds with TRL",
                 )
             return
-        adapter["environments"] = {
-            name: {"reward": use.reward, **({"settings": dict(use.settings)} if use.settings else {})}
-            for name, use in algorithm.environments.items()
-        }
+        adapter["environments"] = {name: use.episodes() for name, use in algorithm.environments.items()}
         if algorithm.thinking_share is not None:
             adapter["thinking_share"] = algorithm.thinking_share
         if algorithm.group is not None:

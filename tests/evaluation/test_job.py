@@ -135,6 +135,21 @@ def test_refused_requests_are_reported(evaluate: Evaluate, results: Read, suite:
     assert len(answering.requests) > asked
 
 
+def test_requests_that_are_too_many_are_sent_again_by_the_same_command(
+    evaluate: Evaluate, results: Read, suite: Suite, answering: Any, reply: type[Any]
+) -> None:
+    right = answering.reply
+    answering.reply = lambda payload: reply(status=429, body=b"{}") if "9" in str(payload) else right(payload)
+    words = (f"suite={suite()}", "evaluate.attempts=2")
+    evaluate(*words)
+    assert results()["benchmarks"]["sums"]["reasons"].keys() == {"HTTP 429"}
+
+    answering.reply = right
+    evaluate(*words)
+
+    assert results()["benchmarks"]["sums"]["failed"] == 0
+
+
 @pytest.mark.parametrize("end", ["length", "content_filter"])
 def test_answers_without_text_count_as_wrong(
     evaluate: Evaluate, results: Read, suite: Suite, answering: Any, reply: type[Any], end: str

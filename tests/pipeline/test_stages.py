@@ -119,6 +119,8 @@ def test_evaluations_follow_each_stage_that_makes_a_model(tmp_path: Path) -> Non
         words["evaluate_dpo"]
     )
     assert not [name for name in chain(tmp_path, CHAIN) if name.startswith("evaluate_")]
+    text = chain(tmp_path, CHAIN, "evaluate=suite=quick evaluate.limit=3")  # as on a command line
+    assert set(text["evaluate_dpo"]) == set(words["evaluate_dpo"])
 
 
 def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import hydra_conf
 from nemo_ext.job.config import compose
-from nemo_ext.rl.algorithms import PolicyGradient, Preference, Schedule, algorithm_of, load, presets
+from nemo_ext.rl.algorithms import EnvironmentUse, PolicyGradient, Preference, Schedule, algorithm_of, load, presets
 from nemo_ext.rl.rendering import Rendered
 from nemo_ext.rl.task import Task
 
@@ -236,9 +236,9 @@ def test_the_warm_up_is_part_of_the_steps(examples: int, each: int, epochs: int,
 
 
 def test_settings_of_the_adapter() -> None:
-    def surrounded(preset: str) -> Rendered:
+    def surrounded(preset: str, **changes: Any) -> Rendered:
         made = Rendered()
-        made.surround(load(preset))
+        made.surround(dataclasses.replace(load(preset), **changes))
         return made
 
     made = surrounded("domyn_multi_env_grpo")
@@ -246,6 +246,9 @@ def test_settings_of_the_adapter() -> None:
     assert made.adapter["thinking_share"] == 0.8
     assert not made.inexpressible
     assert surrounded("dpo_delta").adapter["max_prompt_tokens"] == 640
+    uses = {"code": EnvironmentUse(concurrency=1024)}
+    expected = {"code": {"reward": "outcome", "concurrency": 1024}}
+    assert surrounded("domyn_multi_env_grpo", environments=uses).adapter["environments"] == expected
 
 
 def test_inexpressible_settings_are_an_error_unless_accepted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def own_servers(algorithm: PolicyGradient, config: Mapping[str, Any]) -> dict[Pa
     for name, use in algorithm.environments.items():
         if not name.startswith(GYM):
             settings = with_turns(name, use.settings, algorithm.turns)
-            uses[name] = {key: value for key, value in (("settings", settings), ("reward", use.reward)) if value}
+            uses[name] = use.episodes() | ({"settings": settings} if settings else {})
     return servers_of_run(Path(config["run_dir"]) / "gym" / "resources_servers" / SERVER, uses)
 
 

@@ -436,7 +436,7 @@ def _tasks(
     environments = {}
     for name in names:
         of_turns = with_turns(name, uses[name].settings, algorithm.turns)
-        environments[name] = Episodes({"name": name, "settings": of_turns, "reward": uses[name].reward}, prompts)
+        environments[name] = Episodes({"name": name, **uses[name].episodes(), "settings": of_turns}, prompts)
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group, "rl.group")
     check_judges((episodes.environment for episodes in environments.values()), group)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, load, presets
 from nemo_ext.rl.trl.render import config_class, make_config, render
+from nemo_ext.rl.trl.run import BY_ADAPTER
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -226,7 +228,11 @@ def test_the_page_says_what_trl_cannot_do() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M)
     told = {(preset, key, reason) for key, names, reason in rows for preset in names.split(", ")}
 
-    rendered = {preset: render(loaded(preset)).inexpressible for preset in presets()}
+    micro_batch = compose("rl", [])["micro_batch"]
+    rendered = {
+        preset: render(loaded(preset), micro_batch=micro_batch, by_adapter=BY_ADAPTER).inexpressible
+        for preset in presets()
+    }
     assert told == {(preset, key, reason) for preset, one in rendered.items() for key, reason in one.items()}
 
 
