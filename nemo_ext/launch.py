@@ -52,12 +52,28 @@ def prepare(config: Mapping[str, Any]) -> Path:
         ValueError: an error was found before any rank started, such as another model's run in the run directory.
     """
     run_dir = Path(config["run_dir"])
+    console = Console(highlight=False, soft_wrap=True)
+    for line in repaired(config):
+        console.print(line)
     run = Run.from_config(config)
     run.check()
     done = run_directory.last_checkpoint(run_dir) or 0
     segment = next((each for each in run.segments if target_of(each)[0] > done), run.segments[-1])
-    _check_same_run(segment, run_dir, Console(highlight=False, soft_wrap=True))
+    _check_same_run(segment, run_dir, console)
     return _write(run_dir, segment)
+
+
+def repaired(config: Mapping[str, Any]) -> list[str]:
+    """Return to the checkpoint before a bad step and set damaged checkpoints aside; return a line for each change.
+
+    Raises:
+        ValueError: the run has returned to this checkpoint too often.
+    """
+    from nemo_ext.checkpoint.sound import fall_back
+
+    run_dir = Path(str(config["run_dir"]))
+    changes = (turn_back(run_dir, Guard.from_config(config)), fall_back(run_dir / run_directory.CHECKPOINTS))
+    return [line for line in changes if line]
 
 
 def _write(run_dir: Path, config: Mapping[str, Any]) -> Path:
@@ -91,11 +107,8 @@ def train(config: Mapping[str, Any]) -> None:
 
 def _started(config: Mapping[str, Any], console: Console) -> bool:
     """Start the run and wait for it to end; return False if it stopped at a bad step, which the next start skips."""
-    from nemo_ext.checkpoint.sound import fall_back
-
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
-    turned_back = turn_back(run_dir, Guard.from_config(config))
-    for line in filter(None, (turned_back, fall_back(run_dir / run_directory.CHECKPOINTS))):
+    for line in repaired(config):
         console.print(line)
     console.print("checking the configuration against the installed Megatron ...")
     run = Run.from_config(config)

@@ -4,6 +4,7 @@ Ranks and what signals end are processes; a command that starts no rank runs in 
 """
 
 import io
+import json
 import os
 import random
 import re
@@ -364,6 +365,21 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
 
     assert (tmp_path / run_directory.CONFIG).read_text() == before
     launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.position_embedding_type=rope"]))
+
+
+def test_a_run_prepared_by_hand_skips_the_step_at_which_the_guard_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_ranks(monkeypatch, 5)
+    config = compose("train", [*SMALL, f"run_dir={tmp_path}", "guard.nan=true"])
+    launch.train(config)
+    event = {"step": 4, "what": "nan", "skipped": [4, 4], "at": 0.0}
+    (tmp_path / "guard.json").write_text(json.dumps([event]))
+
+    path = launch.prepare(config)
+
+    assert "guard: nan at step 4; resuming from step 0" in capsys.readouterr().out
+    assert run_directory.read_config(path)["megatron"]["iterations_to_skip"] == [4]
 
 
 def test_a_resumed_run_keeps_its_rounding_and_says_that_its_plan_changed(

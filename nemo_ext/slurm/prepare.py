@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_ext.job.config import check_choice, compose, mistakes_are_one_line
 from nemo_ext.job.files import write_text
-from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint, read_config
+from nemo_ext.job.run_directory import last_checkpoint, read_config
 
 
 def prepared(words: list[str]) -> dict[str, object]:
@@ -24,11 +24,9 @@ def prepared(words: list[str]) -> dict[str, object]:
     Raises:
         ValueError: the config is invalid or does not fit this machine or the run so far.
     """
-    from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.evaluation.live import check_machine
-    from nemo_ext.launch import not_reproduced, prepare
+    from nemo_ext.launch import not_reproduced, prepare, repaired
     from nemo_ext.megatron.check import check_launcher
-    from nemo_ext.megatron.guard import Guard, turn_back
     from nemo_ext.megatron.run import target_of
 
     check_choice("recipe", words)
@@ -38,8 +36,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     check_machine(config)
     check_launcher(config)
     run_dir = Path(str(config["run_dir"]))
-    turned = turn_back(run_dir, Guard.from_config(config))
-    notices = [turned, fall_back(run_dir / CHECKPOINTS), *not_reproduced(config)]
+    notices = [*repaired(config), *not_reproduced(config)]
     path = prepare(config)
     target, _ = target_of(read_config(path))
     return {
@@ -47,7 +44,7 @@ def prepared(words: list[str]) -> dict[str, object]:
         "config": str(path),
         "step": last_checkpoint(run_dir) or 0,
         "target": target,
-        "notice": "\n".join(filter(None, notices)),
+        "notice": "\n".join(notices),
     }
 
 
