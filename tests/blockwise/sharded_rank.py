@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
                 assert len([*parent.each_hidden_from(1, [states] * 3)]) == 3
             assert gather.call_count == (0 if kind == "whole" else len(found) - 1), "each block once for all inputs"
             measured = importance(parent, description, tokens).items()
-            seconds = forward_seconds(parent, parent, tokens[0])
+            seconds = forward_seconds([parent, parent], tokens[0])
             parts = [part for shared in parent.shared for part in shared.parts]
             made = {
                 "scores": {f"{each.block} {each.variant}": [each.kl, each.loss, each.cosine] for each in scores},

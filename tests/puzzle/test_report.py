@@ -67,7 +67,7 @@ def test_models_are_timed_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(logits=lambda tokens: order.append(name))
 
     monkeypatch.setattr(evaluate, "SECONDS", 0.001)
-    seconds = evaluate.forward_seconds(model("a"), model("b"), torch.zeros(1, 1))
+    seconds = evaluate.forward_seconds([model("a"), model("b")], torch.zeros(1, 1))
 
     turns = sum(now != before for before, now in pairwise(order)) + 1
     assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (ROUNDS + 2)  # warm-up and calibration

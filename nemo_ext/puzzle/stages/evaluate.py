@@ -44,12 +44,12 @@ def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = 
     return fmean(losses(parent, batches, replaced))
 
 
-def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """Measure the forward passes of two models over tokens `[batch, seq]`; return each model's seconds by round.
+def forward_seconds(models: Sequence[Parent], tokens: Tensor) -> list[list[float]]:
+    """Measure the forward passes of models over tokens `[batch, seq]`; return each model's seconds by round.
 
-    The models alternate, so that a slowdown of the machine affects both; the first pass of each is not counted.
+    The models alternate, so that a slowdown of the machine affects all; the first pass of each is not counted.
     """
-    runs = [partial(model.logits, tokens) for model in (parent, other)]
+    runs = [partial(model.logits, tokens) for model in models]
     timers = [Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for run in runs]
     with torch.no_grad():
         for run in runs:
@@ -57,6 +57,7 @@ def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list
         # Equally often on every rank, as ranks may share a model.
         alone = [timer.timeit(1).mean for timer in timers]
         times = data_parallel.agreed(lambda: [ceil(SECONDS / seconds) for seconds in alone])
-        rounds = [[timer.timeit(n).mean for timer, n in zip(timers, times, strict=True)] for _ in range(ROUNDS)]
-    first, second = zip(*rounds, strict=True)
-    return list(first), list(second)
+        rounds = [alone] if max(times) == 1 else []  # single passes that are long enough for a round
+        while len(rounds) < ROUNDS:
+            rounds.append([timer.timeit(n).mean for timer, n in zip(timers, times, strict=True)])
+    return [list(seconds) for seconds in zip(*rounds, strict=True)]

@@ -466,7 +466,9 @@ class Stages:
                 continue
             description = description_of(checkpoint).without_prediction()
             opened = self.parent if name == "parent" else self.open(checkpoint, description)
-            parent_seconds, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
+            models = [self.parent] if opened is self.parent else [self.parent, opened]
+            measured = evaluate.forward_seconds(models, tokens)
+            parent_seconds, seconds = measured[0], measured[-1]
             rows.append(
                 {
                     "name": name,
