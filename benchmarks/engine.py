@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--other", type=Path, help="the other checkout (default: only this one is measured)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="workloads whose names contain a TEXT")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="workloads whose names contain a TEXT")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -156,7 +156,7 @@ def main() -> None:
         ratios = [one / other for one, other in pairs]
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    print("| requests | seconds | generate / engine | other / this | tokens read | equal greedy answers |")
+    print("| requests | seconds | generate / engine | other / this | tokens read | equal to generate / other |")
     print("|:--|--:|--:|--:|--:|--:|")
     for name, row in rounds[0]["this"].items():
         this = [each["this"][name] for each in rounds]
@@ -172,8 +172,9 @@ def main() -> None:
             others.append(rounds[0]["other"][name]["engine"]["answers"])
             read.append(rounds[0]["other"][name]["read"])
         cells.append(ratio(pairs) if arguments.other else "")
-        same = [a == b for other in others for a, b in zip(row["engine"]["answers"], other, strict=True)]
-        cells += [" / ".join(map(str, read)), f"{statistics.mean(same):.0%}" if same and row["greedy"] else ""]
+        shares = [statistics.mean(map(list.__eq__, row["engine"]["answers"], other)) for other in others]
+        equal = " / ".join(f"{share:.0%}" for share in shares) if row["greedy"] else ""
+        cells += [" / ".join(map(str, read)), equal]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -67,11 +67,12 @@ def repaired(config: Mapping[str, Any]) -> list[str]:
     """Return to the checkpoint before a bad step and set damaged checkpoints aside; return a line for each change.
 
     Raises:
-        ValueError: the run has returned to this checkpoint too often.
+        ValueError: the run is of another model, or has returned to this checkpoint too often.
     """
     from nemo_ext.checkpoint.sound import fall_back
 
     run_dir = Path(str(config["run_dir"]))
+    _check_same_model(Run.from_config(config).config, run_dir)
     changes = (turn_back(run_dir, Guard.from_config(config)), fall_back(run_dir / run_directory.CHECKPOINTS))
     return [line for line in changes if line]
 
@@ -153,11 +154,11 @@ def not_reproduced(config: Mapping[str, Any]) -> list[str]:
     return [f"not as in the source of {config['recipe']}: {what}" for what in config.get("not_reproduced") or ()]
 
 
-def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Reject a run of another model in the run directory, and print other settings that changed since the run began."""
-    path, step = run_dir / run_directory.CONFIG, run_directory.last_checkpoint(run_dir)
-    if step is None or not path.exists():
-        return
+def _check_same_model(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any] | None:
+    """Reject a run of another model in the run directory; return its config, or None if it has no checkpoint."""
+    path = run_dir / run_directory.CONFIG
+    if run_directory.last_checkpoint(run_dir) is None or not path.exists():
+        return None
     before = run_directory.read_config(path)
     if changed := differing(before["model"], config["model"]):
         raise ValueError(
@@ -185,6 +186,14 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
         raise ValueError(
             f"{run_dir} holds a run of a model with other sizes (see {run_directory.CONFIG}): choose another run_dir"
         )
+    return before
+
+
+def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
+    """Reject a run of another model in the run directory, and print other settings that changed since the run began."""
+    step, before = run_directory.last_checkpoint(run_dir), _check_same_model(config, run_dir)
+    if step is None or before is None:
+        return
     data_before = before.get("index_digests") or {}
     for prefix, digest in index_digests(config).items():
         if data_before.get(prefix, digest) != digest:

@@ -376,6 +376,8 @@ def test_a_run_prepared_by_hand_skips_the_step_at_which_the_guard_stopped(
     event = {"step": 4, "what": "nan", "skipped": [4, 4], "at": 0.0}
     (tmp_path / "guard.json").write_text(json.dumps([event]))
 
+    with pytest.raises(ValueError, match="holds a run of a model with other sizes"):
+        launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "guard.nan=true", "megatron.hidden_size=96"]))
     path = launch.prepare(config)
 
     assert "guard: nan at step 4; resuming from step 0" in capsys.readouterr().out

@@ -251,8 +251,8 @@ class EnvironmentUse:
 
     def episodes(self) -> dict[str, Any]:
         """Return the keys of `nemo_ext.rl.episodes.EpisodeSettings` that are set."""
-        keys = {"reward": self.reward, "settings": dict(self.settings), "concurrency": self.concurrency}
-        return {name: value for name, value in keys.items() if value}
+        others = {"settings": dict(self.settings), "concurrency": self.concurrency}
+        return {"reward": self.reward, **{name: value for name, value in others.items() if value}}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

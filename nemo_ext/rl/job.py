@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ OF_THE_MACHINE = (
     *("nemo_rl.set.cluster.", "nemo_rl.layout", "nemo_rl.gpu_memory_gib"),
     "nemo_rl.set.checkpointing.checkpoint_must_save_by",
 )
-"""Prefixes of keys that may change when a run is resumed on another machine."""
+"""Prefixes of keys that may change when a run is resumed on another machine, as may `concurrency` of environments."""
 READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts in another process, before the rewards they depend on exist"
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
@@ -76,7 +77,8 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     refused = {
         key: change
         for key, change in changed.items()
-        if not key.startswith(OF_THE_MACHINE) and (bounded or key != STEPS)
+        if not (key.startswith(OF_THE_MACHINE) or fnmatch(key, "rl.environments.*.concurrency"))
+        and (bounded or key != STEPS)
     }
     if refused:
         raise ValueError(

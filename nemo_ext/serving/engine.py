@@ -497,6 +497,8 @@ def draw(logits: "Tensor", sampling: Sampling, generator: "torch.Generator | Non
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     # torch.multinomial would draw a random number for each token of the vocabulary.
     bounds = probabilities.cumsum(-1, dtype=torch.float64)
+    if not 0 < bounds[-1] < torch.inf:  # as for NaN
+        raise ValueError("the model's logits are not finite; its weights may be damaged")
     number = torch.rand((), dtype=torch.float64, generator=generator)
     place = torch.searchsorted(bounds, bounds[-1] * number, right=True)
     return int(place if places is None else places[place])

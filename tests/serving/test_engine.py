@@ -215,3 +215,12 @@ def test_a_large_vocabulary_is_sampled_by_its_probabilities(steep: float) -> Non
     assert abs(sum(token < 3900 for token in every) / 2000 - float(probabilities[:3900].sum())) < 0.04
     assert min(probabilities[token] for token in likely) >= least
     assert (len(set(likely)) > 1024) == (not steep)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite_are_an_error(number: float) -> None:
+    import torch
+
+    for share in (1.0, 0.9):
+        with pytest.raises(ValueError, match="the model's logits are not finite"):
+            draw(torch.full((8,), number), Sampling(max_tokens=1, top_p=share), None)

@@ -1,13 +1,12 @@
 """Language model loss and speed of a parent with some blocks replaced, on validation data."""
 
 from collections.abc import Sequence
-from functools import partial
 from math import ceil
 from statistics import fmean
+from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
@@ -49,15 +48,28 @@ def forward_seconds(models: Sequence[Parent], tokens: Tensor) -> list[list[float
 
     The models alternate, so that a slowdown of the machine affects all; the first pass of each is not counted.
     """
-    runs = [partial(model.logits, tokens) for model in models]
-    timers = [Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for run in runs]
     with torch.no_grad():
-        for run in runs:
-            run()
+        for model in models:
+            _pass_seconds(model, tokens, 1)
         # Equally often on every rank, as ranks may share a model.
-        alone = [timer.timeit(1).mean for timer in timers]
+        alone = [_pass_seconds(model, tokens, 1) for model in models]
         times = data_parallel.agreed(lambda: [ceil(SECONDS / seconds) for seconds in alone])
         rounds = [alone] if max(times) == 1 else []  # single passes that are long enough for a round
         while len(rounds) < ROUNDS:
-            rounds.append([timer.timeit(n).mean for timer, n in zip(timers, times, strict=True)])
+            rounds.append([_pass_seconds(model, tokens, n) for model, n in zip(models, times, strict=True)])
     return [list(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _pass_seconds(model: Parent, tokens: Tensor, times: int) -> float:
+    """Return the mean seconds of a forward pass over `times` passes, which torch's Timer would run two more for."""
+    begin = _now(tokens)
+    for _ in range(times):
+        model.logits(tokens)
+    return (_now(tokens) - begin) / times
+
+
+def _now(tokens: Tensor) -> float:
+    """Return the time in seconds once the tensor's device has finished its work."""
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    return perf_counter()

@@ -92,5 +92,5 @@ def _tokenizer(settings: EpisodeSettings) -> Any:
     return importlib.import_module("transformers").AutoTokenizer.from_pretrained(settings.tokenizer)
 
 
-TaskEnvironmentActor = ray.remote(TaskEnvironment)
+TaskEnvironmentActor = ray.remote(max_concurrency=10_000)(TaskEnvironment)  # by default, Ray limits calls to 1,000
 """Actor class that NeMo-RL creates; see `compat.register`."""

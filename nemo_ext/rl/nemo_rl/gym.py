@@ -58,10 +58,10 @@ def put_gym(draft: Draft, algorithm: PolicyGradient, checkout: Checkout, config:
     paths = [_MODEL]
     for name, use in algorithm.environments.items():
         if name.startswith(GYM):
-            if use.settings or use.reward != "outcome":
+            if use.settings or use.reward != "outcome" or use.concurrency:
                 raise ValueError(
-                    f"environments.{name} is NeMo Gym's own and has no settings or reward here; set Gym's keys as "
-                    "nemo_rl.set.env.nemo_gym.KEY=VALUE"
+                    f"environments.{name} is NeMo Gym's own and has no settings, reward or concurrency here; set Gym's "
+                    "keys as nemo_rl.set.env.nemo_gym.KEY=VALUE"
                 )
             paths.append(gym_server(name, checkout.root).config)
     paths += [str(path.absolute()) for path in own_servers(algorithm, config) if path.parent.name == "configs"]

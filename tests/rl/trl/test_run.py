@@ -509,6 +509,7 @@ def test_a_run_resumes_with_the_same_settings_or_more_steps() -> None:
 
     check_same_run(before, compose("rl", [*words[:-1], "rl.schedule.steps=8", "save_every=1"]))
     check_same_run(before, compose("rl", [*words, "nemo_rl.set.cluster.num_nodes=4"]))
+    check_same_run(before, compose("rl", [*words, "rl.environments.code.concurrency=1024"]))
     with pytest.raises(ValueError, match=r"rl\.loss\.clip_high: 0\.272 -> 0\.3"):
         check_same_run(before, compose("rl", [*words, "rl.loss.clip_high=0.3"]))
     with pytest.raises(ValueError, match=r"trl\.learning_rate: null -> 0\.1"):
