@@ -24,7 +24,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.blends.blend import other_order
 from nemo_ext.data.phases import Plan, data_of, plan_of
 from nemo_ext.data.training import index_digests
-from nemo_ext.job import run_directory
+from nemo_ext.job import bf16, run_directory
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import no_room, only_run_in
 from nemo_ext.job.interrupts import signals_to
@@ -119,7 +119,8 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
     check_machine(run.config)
     check_launcher(run.config)
     table = None if run.plan is None else run.plan.table()
-    remarks = (fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config), table)
+    slow = bf16.remark("precision=fp32", used=bool(run.config["megatron"].get("bf16")))
+    remarks = (slow, fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config), table)
     for line in filter(None, remarks):
         console.print(line)
     run = run.tokenized()

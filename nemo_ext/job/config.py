@@ -25,6 +25,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
+from nemo_ext.job import bf16
 from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
@@ -73,8 +74,9 @@ def _number(value: Any) -> float:
 
 
 def register_resolvers() -> None:
-    """Register the resolvers `iterations:tokens,seq_length,global_batch_size`, `add:a,b,...` and `multiply:a,b,...`."""
+    """Register the resolvers `iterations:tokens,seq_length,global_batch_size`, `add`, `multiply` and `bf16_is_fast`."""
     OmegaConf.register_new_resolver("add", add, replace=True)
+    OmegaConf.register_new_resolver("bf16_is_fast", bf16.is_fast, replace=True)
     OmegaConf.register_new_resolver("iterations", iterations, replace=True)
     OmegaConf.register_new_resolver("multiply", multiply, replace=True)
 

@@ -9,17 +9,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemo_ext.job import bf16
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
 from nemo_ext.job.interrupts import kept_interrupts
+from nemo_ext.job.progress import notice
 from nemo_ext.job.ranks import ON_NODES, SECONDS_TO_STOP, rank_log, run_ranks
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
     """Check that a config has a run directory, and asks for several nodes only within a Slurm job on several nodes.
 
+    It prints a warning if BF16 is slow here.
+
     Raises:
         ValueError: the check failed; the message starts with the key.
     """
+    if slow := bf16.remark("precision=fp32", used=bool(config["megatron"].get("bf16"))):
+        notice(slow)
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: set it to a directory")
     nodes = config["launcher"]["nodes"]

@@ -19,6 +19,7 @@ from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.rounding import undone_by_bfloat16
 from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.job import bf16
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.progress import notice
 from nemo_ext.job.rank import start
@@ -224,6 +225,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     done = _step_of(checkpoint) if checkpoint else 0
     run_settings = _run_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**ready.rendered.settings, **run_settings, **(config["trl"] or {})}
+    if slow := bf16.remark("trl.bf16=false", used=bool(settings["bf16"])):
+        notice(slow)
     if ready.trusted:
         settings["model_init_kwargs"] = {"trust_remote_code": True, **(settings.get("model_init_kwargs") or {})}
     due: Any = None

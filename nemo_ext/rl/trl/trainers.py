@@ -125,6 +125,7 @@ class _OurPrompts(_Phased):
     state: Any
     num_generations: int
     _metrics: dict[str, Any]
+    accelerator: Any
     drawn: Drawn | None = None
 
     def log(self, *arguments: Any, **named: Any) -> None:
@@ -159,6 +160,16 @@ class _OurPrompts(_Phased):
         if self.model.training:
             self.phases.begin("scoring")  # by verifiers and the reference model
         return generated
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *arguments: Any, **named: Any
+    ) -> Any:
+        inner = _with_shared_prompts(model, self.accelerator)
+        if inner is not None and not named.get("compute_aux_loss"):
+            model = partial(_scored, model, inner, input_ids.shape[1] - logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            model, input_ids, attention_mask, logits_to_keep, *arguments, **named
+        )
 
     def respond(self, prompts: list[str]) -> list[Rollout]:
         """Generate responses to prompts and verify them."""
@@ -643,10 +654,8 @@ def policy_gradient(
         if algorithm.validation.kl and validation is not None and not trainer.beta:
             trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
     inner = trainer.model if adapters is None else trainer.model.get_base_model()  # which contains the adapters
-    reads_places = "position_ids" in signature(type(inner).forward).parameters
-    shared = trainer.accelerator.num_processes == 1 and reads_places and not inner._is_stateful
     # After the copy above, because the trainer cannot be copied.
-    trainer.model.generate = partial(_generate, inner, trainer, shared)
+    trainer.model.generate = partial(_generate, inner, trainer)
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
@@ -689,7 +698,6 @@ class _Recorder(LogitsProcessor):
 def _generate(
     model: Any,
     trainer: Any,
-    shared: bool,
     *,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -698,14 +706,14 @@ def _generate(
 ) -> torch.Tensor:
     """Call transformers' `generate` for a trainer and return token ids, `[rows, tokens]`.
 
-    The log-probabilities of the sampled tokens are appended to the trainer's `sampled`, if it is a list. If `shared`,
-    adjacent equal prompts are computed once.
+    The log-probabilities of the sampled tokens are appended to the trainer's `sampled`, if it is a list. Equal prompts
+    are computed once if the model can.
     """
     recorder = None if getattr(trainer, "sampled", None) is None else _Recorder(generation_config.temperature)
     others |= {"generation_config": generation_config, "logits_processor": [recorder] if recorder else []}
     # Autocast keeps its copies of the weights until its outermost block ends, which otherwise is each token's forward.
     with trainer.accelerator.autocast():
-        if shared:
+        if _with_shared_prompts(model, trainer.accelerator) is not None:
             others |= _prefilled(model, input_ids, attention_mask)
         ids: torch.Tensor = type(model).generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
     if recorder is not None:
@@ -713,23 +721,64 @@ def _generate(
     return ids
 
 
-def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Compute the KV cache of adjacent equal prompts once, and return it as an argument of `generate`.
+def _with_shared_prompts(model: Any, accelerator: Any) -> Any:
+    """Return the model inside wrappers and adapters; None if it cannot compute equal prompts once.
 
-    The result is empty if no adjacent prompts are equal.
+    It can if it has a KV cache, and this is the only process, since wrappers for several expect one forward pass.
+    """
+    if accelerator.num_processes > 1:
+        return None
+    model = accelerator.unwrap_model(model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    recomputed = model.training and model.is_gradient_checkpointing  # which turns the cache off
+    reads_places = "position_ids" in signature(type(model).forward).parameters
+    return model if reads_places and not model._is_stateful and not recomputed else None
+
+
+def _scored(
+    model: Any,
+    inner: Any,
+    width: int,
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    labels: torch.Tensor,
+    **others: Any,
+) -> Any:
+    """Call a model on prompts with responses; if prompts are equal, outputs start at a prompt's last token.
+
+    Args:
+        model: model whose forward pass TRL has replaced by one that returns log-probabilities of `labels`.
+        inner: the same from `_with_shared_prompts`.
+        width: number of tokens of prompts, which are padded on the left.
+    """
+    if prefix := _prefilled(inner, input_ids[:, :width], attention_mask[:, :width]):
+        first = width - 1
+        others |= {"position_ids": _positions(attention_mask)[:, first:], **prefix}
+        input_ids, labels = input_ids[:, first:], labels[:, first:]
+    return model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+    """Compute the KV cache of equal prompts once, and return it as an argument for the model or its `generate`.
+
+    The result is empty if no prompts are equal.
     """
     width = input_ids.shape[1]
-    both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
+    both, row = torch.unique(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
         prompts, masks = both[:, :width], both[:, width:-1]
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        positions = (masks.cumsum(dim=-1) - 1).clamp(min=0)
-        model(
+        # The backbone alone, as TRL's replacement of `forward` calls the original model's in a copied model.
+        model.base_model(
             input_ids=prompts[:, :-1],
             attention_mask=masks,
-            position_ids=positions,
+            position_ids=_positions(masks),
             use_cache=True,
-            logits_to_keep=1,
             **{_CACHE: cache},
         )
         cache.batch_select_indices(row)

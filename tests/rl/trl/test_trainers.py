@@ -200,3 +200,46 @@ def test_both_engines_train_on_the_same_tokens(
     assert ("hm" in text) == (trace is not None)
     if template == "llama_nemotron":
         assert f"detailed thinking {'off' if trace is None else 'on'}" in text
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_equal_prompts_are_computed_once_with_the_same_gradients(adapters: bool) -> None:
+    import torch
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    from nemo_ext.rl.trl.trainers import _scored, _with_shared_prompts
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, tie_word_embeddings=True, **sizes))
+    add_fused_lm_head(model)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    inner = _with_shared_prompts(model.train(), Accelerator(cpu=True))
+    lengths: list[int] = []
+    inner.get_input_embeddings().register_forward_hook(lambda module, args, out: lengths.append(args[0].numel()))
+    # Prompts of six tokens, two of them padded on the left, in the order of a shuffled batch; five tokens of responses.
+    prompts = torch.randint(1, 64, (2, 6))[[0, 1, 1, 0]]
+    mask = torch.ones(4, 11, dtype=torch.long)
+    mask[[1, 2], :2] = 0
+    mask[3, 9:] = 0
+    ids = torch.cat([prompts, torch.randint(1, 64, (4, 5))], 1) * mask
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :6] = -100
+
+    def result(shared: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        words = {"input_ids": ids, "attention_mask": mask, "labels": labels, "fused_lm_head": True}
+        out = _scored(model, inner, 6, **words) if shared else model(**words)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        logps = out.log_probs[:, -5:]
+        return logps.detach(), list(torch.autograd.grad((logps * torch.arange(5)).sum(), weights))
+
+    (plain, gradients), (logps, shared) = result(False), result(True)
+
+    assert lengths == [4 * 11, 2 * 5, 4 * 6]
+    torch.testing.assert_close(logps, plain)
+    assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
+    torch.testing.assert_close(shared, gradients, rtol=1e-4, atol=1e-6)
