@@ -13,7 +13,7 @@ def test_bf16_is_chosen_where_it_is_fast(
 ) -> None:
     monkeypatch.setattr(bf16, "is_fast", lambda: fast)
 
-    config = compose("train", ["precision=auto", f"run_dir={tmp_path}"])
+    config = compose("train", ["precision=auto", f"megatron.seed={int(fast)}"])
 
     assert config["megatron"]["bf16"] is fast
     config = compose("train", ["precision=bf16", f"run_dir={tmp_path}"])
