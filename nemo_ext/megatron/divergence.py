@@ -32,6 +32,12 @@ def kl_divergence(
     return _KLDivergence.apply(student, teacher, temperature, top_k, group)
 
 
+_AT_ONCE = 2**26
+"""Number of logits that are computed at once; more would need more memory, fewer more calls and collectives."""
+_IN_CACHE = 2**18
+"""Number of logits that are computed at once on a CPU, where they then stay in its cache."""
+
+
 class _KLDivergence(torch.autograd.Function):
     """KL divergence with a closed-form gradient; the logits may be overwritten after the forward pass."""
 
@@ -44,19 +50,30 @@ class _KLDivergence(torch.autograd.Function):
         top_k: int | None,
         group: torch.distributed.ProcessGroup | None,
     ) -> Tensor:
-        output = _log_softmax(student.float() / temperature, group)
-        target = _log_softmax(teacher.float() / temperature, group)
-        if top_k is not None:
-            # The rest gets the teacher's mass in the student's proportions, so only the two masses are compared.
-            top = _among_top(teacher, top_k, group)
-            rest, output_rest = (logsumexp(logs.masked_fill(top, float("-inf")), group) for logs in (target, output))
-            target = torch.where(top, target, output + (rest - output_rest))
-        probabilities = target.exp()
-        kl = (probabilities * (target - output)).sum(-1)
+        if group is not None and group.size() == 1:
+            group = None
+        width = student.shape[-1]
+        kl = student.new_empty(student.shape[:-1], dtype=torch.float32)
+        # In the logits' own dtype, like their gradient: for a large vocabulary in bf16 this halves the memory.
+        slope = torch.empty_like(student, memory_format=torch.contiguous_format)
+        rows = max(1, (_IN_CACHE if student.is_cpu and group is None else _AT_ONCE) // width)
+        parts = (values.reshape(-1, width).split(rows) for values in (student, teacher, slope))
+        for ours, theirs, part, result in zip(*parts, kl.view(-1).split(rows), strict=True):
+            output = _log_softmax(ours.float() / temperature, group)
+            target = _log_softmax(theirs.float() / temperature, group)
+            if top_k is not None:
+                # The rest gets the teacher's mass in the student's proportions, so only the two masses are compared.
+                top = _among_top(theirs, top_k, group)
+                rest, output_rest = (
+                    logsumexp(logs.masked_fill(top, float("-inf")), group) for logs in (target, output)
+                )
+                target = torch.where(top, target, output + (rest - output_rest))
+            probabilities = target.exp()
+            torch.sum(probabilities * (target - output), -1, out=result)
+            part.copy_((output.exp_() - probabilities) * temperature)
         if group is not None:
             torch.distributed.all_reduce(kl, group=group)
-        # In the logits' own dtype, like their gradient: for a large vocabulary in bf16 this halves the memory.
-        ctx.save_for_backward((temperature * (output.exp() - probabilities)).to(student.dtype))
+        ctx.save_for_backward(slope)
         return kl * temperature**2
 
     @staticmethod
