@@ -119,7 +119,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
     check_machine(run.config)
     check_launcher(run.config)
     table = None if run.plan is None else run.plan.table()
-    slow = bf16.remark("precision=fp32", used=bool(run.config["megatron"].get("bf16")))
+    slow = bf16.remark("megatron.bf16=false", used=bool(run.config["megatron"].get("bf16")))
     remarks = (slow, fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config), table)
     for line in filter(None, remarks):
         console.print(line)

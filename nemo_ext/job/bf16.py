@@ -1,11 +1,27 @@
-"""Speed of BF16 on this machine: most CPUs without instructions for it are several times slower than in FP32."""
+"""Whether BF16 is fast on this machine: CPUs without instructions for it take several times as long as in FP32.
+
+Does not import torch, as configs are composed on machines without it.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pynvml
+
+_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Flags in /proc/cpuinfo of CPUs that multiply BF16 matrices; the last is ARM's."""
 
 
 def is_fast() -> bool:
-    """Return whether BF16 is fast here: on GPUs, and on CPUs with instructions for it or wide enough to emulate it."""
-    import torch
-
-    return torch.cuda.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Return whether this machine has a GPU, or a CPU with instructions for BF16."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and pynvml.nvmlDeviceGetCount():
+            return True
+    with suppress(OSError):
+        return not _INSTRUCTIONS.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    return False
 
 
 def remark(key: str, *, used: bool) -> str | None:

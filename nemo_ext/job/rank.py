@@ -24,7 +24,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the check failed; the message starts with the key.
     """
-    if slow := bf16.remark("precision=fp32", used=bool(config["megatron"].get("bf16"))):
+    if slow := bf16.remark("megatron.bf16=false", used=bool(config["megatron"].get("bf16"))):
         notice(slow)
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: set it to a directory")

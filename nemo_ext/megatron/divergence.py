@@ -33,7 +33,7 @@ def kl_divergence(
 
 
 _AT_ONCE = 2**26
-"""Number of logits that are computed at once; more would need more memory, fewer more calls and collectives."""
+"""Number of logits that are computed at once. More need more memory; with fewer, there are more collectives."""
 _IN_CACHE = 2**18
 """Number of logits that are computed at once on a CPU, where they then stay in its cache."""
 

@@ -13,6 +13,7 @@ def test_bf16_is_chosen_where_it_is_fast(
 ) -> None:
     monkeypatch.setattr(bf16, "is_fast", lambda: fast)
 
+    # The seed distinguishes configs of which the tests keep only one.
     config = compose("train", ["precision=auto", f"megatron.seed={int(fast)}"])
 
     assert config["megatron"]["bf16"] is fast

@@ -204,7 +204,7 @@ def test_missing_values_are_named() -> None:
     ("job", "word", "said"),
     [
         ("tokenize", "data=local_txt", "data=local_txt: no such data: did you mean 'local_text'? known: "),
-        ("train", "precision=x", "precision=x: no such precision: known: bf16, "),
+        ("train", "precision=x", "precision=x: no such precision: known: auto, bf16, "),
         ("curate", "preset=mine", "preset=mine: no such preset: known: dolma, "),
     ],
 )

@@ -21,7 +21,7 @@ def test_it_has_defaults_a_line_and_the_groups_of_the_job(helped: Callable[[str]
     text = helped("train")
 
     assert "train.warmup_tokens=0           length of the linear learning-rate warm-up" in text
-    assert "precision=                      bf16, fp32" in text
+    assert "precision=                      auto, bf16, fp32" in text
     assert "suite=" not in text.partition("Config files by name")[2]
 
 

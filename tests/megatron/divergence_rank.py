@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nemo_ext.megatron import divergence
 from nemo_ext.megatron.divergence import kl_divergence
 
 
@@ -17,6 +18,7 @@ def main(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
     saved = torch.load(folder / "tensors.pt")
+    divergence._AT_ONCE = 2 * saved["student"].shape[-1] // 2  # parts of two tokens
     for top_k, temperature, kl, gradient in saved["cases"]:
         student, teacher = (saved[name].chunk(2, -1)[rank].clone().requires_grad_() for name in ("student", "teacher"))
         got = kl_divergence(student, teacher, temperature=temperature, top_k=top_k, group=group)

@@ -26,6 +26,7 @@ from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.checkpoint.beside import EXTRAS
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.megatron import divergence
 from nemo_ext.megatron.check import check
 from nemo_ext.megatron.distillation import check_same_tokens
 from nemo_ext.megatron.divergence import kl_divergence
@@ -120,9 +121,16 @@ def reference(student: Tensor, teacher: Tensor, temperature: float, top_k: int |
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 7])
-def test_divergence_and_gradient_equal_those_of_torch(temperature: float, top_k: int | None) -> None:
+@pytest.mark.parametrize("at_once", [None, 80])
+def test_divergence_and_gradient_equal_those_of_torch(
+    temperature: float, top_k: int | None, at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and in parts of two tokens with one left, with the teacher's memory in another order."""
     student, teacher = logits(5, 3, 40)
     weights = torch.rand(5, 3)
+    if at_once is not None:
+        monkeypatch.setattr(divergence, "_IN_CACHE", at_once)
+        teacher = teacher.transpose(0, 1).contiguous().transpose(0, 1)
 
     got = kl_divergence(student, teacher, temperature=temperature, top_k=top_k)
     expected = reference(student, teacher, temperature, top_k)

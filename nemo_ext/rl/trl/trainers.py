@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import DynamicCache, LogitsProcessor, TrainerCallback, set_seed
-from transformers.masking_utils import create_causal_mask
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer import utils as trl_utils
@@ -724,15 +724,17 @@ def _generate(
 def _with_shared_prompts(model: Any, accelerator: Any) -> Any:
     """Return the model inside wrappers and adapters; None if it cannot compute equal prompts once.
 
-    It can if it has a KV cache, and this is the only process, since wrappers for several expect one forward pass.
+    It can if it reads a KV cache, does not recompute activations, which turns the cache off, and this is the only
+    process, since wrappers for several expect one forward pass per step.
     """
     if accelerator.num_processes > 1:
         return None
     model = accelerator.unwrap_model(model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    recomputed = model.training and model.is_gradient_checkpointing  # which turns the cache off
+    recomputed = model.training and model.is_gradient_checkpointing
     reads_places = "position_ids" in signature(type(model).forward).parameters
-    return model if reads_places and not model._is_stateful and not recomputed else None
+    able = reads_places and _cache_name(model) and not model._is_stateful and not recomputed
+    return model if able else None
 
 
 def _scored(
@@ -745,18 +747,27 @@ def _scored(
     labels: torch.Tensor,
     **others: Any,
 ) -> Any:
-    """Call a model on prompts with responses; if prompts are equal, outputs start at a prompt's last token.
+    """Call a model on prompts with responses; outputs start at a prompt's last token if some prompts are equal.
+
+    Positions do not count padding, as in generation.
 
     Args:
         model: model whose forward pass TRL has replaced by one that returns log-probabilities of `labels`.
-        inner: the same from `_with_shared_prompts`.
+        inner: the model inside wrappers and adapters.
         width: number of tokens of prompts, which are padded on the left.
     """
-    if prefix := _prefilled(inner, input_ids[:, :width], attention_mask[:, :width]):
-        first = width - 1
-        others |= {"position_ids": _positions(attention_mask)[:, first:], **prefix}
-        input_ids, labels = input_ids[:, first:], labels[:, first:]
-    return model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+    config = inner.config.get_text_config()
+    routed = getattr(config, "output_router_logits", False)  # TRL's router loss reads the tokens of all rows
+    prefix = {} if routed else _prefilled(inner, input_ids[:, :width], attention_mask[:, :width])
+    begin = width - 1 if prefix else 0
+    return model(
+        input_ids=input_ids[:, begin:],
+        attention_mask=attention_mask,
+        labels=labels[:, begin:],
+        position_ids=_positions(attention_mask)[:, begin:],
+        **prefix,
+        **others,
+    )
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
@@ -766,28 +777,31 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 def _prefilled(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
     """Compute the KV cache of equal prompts once, and return it as an argument for the model or its `generate`.
 
-    The result is empty if no prompts are equal.
+    The result is empty if no prompts are equal, or if the model has other caches than of keys and values.
     """
     width = input_ids.shape[1]
     both, row = torch.unique(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
-    if len(both) < len(input_ids) and width > 1:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    of_attention = {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if len(both) < len(input_ids) and width > 1 and of_attention:
         prompts, masks = both[:, :width], both[:, width:-1]
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         # The backbone alone, as TRL's replacement of `forward` calls the original model's in a copied model.
         model.base_model(
             input_ids=prompts[:, :-1],
             attention_mask=masks,
             position_ids=_positions(masks),
             use_cache=True,
-            **{_CACHE: cache},
+            **{_cache_name(model): cache},
         )
         cache.batch_select_indices(row)
-        return {_CACHE: cache}
+        return {_cache_name(model): cache}
     return {}
 
 
-_CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
-"""Name of the cache argument of transformers' models, which depends on the version of transformers."""
+def _cache_name(model: Any) -> str:
+    """Return the name of a model's cache argument, which depends on the version of transformers; "" for none."""
+    parameters = signature(type(model).forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), "")
 
 
 def answer(

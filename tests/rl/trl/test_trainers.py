@@ -243,3 +243,30 @@ def test_equal_prompts_are_computed_once_with_the_same_gradients(adapters: bool)
     torch.testing.assert_close(logps, plain)
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
     torch.testing.assert_close(shared, gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "router losses"])
+def test_prompts_are_computed_for_each_row_if_a_model_needs_all_of_them(kind: str) -> None:
+    import torch
+    from accelerate import Accelerator
+    from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    from nemo_ext.rl.trl.trainers import _scored, _with_shared_prompts
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    torch.manual_seed(0)
+    model: Any = (
+        Lfm2ForCausalLM(Lfm2Config(layer_types=["conv", "full_attention"], **sizes))
+        if kind == "convolutions"
+        else Qwen3MoeForCausalLM(Qwen3MoeConfig(output_router_logits=True, **experts, **sizes))
+    )
+    add_fused_lm_head(model)
+    inner = _with_shared_prompts(model.eval(), Accelerator(cpu=True))
+    ids = torch.cat([torch.randint(1, 64, (1, 6)).repeat(2, 1), torch.randint(1, 64, (2, 5))], 1)
+    words = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "fused_lm_head": True}
+
+    with torch.no_grad():
+        torch.testing.assert_close(_scored(model, inner, 6, **words).log_probs, model(**words).log_probs)
