@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
     saved = torch.load(folder / "tensors.pt")
-    divergence._AT_ONCE = 2 * saved["student"].shape[-1] // 2  # parts of two tokens
+    divergence._AT_ONCE = saved["student"].shape[-1]  # parts of two tokens, as two ranks share the vocabulary
     for top_k, temperature, kl, gradient in saved["cases"]:
         student, teacher = (saved[name].chunk(2, -1)[rank].clone().requires_grad_() for name in ("student", "teacher"))
         got = kl_divergence(student, teacher, temperature=temperature, top_k=top_k, group=group)

@@ -225,6 +225,8 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
     done = _step_of(checkpoint) if checkpoint else 0
     run_settings = _run_settings(config, algorithm, resumed=checkpoint is not None)
     settings = {**ready.rendered.settings, **run_settings, **(config["trl"] or {})}
+    if settings["bf16"] not in (True, False, None, "auto"):
+        raise ValueError(f"trl.bf16={settings['bf16']}: choose true, false or auto")
     if settings["bf16"] == "auto":
         settings["bf16"] = bf16.is_fast()
     if slow := bf16.remark("trl.bf16=false", used=bool(settings["bf16"])):

@@ -752,7 +752,7 @@ def _scored(
     Positions do not count padding, as in generation.
 
     Args:
-        model: model whose forward pass TRL has replaced by one that returns log-probabilities of `labels`.
+        model: model with TRL's forward pass, which returns log-probabilities of `labels`.
         inner: the model inside wrappers and adapters.
         width: number of tokens of prompts, which are padded on the left.
     """
